@@ -27,13 +27,13 @@ test: tools
 	PYTHONDONTWRITEBYTECODE= MLX_DISABLE_COMPILE=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
 
 lint: tools
-	$(BIN)/ruff format --check src tests benchmarks examples experiments
-	$(BIN)/ruff check src tests benchmarks examples experiments
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/mypy
 
 format: tools
-	$(BIN)/ruff format src tests benchmarks examples experiments
-	$(BIN)/ruff check --fix src tests benchmarks examples experiments
+	$(BIN)/ruff format src tests benchmarks examples
+	$(BIN)/ruff check --fix src tests benchmarks examples
 
 # The pages of docs/ as a site, every link checked. URL= is the repository's address.
 docs: tools

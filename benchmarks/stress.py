@@ -3,7 +3,7 @@
 Eight clients send what agents send: new chats, the same again, further turns, streams that are read
 and streams that are left, every API, raw prompts, exact and quantised, agents that are forked,
 pinned and deleted, and requests that are refused. Memory and disk budgets are small, so that blocks
-are evicted all the time. S0-74: no cache error, and memory that stays bounded.
+are evicted all the time. No cache error, and memory that stays bounded.
 """
 
 from __future__ import annotations

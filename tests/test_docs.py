@@ -29,7 +29,7 @@ from tests.server.processes import served
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "keepwarm"
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("experiments/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 DEFAULT = 'keepwarm.load("smollm2")'
 ADDRESS = "http://127.0.0.1:8181"  # as pages say it; the suite has a server elsewhere
 LANGUAGES = {"python", "sh", "json", "toml", "yaml", "text"}  # the last is not code
@@ -184,7 +184,7 @@ def test_models_by_memory_are_current():
 
 
 def test_every_setting_is_described():
-    """S3-75: name, default and meaning as the code has them."""
+    """Name, default and meaning as the code has them."""
     page = generated.TUNING.read_text()
     assert generated.settings_table() in page, "run: python -m tests.kit.generated"
     assert all(f"| `{field.name}` |" in page for field in fields(Settings))
@@ -197,14 +197,13 @@ def test_every_page_is_listed():
 
 
 def test_the_references_are_cited():
-    """S0-79."""
     page = (ROOT / "docs" / "comparison.md").read_text()
     words = ("generate.py", "models/cache.py", "#13606", "#17107", "#548", "#917", "kv_cache")
     assert [word for word in words if word not in page] == []
 
 
 def test_caches_are_compared_in_five_respects():
-    """S0-27, S0-28: those of transformers, llama.cpp, mlx-lm, and ours."""
+    """Those of transformers, llama.cpp, mlx-lm, and ours."""
     page = (ROOT / "docs" / "comparison.md").read_text()
     respects = "runtime format | disk format | restoration | partial reuse | memory efficiency"
     _, table = page.split(f"| {respects} |\n", 1)
@@ -349,13 +348,13 @@ def test_a_broken_picture_is_seen(tmp_path):
 
 
 def test_the_versions_that_were_compared_are_installed():
-    """S3-79: after an upgrade compare docs/caches.md again and change its line."""
+    """After an upgrade compare docs/caches.md again and change its line."""
     line = f"Compared with mlx-lm {version('mlx-lm')}, mlx {version('mlx')}."
     assert line in (ROOT / "docs" / "caches.md").read_text().splitlines()
 
 
 def test_every_cache_class_has_its_row():
-    """S3-73, S0-10: class and kind as the code has them."""
+    """Class and kind as the code has them."""
     page = (ROOT / "docs" / "caches.md").read_text()
     rows = re.findall(r"^\| `(\w+)`([^|]*)\| (\w+) \|", page, re.MULTILINE)
     documented = {name: kind for name, note, kind in rows if "keep` > 0" not in note}

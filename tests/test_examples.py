@@ -29,14 +29,13 @@ def claims(text: str) -> list[str]:
 
 
 def test_every_example_is_run_somewhere():
-    """S3-76."""
     tests = "".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
     examples = [path.name for path in EXAMPLES.glob("*.py")]
     assert [name for name in examples if f'"{name}"' not in tests] == []
 
 
 def test_batch(checkpoint):
-    """S3-59, S3-67: rows of different lengths, padded by `prepare` alone."""
+    """Rows of different lengths, padded by `prepare` alone."""
     text = output("batch.py", "--model", checkpoint, "--max-tokens", 6)
     assert claims(text) == ["same as alone"] * 3
     assert "False" not in text
@@ -46,7 +45,7 @@ def test_batch(checkpoint):
 
 
 def test_beam(checkpoint):
-    """S3-54, S3-67: rows taken out, doubled and merged again keep their own history."""
+    """Rows taken out, doubled and merged again keep their own history."""
     text = output("beam.py", "--model", checkpoint, "--max-tokens", 6, "--width", 3)
     assert claims(text) == ["same score alone"] * 3
     assert "False" not in text
@@ -56,7 +55,7 @@ def test_beam(checkpoint):
 
 
 def test_dynamic_batching(checkpoint):
-    """S3-54: rows join and leave while others continue."""
+    """Rows join and leave while others continue."""
     text = output("dynamic_batching.py", "--model", checkpoint)
     assert claims(text) == ["same as alone"] * 4
     assert "False" not in text

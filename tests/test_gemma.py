@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -12,7 +10,6 @@ from keepwarm.text.request import Request, Sampling
 from tests.kit.engines import write_tiny
 from tests.kit.models import COMMON, CONFIGS, WINDOW, tiny
 from tests.kit.runs import prompt_of
-from tests.test_experiment import SCRIPT, check
 
 NAME = "gemma3_text"
 
@@ -26,32 +23,14 @@ def write(directory, window):
     return str(directory)
 
 
-def test_the_experiment_passes(tmp_path):
-    """S0-48: with a window as wide as the real one's, which the script takes by `--model`."""
-    experiment_passes(write(tmp_path / "model", 1024))
-
-
-@pytest.mark.real_model
-def test_the_experiment_passes_with_a_real_model():
-    """S0-48."""
-    experiment_passes(os.environ["REAL_MODEL_DIR"])
-
-
-def experiment_passes(model):
-    command = [sys.executable, SCRIPT, "--model", model, "--max-tokens", "6"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    check(done.stdout)
-
-
 def test_a_conversation_longer_than_its_window_outlives_a_restart(tmp_path):
-    """S0-48: all but the last token of it comes from disk, and the answer is the same."""
+    """All but the last token of it comes from disk, and the answer is the same."""
     outlives_a_restart(write(tmp_path / "model", WINDOW), prompt_of(10 * WINDOW), tmp_path)
 
 
 @pytest.mark.real_model
 def test_a_conversation_of_a_real_model_outlives_a_restart(tmp_path):
-    """S0-48: longer than the windows of Gemma 3."""
+    """Longer than the windows of Gemma 3."""
     outlives_a_restart(os.environ["REAL_MODEL_DIR"], prompt_of(1500), tmp_path)
 
 

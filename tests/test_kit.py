@@ -65,7 +65,7 @@ def test_models_hold_no_lazy_array(name):
 
 @every_architecture
 def test_continuing_from_a_copied_cache_is_bit_equal_on_equal_slices(name, tiny_model):
-    """S0-44, S1-10, D9: and the donor of a copy is untouched, so it serves twice."""
+    """And the donor of a copy is untouched, so it serves twice."""
     model = tiny_model(name)
     reference = cold(model, PROMPT, N, step=16)
     donor = prefill(model, make_prompt_cache(model), PROMPT[:CUT], step=16)
@@ -77,7 +77,7 @@ def test_continuing_from_a_copied_cache_is_bit_equal_on_equal_slices(name, tiny_
 @every_architecture
 @pytest.mark.parametrize("cut", [1, 50, 89])
 def test_continuing_on_other_slices_is_the_same_within_tolerance(name, cut, tiny_model):
-    """S0-44: slices are no part of the answer."""
+    """Slices are no part of the answer."""
     model = tiny_model(name)
     cache = prefill(model, make_prompt_cache(model), PROMPT[:cut], step=20)
     warm = continue_from(model, cache, PROMPT[cut:], N, step=7)
@@ -100,7 +100,7 @@ def test_a_wrong_cache_is_seen(name, held, tiny_model):
 
 
 def test_concatenate_cache_serves_a_whole_model(tiny_model):
-    """S3-08: no model puts one into its prompt cache, so llama is given some."""
+    """No model puts one into its prompt cache, so llama is given some."""
     model = tiny_model("llama")
     cache = [ConcatenateKVCache() for _ in model.layers]
     assert_same(cold(model, PROMPT, N), continue_from(model, cache, PROMPT, N), bitwise=True)
@@ -114,7 +114,7 @@ def _prefilled(model, prompt, **how):
 
 @every_batchable
 def test_rows_prefilled_alone_keep_their_cold_runs_in_a_batch(name, tiny_model):
-    """S1-14, S3-12: left-padded, injected and late-joined rows, each as if it were alone."""
+    """Left-padded, injected and late-joined rows, each as if it were alone."""
     model = tiny_model(name)
     prompts = [PROMPT, PROMPT[:20], OTHER, OTHER[:50]]
     jobs = [_prefilled(model, p, joins_at=4 * (p is prompts[3])) for p in prompts]
@@ -124,7 +124,7 @@ def test_rows_prefilled_alone_keep_their_cold_runs_in_a_batch(name, tiny_model):
 
 @every_paddable
 def test_rows_prefilled_together_get_their_cold_runs(name, tiny_model):
-    """S1-14, S3-12: BatchGenerator pads the prompts on the right, and rolls the padding away."""
+    """BatchGenerator pads the prompts on the right, and rolls the padding away."""
     model = tiny_model(name)
     cache = prefill(model, make_prompt_cache(model), OTHER[:CUT])
     injected = Job(OTHER[CUT:], N, OTHER[:CUT], cache)
@@ -136,7 +136,7 @@ def test_rows_prefilled_together_get_their_cold_runs(name, tiny_model):
 
 @every_batchable
 def test_a_cache_taken_out_of_a_batch_goes_on_alone(name, tiny_model):
-    """S1-03, S1-05: the final cache holds the prompt and every token that was answered."""
+    """The final cache holds the prompt and every token that was answered."""
     model = tiny_model(name)
     first, _ = batched(model, [_prefilled(model, PROMPT[:60]), _prefilled(model, OTHER)])
     alone = continue_from(model, first.cache, PROMPT[60:], N)
@@ -154,7 +154,7 @@ def test_a_wrong_cache_is_seen_in_a_batch(name, tiny_model):
 
 
 def test_fed_counter_counts_what_one_sequence_was_fed(tiny_model):
-    """S1-01: prefilled tokens are proven where the model is called."""
+    """Prefilled tokens are proven where the model is called."""
     model = FedCounter(tiny_model("llama"))
     cold(model, PROMPT, 3, step=32)
     assert model.shapes == [(1, 32), (1, 32), (1, 25)] + [(1, 1)] * 4
@@ -162,7 +162,7 @@ def test_fed_counter_counts_what_one_sequence_was_fed(tiny_model):
 
 
 def test_fed_counter_counts_a_batch_with_its_padding(tiny_model):
-    """S1-01: an injected cache's tokens are not fed again; padding is fed and counted."""
+    """An injected cache's tokens are not fed again; padding is fed and counted."""
     plain = tiny_model("llama")
     cache = prefill(plain, make_prompt_cache(plain), PROMPT[:CUT])
     model = FedCounter(plain)
@@ -191,7 +191,7 @@ def _run(*rows: list[float]) -> Run:
 
 
 def test_a_tie_ends_the_comparison_and_is_reported():
-    """D9: two best tokens closer than 1e-3."""
+    """Two best tokens closer than 1e-3."""
     reference = _run([0.0, 1.0], [0.5, 0.5 + TIE / 20], [1.0, 0.0])
     other = _run([0.0, 1.0], [0.5 + TIE / 20, 0.5], [0.0, 1.0])
     assert gaps(reference)[1] < TIE
@@ -212,7 +212,7 @@ def test_a_tie_ends_the_comparison_and_is_reported():
     ],
 )
 def test_what_is_not_the_same_fails_with_its_reason(other, message):
-    """D9: more than 1e-4 apart, or other tokens."""
+    """More than 1e-4 apart, or other tokens."""
     with pytest.raises(AssertionError, match=message):
         assert_same(_run([0.0, 1.0], [0.0, 1.0]), other)
 

@@ -38,7 +38,7 @@ def unnamed(text: str) -> str:
 
 
 def test_the_server_is_documented():
-    """S0-55: every path it answers; those of the dashboard are for its page alone."""
+    """Every path it answers; those of the dashboard are for its page alone."""
     text = unnamed(page("serving") + page("operations"))
     assert "/v1/chat/completions" in paths()
     missing = [path for path in paths() if not re.search(rf"[` ]{re.escape(path)}[`?]", text)]
@@ -46,14 +46,14 @@ def test_the_server_is_documented():
 
 
 def test_the_library_is_documented():
-    """S0-55: every public name."""
+    """Every public name."""
     text = page("api")
     public = [name for name in keepwarm.__all__ if not name.startswith("_")]
     assert [name for name in public if f"\n### `{name}`\n" not in text] == []
 
 
 def test_what_makes_a_prompt_cold_is_documented():
-    """S0-67: every part of a model's identity, and when to remove something by hand."""
+    """Every part of a model's identity, and when to remove something by hand."""
     text = section("tuning", "What makes a prompt cold")
     words = {
         "weights": "weights", "config": "model config", "tokenizer": "tokenizer",
@@ -67,7 +67,7 @@ def test_what_makes_a_prompt_cold_is_documented():
 
 
 def test_the_api_of_every_version_of_mlx_lm_is_documented():
-    """S1-16: of all whose files are read here, and of the one that the sources speak of."""
+    """Of all whose files are read here, and of the one that the sources speak of."""
     table = section("caches", "mlx-lm by version")
     (heads,) = re.findall(r"^\| \|(.+)\|$", table, re.MULTILINE)
     versions = {cell.strip() for cell in heads.split("|")}
@@ -78,7 +78,7 @@ def test_the_api_of_every_version_of_mlx_lm_is_documented():
 
 
 def test_speculative_decoding_is_researched():
-    """S2-25, S3-60: which caches it needs, and that mlx-lm has none in batches."""
+    """Which caches it needs, and that mlx-lm has none in batches."""
     text = page("speculative")
     assert "[mlx-lm#1423]" in text
     assert "Rejected tokens are removed with `trim`" in text
@@ -87,7 +87,7 @@ def test_speculative_decoding_is_researched():
 
 
 def test_what_could_be_faster_is_named_and_measured_first():
-    """S3-23, S3-63, S3-72: rolling, which would gain most, was profiled."""
+    """Rolling, which would gain most, was profiled."""
     text = section("caches", "Tuning")
     (line,) = [line for line in text.splitlines() if line.startswith("- **Going further**")]
     assert "only after profiling" in line
@@ -98,7 +98,7 @@ def test_what_could_be_faster_is_named_and_measured_first():
 
 @pytest.mark.parametrize("column", [1, 2])
 def test_the_way_from_single_to_batch_is_described(column):
-    """S3-74: with functions that there are; its program is run with all the others."""
+    """With functions that there are; its program is run with all the others."""
     text = section("caches", "From single to batch")
     rows = [line.split("|") for line in text.splitlines() if line.startswith("| ")][1:]
     named = set(re.findall(r"kv\.(\w+)", " ".join(row[column] for row in rows)))
@@ -116,5 +116,5 @@ def test_the_way_from_single_to_batch_is_described(column):
     ],
 )
 def test_the_comparison_cites_its_sources(source):
-    """S0-83: both pages of transformers, and the article on persistent caches."""
+    """Both pages of transformers, and the article on persistent caches."""
     assert f"]({source})" in page("comparison")

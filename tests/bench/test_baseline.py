@@ -36,7 +36,7 @@ def ours(kept, workload, what):
 
 
 def test_the_baseline_is_that_of_the_page(kept):
-    """S0-49: every sample is recorded, with machine and versions."""
+    """Every sample is recorded, with machine and versions."""
     page = (RESULTS / "bench.md").read_text()
     assert tables.markdown(kept).strip() in page
     assert kept.samples >= 3
@@ -47,7 +47,7 @@ def test_the_baseline_is_that_of_the_page(kept):
 
 
 def test_a_long_prompt_that_is_known_starts_more_than_twice_as_soon(kept):
-    """S0-49, S0-72: with the default model, repeated and after kill -9."""
+    """With the default model, repeated and after kill -9."""
     assert Sizes().chat > 512
     (cold,) = ours(kept, "chat", "cold").values()
     for what in ("exact repeat", "after a restart"):
@@ -58,14 +58,14 @@ def test_a_long_prompt_that_is_known_starts_more_than_twice_as_soon(kept):
 
 
 def test_tokens_a_second_and_first_tokens_are_in_it(kept):
-    """S2-29: for both servers, so that later runs can be compared with either."""
+    """For both servers, so that later runs can be compared with either."""
     for target in ("keepwarm", "mlx-lm"):
         units = {series.unit for series in kept.series if series.target == target}
         assert {"s", "tokens/s", "tokens"} <= units
 
 
 def test_more_streams_give_more_tokens_a_second(kept):
-    """S3-57: 1, 2, 4 and 8 at once."""
+    """1, 2, 4 and 8 at once."""
     rate = ours(kept, "streams", "throughput")
     assert set(rate) == {1, 2, 4, 8}
     assert rate[8] > rate[4] > rate[1]

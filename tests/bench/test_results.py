@@ -95,7 +95,7 @@ def test_other_files_are_refused_in_a_sentence(tmp_path, text):
     ],
 )
 def test_only_what_is_beyond_the_spread_is_a_change(then, now, better, verdict):
-    """S0-64, S2-32: a regression is distinguished from noise."""
+    """A regression is distinguished from noise."""
     assert judge(then, now, better) == verdict
 
 
@@ -106,7 +106,7 @@ def test_a_run_is_like_itself():
 
 
 def test_what_got_worse_is_named():
-    """S2-23, S2-29: timed against a stored baseline."""
+    """Timed against a stored baseline."""
     worse = changed(0, samples=(2.0, 2.2, 2.1))
     (found,) = [c for c in changes(RESULTS, worse) if c.verdict != "within the spread"]
     assert (found.what, found.verdict, found.factor) == ("cold, 256", "worse", pytest.approx(2.1))

@@ -121,7 +121,7 @@ def test_pages_that_cannot_be_dropped_are_skipped(engine, make_run):
 
 
 def test_a_conversation_computes_what_is_new(found):
-    """S4-16, S0-71: only new tokens from turn 2 on, and the same answers as without a cache."""
+    """Only new tokens from turn 2 on, and the same answers as without a cache."""
     assert claim(found, "pipeline", "recomputed ÷ new tokens from turn 2").value <= 1.02
     assert claim(found, "pipeline", "answers that differ from cache off").value == 0
     (compared,) = found.of("pipeline", "answers compared")
@@ -131,7 +131,7 @@ def test_a_conversation_computes_what_is_new(found):
 
 
 def test_agents_share_one_prefill(found):
-    """S0-29: one after another and all at once."""
+    """One after another and all at once."""
     for how in ("one after another", "all at once"):
         found_claim = claim(found, "agents", f"times the shared prompt is prefilled, {how}")
         assert 0.9 < found_claim.value <= 1.02

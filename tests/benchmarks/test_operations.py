@@ -170,7 +170,7 @@ def test_the_bound_can_fail(growth, holds):
 
 @pytest.mark.parametrize(("n_rows", "padded"), [(1, 1), (2, 4 / 3), (4, 8 / 5), (8, 16 / 9)])
 def test_a_batch_holds_its_rows_and_their_padding_only(n_rows, padded):
-    """S3-49: variable lengths waste nothing beyond padding; equal lengths nothing at all."""
+    """Variable lengths waste nothing beyond padding; equal lengths nothing at all."""
     shape = Shape("plain", n_layers=2, n_heads=2, width=32)
     merged = [d for d in batch.densities(shape, n_rows, 1024) if d.when == "merged"]
     expected = {(1024,) * n_rows: 1, tuple(1024 * (i + 1) // n_rows for i in range(n_rows)): padded}

@@ -36,7 +36,7 @@ def test_everything_follows_from_the_counts():
 
 
 def test_a_hand_made_sequence(models, tmp_path):
-    """D8, S0-71: one prompt from every tier, then a conversation; counted by hand."""
+    """One prompt from every tier, then a conversation; counted by hand."""
     prompt = prompt_of(N)
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     with engine_on(models.of("llama"), tmp_path) as engine:

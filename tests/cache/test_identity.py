@@ -70,13 +70,13 @@ def test_adapter_options_salt_and_layout_count(source, layout, tmp_path, tiny_mo
 
 
 def test_the_place_does_not_count(source, layout, tmp_path):
-    """S0-25: the same files elsewhere, or on another machine, are the same model."""
+    """The same files elsewhere, or on another machine, are the same model."""
     elsewhere = shutil.copytree(source, tmp_path / "elsewhere")
     assert name_of(source, layout, tmp_path / "a") == name_of(elsewhere, layout, tmp_path / "b")
 
 
 def test_it_is_the_same_in_another_process(source, layout, tmp_path):
-    """S2-12: never Python's seeded hash."""
+    """Never Python's seeded hash."""
     script = (
         "import sys; from pathlib import Path; from keepwarm.cache.identity import *;"
         "from keepwarm.kv.layout import Layout; from keepwarm.prefix.fingerprint import namespace;"

@@ -28,7 +28,7 @@ def model(tmp_path_factory):
 
 
 def test_commit_in_one_store_restore_in_the_next(model, tmp_path):
-    """S0-01, S0-24: after everything was closed the next store finds all but the last token."""
+    """After everything was closed the next store finds all but the last token."""
     prompt = prompt_of(600)
     with keepwarm.Store(tmp_path / "store") as store:
         kw = store.attach(model.module, source=model.path)
@@ -82,7 +82,6 @@ def open_below(folder: Path) -> list[str]:
 
 
 def test_other_kv_options_are_another_identity(model, tmp_path):
-    """S4-05."""
     prompt = prompt_of(300)
     with keepwarm.Store(tmp_path / "store") as store:
         kw = store.attach(model.module, source=model.path)

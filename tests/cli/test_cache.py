@@ -139,7 +139,7 @@ def verified(main_here, tmp_path):
 
 @pytest.mark.parametrize("options", [[], ["--fix"]])
 def test_verify_names_what_cannot_be_read_and_leaves_it(options, verified, tmp_path):
-    """S0-57: a symlink to itself cannot be opened, not even by root."""
+    """A symlink to itself cannot be opened, not even by root."""
     path = next(files_under(tmp_path / "store" / "blocks"))
     aside = path.rename(tmp_path / "aside")
     path.symlink_to(path)
@@ -444,7 +444,6 @@ def test_what_was_imported_is_shown_behind_the_progress(home, main_here, monkeyp
 
 
 def test_a_store_of_a_newer_keepwarm_is_one_sentence(home):
-    """S0-54."""
     index = store(home) / "index.sqlite"
     with closing(sqlite3.connect(index)) as db:
         (version,) = db.execute("PRAGMA user_version").fetchone()

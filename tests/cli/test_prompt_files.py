@@ -66,7 +66,7 @@ def cold(module, tokens):
 
 
 def test_what_is_exported_for_mlx_lm_goes_on_there(home, model, tmp_path):
-    """S3-06: the answer is that of a cold run; then the file comes in again as another agent."""
+    """The answer is that of a cold run; then the file comes in again as another agent."""
     file = tmp_path / "ops.safetensors"
     made = told(home, "cache", "export", "ops", str(file), "--format", "mlx-lm")
     loaded, metadata = load_prompt_cache(str(file), return_metadata=True)
@@ -101,7 +101,7 @@ def saved(home, model, tmp_path_factory):
 
 
 def test_a_file_of_mlx_lm_comes_in_with_its_tokens(home, saved):
-    """S3-05: only its agent is served from it."""
+    """Only its agent is served from it."""
     file, tokens = str(saved / "fox.safetensors"), str(saved / "tokens.json")
     made = told(home, "cache", "import", file, "--tokens", tokens)
     assert (made["id"], made["n_tokens"], made["imported"]) == ("fox", N, True)

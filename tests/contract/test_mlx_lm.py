@@ -90,7 +90,7 @@ def sources():
 
 
 def test_the_names_in_use_are_the_names_listed_here():
-    """S0-19: a new name needs a test in this file first."""
+    """A new name needs a test in this file first."""
     found = {pair for tree in sources().values() for pair in names_from_mlx_lm(tree)}
     listed = {(module, name) for module, names in USED.items() for name in names}
     assert found == listed, {"to list and test": found - listed, "to drop": listed - found}
@@ -124,7 +124,7 @@ def test_only_two_rooms_know_mlx_lm():
 
 
 def test_every_cache_class_of_mlx_lm_is_known(capfd):
-    """S3-11: a new upstream class is classified before users meet it."""
+    """A new upstream class is classified before users meet it."""
     found, broken = set(), set()
     for module in pkgutil.iter_modules(mlx_lm.models.__path__):
         try:

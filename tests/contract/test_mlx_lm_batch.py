@@ -47,7 +47,7 @@ def merged(*lengths, cls=KVCache, **how):
 
 
 def test_merge_aligns_rows_at_the_right_and_copies():
-    """S3-09, S3-13, S3-19: an empty row is all padding; donors may be used again."""
+    """An empty row is all padding; donors may be used again."""
     single = filled(KVCache(), 3)
     batch = KVCache.merge([single, KVCache(), filled(KVCache(), 5)])
     assert isinstance(batch, BatchKVCache)
@@ -59,7 +59,7 @@ def test_merge_aligns_rows_at_the_right_and_copies():
 
 
 def test_merging_nothing_but_empty_rows_gives_an_empty_batch():
-    """S3-19: how a batch starts."""
+    """How a batch starts."""
     assert KVCache.merge([KVCache(), KVCache()]).empty()
     assert RotatingKVCache.merge([RotatingKVCache(8), RotatingKVCache(8)]).empty()
     assert ArraysCache.merge([ArraysCache(2), ArraysCache(2)]).left_padding.tolist() == [0, 0]
@@ -67,7 +67,6 @@ def test_merging_nothing_but_empty_rows_gives_an_empty_batch():
 
 @pytest.mark.parametrize(("cls", "how"), [(KVCache, {}), (RotatingKVCache, {"max_size": 16})])
 def test_extract_gives_a_row_back_without_its_padding(cls, how):
-    """S3-18, S3-31."""
     batch = merged(3, 5, cls=cls, **how)
     row = batch.extract(0)
     assert type(row) is cls
@@ -75,7 +74,7 @@ def test_extract_gives_a_row_back_without_its_padding(cls, how):
 
 
 def test_prepare_and_finalize_turn_right_padding_into_left_padding():
-    """S3-15, S3-69: `_right_padding` waits for `finalize`."""
+    """`_right_padding` waits for `finalize`."""
     batch = BatchKVCache([0, 0, 0])
     batch.prepare(lengths=[4, 3, 2], right_padding=[0, 1, 2])
     batch.update_and_fetch(*positions(4, batch=3))
@@ -90,7 +89,6 @@ def test_prepare_and_finalize_turn_right_padding_into_left_padding():
     "batch", [BatchKVCache([0, 0]), BatchRotatingKVCache(8, [0, 0])], ids=["kv", "rotating"]
 )
 def test_left_padding_is_taken_only_while_empty(batch):
-    """S3-14."""
     batch.prepare(left_padding=[1, 0])
     assert batch.left_padding.tolist() == [1, 0]
     assert batch.offset.tolist() == [-1, 0]
@@ -100,7 +98,7 @@ def test_left_padding_is_taken_only_while_empty(batch):
 
 
 def test_filter_keeps_rows_and_drops_padding_that_all_share():
-    """S3-16: a list of indices, in the order given."""
+    """A list of indices, in the order given."""
     batch = merged(3, 5, 4)
     batch.filter([2, 0])
     assert batch.left_padding.tolist() == [0, 1]
@@ -108,7 +106,6 @@ def test_filter_keeps_rows_and_drops_padding_that_all_share():
 
 
 def test_extend_joins_another_batch_at_the_right_edge():
-    """S3-17."""
     batch = merged(3, 5)
     batch.extend(merged(7))
     assert batch.left_padding.tolist() == [4, 2, 0]
@@ -116,14 +113,13 @@ def test_extend_joins_another_batch_at_the_right_edge():
 
 
 def test_batch_masks_hide_each_rows_padding():
-    """S3-21, S3-30, S3-46."""
     for batch in (merged(1, 3), merged(1, 3, cls=RotatingKVCache, max_size=8)):
         mask = batch.make_mask(1)[:, 0, 0, :4].astype(mx.int32)
         assert mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
 
 
 def test_rotating_rows_rotate_together_and_come_out_in_order():
-    """S3-10, S3-24 to S3-26: `left_padding` may be negative after a rotation; `rotated` is set."""
+    """`left_padding` may be negative after a rotation; `rotated` is set."""
     batch = merged(3, 6, cls=RotatingKVCache, max_size=8)
     assert isinstance(batch, BatchRotatingKVCache)
     for start in range(6, 11):
@@ -135,7 +131,7 @@ def test_rotating_rows_rotate_together_and_come_out_in_order():
 
 
 def test_right_padding_evicts_no_token_of_a_window():
-    """S3-27: `_lengths` waits for `finalize`, and decoding before that is refused."""
+    """`_lengths` waits for `finalize`, and decoding before that is refused."""
     batch = merged(6, 6, cls=RotatingKVCache, max_size=8)
     batch.prepare(lengths=[4, 1], right_padding=[0, 3])
     batch.update_and_fetch(*positions(4, 6, batch=2))
@@ -147,13 +143,12 @@ def test_right_padding_evicts_no_token_of_a_window():
 
 
 def test_rotating_caches_of_different_windows_do_not_merge():
-    """S3-32."""
     with pytest.raises(ValueError, match="same maximum size"):
         RotatingKVCache.merge([RotatingKVCache(8), RotatingKVCache(16)])
 
 
 def test_arrays_cache_does_all_batch_operations():
-    """S3-05, S3-44: it stays an ArraysCache; `lengths` and `left_padding` only make masks."""
+    """It stays an ArraysCache; `lengths` and `left_padding` only make masks."""
     a, b = ArraysCache(1), ArraysCache(1)
     a[0], b[0] = mx.full((1, 2), 1.0), mx.full((1, 2), 2.0)
     batch = ArraysCache.merge([a, b, ArraysCache(1)])
@@ -171,7 +166,6 @@ def test_arrays_cache_does_all_batch_operations():
 
 
 def test_cache_list_passes_batch_operations_on():
-    """S3-07."""
     singles = [CacheList(filled(KVCache(), n), filled(RotatingKVCache(8), n)) for n in (3, 5)]
     batch = CacheList.merge(singles)
     assert [type(c) for c in batch.caches] == [BatchKVCache, BatchRotatingKVCache]
@@ -187,7 +181,7 @@ def names(function):
 
 
 def test_generator_signatures():
-    """S1-11: no tokenizer anywhere."""
+    """No tokenizer anywhere."""
     assert names(BatchGenerator)[:5] == (
         *("model", "max_tokens", "stop_tokens"),
         *("sampler", "logits_processors"),
@@ -198,7 +192,7 @@ def test_generator_signatures():
 
 
 def test_only_the_last_response_carries_cache_and_tokens(tiny_model):
-    """S1-03, S1-08, S1-09, S1-15: attributes, one token each; the cache holds all tokens."""
+    """Attributes, one token each; the cache holds all tokens."""
     generator = BatchGenerator(tiny_model("llama"), max_tokens=3)
     (uid,) = generator.insert([PROMPT])
     responses = [r for _ in range(3) for r in generator.next_generated()]
@@ -237,7 +231,7 @@ def test_next_reports_prefill_and_tokens_apart(tiny_model):
 
 
 def test_a_running_row_can_be_copied_out_and_removed(tiny_model):
-    """S1-08: `extract_cache` and `remove` answer {uid: (caches, tokens)}; both may be resumed."""
+    """`extract_cache` and `remove` answer {uid: (caches, tokens)}; both may be resumed."""
     model = tiny_model("llama")
     generator = BatchGenerator(model, max_tokens=8)
     first, second = generator.insert([PROMPT, OTHER])
@@ -251,14 +245,14 @@ def test_a_running_row_can_be_copied_out_and_removed(tiny_model):
 
 
 def test_an_empty_prompt_is_refused_at_insert(tiny_model):
-    """S1-06: so a wholly cached prompt must be cut back by one token."""
+    """So a wholly cached prompt must be cut back by one token."""
     generator = BatchGenerator(tiny_model("llama"))
     with pytest.raises(ValueError, match="empty prompt"):
         generator.insert([[]])
 
 
 def test_an_injected_cache_is_not_changed(tiny_model):
-    """S1-01, S1-05: merge copies, so one restored cache may serve many rows."""
+    """Merge copies, so one restored cache may serve many rows."""
     model = tiny_model("llama")
     cache = prefill(model, make_prompt_cache(model), PROMPT[:40])
     before = copy.deepcopy(cache[0].keys)
@@ -286,14 +280,14 @@ def test_defect_an_empty_quantised_cache_has_no_byte_count():
 
 
 def test_defect_trimming_a_concatenate_cache_is_lost_at_the_next_update():
-    """S3-08: it moves the offset, keeps the rows, and appends behind them."""
+    """It moves the offset, keeps the rows, and appends behind them."""
     cache = filled(ConcatenateKVCache(), 10)
     assert (cache.is_trimmable(), cache.trim(4), cache.offset) == (True, 4, 6)
     assert filled(cache, 1).offset == 11
 
 
 def test_defect_loaded_batch_caches_cannot_be_prepared(tmp_path):
-    """S3-68: `from_state` skips `__init__`, so rows are extracted before they are saved."""
+    """`from_state` skips `__init__`, so rows are extracted before they are saved."""
     assert not hasattr(BatchKVCache.from_state(merged(3, 5).state), "_right_padding")
     file = str(tmp_path / "batch.safetensors")
     save_prompt_cache(file, [merged(3, 5, cls=RotatingKVCache, max_size=8)])
@@ -303,20 +297,19 @@ def test_defect_loaded_batch_caches_cannot_be_prepared(tmp_path):
 
 
 def test_defect_keep_is_lost_in_a_batch():
-    """S3-31: `max_kv_size` means keep = 0 here, alone and in a batch."""
+    """`max_kv_size` means keep = 0 here, alone and in a batch."""
     single = filled(RotatingKVCache(8, keep=4), 6)
     assert RotatingKVCache.merge([single]).extract(0).keep == 0
 
 
 def test_defect_merge_takes_the_first_dtype_without_a_word():
-    """S3-19: mixed dtypes are refused here."""
+    """Mixed dtypes are refused here."""
     mixed = [filled(KVCache(), 3, dtype=dtype) for dtype in (mx.bfloat16, mx.float32)]
     assert KVCache.merge(mixed).keys.dtype == mx.bfloat16
 
 
 @pytest.mark.parametrize("batch", [BatchKVCache([0]), BatchRotatingKVCache(8, [0])])
 def test_defect_extracting_from_an_empty_batch_raises(batch):
-    """S3-18."""
     with pytest.raises(TypeError):
         batch.extract(0)
 
@@ -327,7 +320,7 @@ def test_defect_extracting_an_empty_state_raises():
 
 
 def test_defect_a_quantised_cache_breaks_the_generator_only_at_its_first_step(tiny_model):
-    """S3-03: so caches are checked before they are inserted."""
+    """So caches are checked before they are inserted."""
     cache = [filled(QuantizedKVCache(), 5) for _ in range(2)]
     generator = BatchGenerator(tiny_model("llama"))
     generator.insert([PROMPT], caches=[cache])

@@ -69,7 +69,7 @@ def test_constructor_arguments(cls):
 
 @pytest.mark.parametrize("cls", STATES)
 def test_state_is_these_attributes_in_this_order(cls):
-    """S3-41: one tuple of arrays and scalars, no `meta_state`; the codec goes by the attributes."""
+    """One tuple of arrays and scalars, no `meta_state`; the codec goes by the attributes."""
     cache = build(cls)
     if cls is not ArraysCache:
         filled(cache, 5)
@@ -84,7 +84,7 @@ def test_state_is_these_attributes_in_this_order(cls):
     "cache", [KVCache(), ConcatenateKVCache(), ChunkedKVCache(64), RotatingKVCache(64)]
 )
 def test_update_returns_all_rows_and_moves_the_offset(cache):
-    """S3-01: what a model calls on every layer."""
+    """What a model calls on every layer."""
     k, v = rows(10)
     cache.update_and_fetch(k[..., :6, :], v[..., :6, :])
     keys, values = cache.update_and_fetch(k[..., 6:, :], v[..., 6:, :])
@@ -94,7 +94,7 @@ def test_update_returns_all_rows_and_moves_the_offset(cache):
 
 
 def test_kv_buffers_grow_by_256_and_hold_more_rows_than_tokens():
-    """S3-47: so only the first `offset` rows may be kept."""
+    """So only the first `offset` rows may be kept."""
     cache = filled(KVCache(), 10)
     assert cache.keys.shape == (1, 2, 256, 64)
     assert filled(cache, 250).keys.shape[2] == 10 + 256
@@ -109,7 +109,7 @@ def test_trim_moves_the_offset_and_leaves_the_rows():
 
 
 def test_rotating_cache_is_a_ring_when_decoding_and_longer_after_a_prefill():
-    """S3-02, S3-28, S3-29: hence temporal order before anything is kept."""
+    """Hence temporal order before anything is kept."""
     cache = RotatingKVCache(max_size=8)
     k, v = positions(12)
     for i in range(12):
@@ -130,7 +130,6 @@ def test_rotating_cache_keeps_the_first_tokens_with_keep():
 
 
 def test_rotating_cache_can_be_trimmed_only_before_it_is_full():
-    """S3-37."""
     assert filled(RotatingKVCache(max_size=8), 7).is_trimmable()
     assert not filled(RotatingKVCache(max_size=8), 8).is_trimmable()
 
@@ -138,7 +137,7 @@ def test_rotating_cache_can_be_trimmed_only_before_it_is_full():
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [32, 64])
 def test_quantised_cache_holds_triples_of_mx_quantize(bits, group):
-    """S3-03, S3-52: (weights, scales, biases), the same whether a row came early or late."""
+    """(weights, scales, biases), the same whether a row came early or late."""
     k, v = rows(10)
     cache = QuantizedKVCache(group_size=group, bits=bits)
     cache.update_and_fetch(k[..., :6, :], v[..., :6, :])
@@ -151,7 +150,7 @@ def test_quantised_cache_holds_triples_of_mx_quantize(bits, group):
 
 
 def test_chunked_cache_drops_old_rows_before_a_forward():
-    """S3-04: `start_position` is the position of its first row."""
+    """`start_position` is the position of its first row."""
     cache = ChunkedKVCache(chunk_size=8)
     cache.update_and_fetch(*positions(20))
     cache.maybe_trim_front()
@@ -160,7 +159,7 @@ def test_chunked_cache_drops_old_rows_before_a_forward():
 
 
 def test_arrays_cache_is_a_list_without_an_offset():
-    """S3-05: the token count of a state must be known elsewhere."""
+    """The token count of a state must be known elsewhere."""
     cache = ArraysCache(size=2)
     assert cache.cache == [None, None]
     assert cache.empty()
@@ -171,7 +170,7 @@ def test_arrays_cache_is_a_list_without_an_offset():
 
 
 def test_cache_list_joins_its_parts():
-    """S3-07: trimmable only if all are; its state names the classes."""
+    """Trimmable only if all are; its state names the classes."""
     cache = CacheList(filled(KVCache(), 5), ArraysCache(size=2))
     assert [name for _, name in cache.state] == ["KVCache", "ArraysCache"]
     assert isinstance(cache.caches, tuple)
@@ -179,7 +178,7 @@ def test_cache_list_joins_its_parts():
 
 
 def test_layer_cache_is_five_arrays_and_an_offset():
-    """S3-11: no way in through its own methods, so the codec sets the attributes."""
+    """No way in through its own methods, so the codec sets the attributes."""
     assert not any(hasattr(LayerCache, name) for name in ("from_state", "merge", "trim"))
     assert LayerCache.state.fset is None
     arrays = {"window", "compress_kv", "index_k", "pending_kv", "pending_gate"}
@@ -199,7 +198,7 @@ def test_a_turned_batch_ring_is_put_in_the_order_of_time_in_place():
 
 @pytest.mark.parametrize("name", ["__len__", "__bool__"])
 def test_caches_have_no_length_and_no_truth(name):
-    """S3-50: a cache must never be truth-tested; it is true even when empty."""
+    """A cache must never be truth-tested; it is true even when empty."""
     assert not any(hasattr(cls, name) for cls in ARGUMENTS)
 
 
@@ -207,7 +206,7 @@ def test_caches_have_no_length_and_no_truth(name):
 
 
 def test_make_prompt_cache_ignores_max_kv_size_where_the_model_makes_its_own(tiny_model):
-    """S3-35: only a model without `make_cache` gets a window, and that one has keep = 4."""
+    """Only a model without `make_cache` gets a window, and that one has keep = 4."""
     own = make_prompt_cache(tiny_model("llama"), max_kv_size=32)
     assert {type(c) for c in own} == {KVCache}
     bounded = make_prompt_cache(tiny_model("qwen3"), max_kv_size=32)
@@ -216,7 +215,7 @@ def test_make_prompt_cache_ignores_max_kv_size_where_the_model_makes_its_own(tin
 
 
 def test_masks_of_single_caches_are_none_a_word_or_an_array():
-    """S3-45, S3-53: an array only where a window cuts, or on request."""
+    """An array only where a window cuts, or on request."""
     options = {"return_array": False, "window_size": None}
     cache = filled(KVCache(), 5)
     assert cache.make_mask(1, **options) is None
@@ -229,7 +228,7 @@ def test_masks_of_single_caches_are_none_a_word_or_an_array():
 
 
 def test_trim_prompt_cache_trims_all_layers_or_none():
-    """S3-37: the answer must be checked: 0 means that nothing was trimmed."""
+    """The answer must be checked: 0 means that nothing was trimmed."""
     caches = [filled(KVCache(), 10), filled(KVCache(), 10)]
     assert can_trim_prompt_cache(caches)
     assert trim_prompt_cache(caches, 3) == 3
@@ -240,14 +239,13 @@ def test_trim_prompt_cache_trims_all_layers_or_none():
 
 
 def test_dynamic_roll_rolls_every_row_by_its_own_shift():
-    """S3-20, S3-39, S3-66."""
     x = mx.arange(8).reshape(2, 4)
     assert dynamic_roll(x, mx.array([1, 2]), axis=1).tolist() == [[3, 0, 1, 2], [6, 7, 4, 5]]
     assert dynamic_roll(x, mx.array([-1, 0]), axis=1).tolist() == [[1, 2, 3, 0], [4, 5, 6, 7]]
 
 
 def test_causal_mask_hides_left_padding_and_what_left_the_window():
-    """S3-21, S3-46: (batch, 1, N, offset + N), true where a query may look."""
+    """(batch, 1, N, offset + N), true where a query may look."""
     mask = create_causal_mask(2, offset=2, window_size=3, left_padding=mx.array([0, 2]))
     assert mask.shape == (2, 1, 2, 4)
     assert mask[:, 0].astype(mx.int32).tolist() == [
@@ -257,7 +255,7 @@ def test_causal_mask_hides_left_padding_and_what_left_the_window():
 
 
 def test_prompt_cache_files_have_three_parts_of_metadata(tmp_path):
-    """S1-04, S3-36: since 0.32 metadata, classes and scalars; padding is written too."""
+    """Since 0.32 metadata, classes and scalars; padding is written too."""
     file = str(tmp_path / "cache.safetensors")
     save_prompt_cache(file, [filled(KVCache(), 10), ArraysCache(size=1)], {"k": "v"})
     arrays, metadata = mx.load(file, return_metadata=True)

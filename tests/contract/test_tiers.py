@@ -696,7 +696,7 @@ def test_a_closed_tier_answers_nothing(make):
     ids=["pin", "unpin", "delete", "walk"],
 )
 def test_what_must_be_known_to_fail_fails_in_our_words(do, make):
-    """S0-62: no error of SQLite or of the system leaves a tier."""
+    """No error of SQLite or of the system leaves a tier."""
     tier = make()
     (made,) = chain_of(1)
     tier.put(made)

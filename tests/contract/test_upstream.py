@@ -25,9 +25,7 @@ from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
 from tests.contract.rows import filled
 
 ROOT = Path(__file__).parents[2]
-CODE = [
-    path for name in ("src", "examples", "experiments") for path in ROOT.glob(f"{name}/**/*.py")
-]
+CODE = [path for name in ("src", "examples") for path in ROOT.glob(f"{name}/**/*.py")]
 
 
 def nodes(kind):
@@ -40,7 +38,7 @@ def nodes(kind):
 
 
 def test_no_deprecated_memory_function_is_called():
-    """S4-14: what MLX has itself is not asked of `mx.metal`, where it is deprecated."""
+    """What MLX has itself is not asked of `mx.metal`, where it is deprecated."""
     moved = {name for name in dir(mx.metal) if hasattr(mx, name)} - {"is_available"}
     assert {"set_cache_limit", "set_wired_limit", "clear_cache", "device_info"} <= moved
     called = [(path.name, ast.unparse(node)) for path, node in nodes(ast.Attribute)]
@@ -54,7 +52,7 @@ def test_no_deprecated_memory_function_is_called():
 
 @pytest.mark.parametrize("name", ["mlx", "mlx-lm"])
 def test_versions_are_pinned_and_the_reasons_are_written_down(name):
-    """S4-13, D10: from the release that was tried to the next one that may break."""
+    """From the release that was tried to the next one that may break."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == ">=3.11"
     (wanted,) = [d for d in project["dependencies"] if re.match(rf"{name}>", d)]
@@ -73,7 +71,7 @@ def number(text):
 
 
 def test_nobody_calls_prompt_cache():
-    """S1-13: it is an attribute of a response."""
+    """It is an attribute of a response."""
     calls = [(path.name, node) for path, node in nodes(ast.Call)]
     named = [(file, n.func.attr) for file, n in calls if isinstance(n.func, ast.Attribute)]
     assert ("injection.py", "insert") in named
@@ -100,7 +98,7 @@ BATCHED = [lambda: BatchKVCache([0]), lambda: BatchQuantizedKVCache([0])]
 
 @pytest.mark.parametrize("make", [*SINGLE, *BOUNDED, *BATCHED, lambda: ChunkedKVCache(8)])
 def test_every_cache_of_rows_offers_the_same(make):
-    """S3-51: offset, update, state, trimming, mask, a bound where there is one; and the arrays to
+    """Offset, update, state, trimming, mask, a bound where there is one; and the arrays to
     evaluate, which mlx-lm has no name for and the codec gives."""
     cache = make()
     assert isinstance(cache, RowCache)
@@ -119,7 +117,7 @@ def test_every_cache_of_rows_offers_the_same(make):
 @pytest.mark.parametrize("make", [*SINGLE, *BOUNDED, *BATCHED])
 @pytest.mark.parametrize("n_tokens", [1, 3])
 def test_a_mask_is_absent_causal_or_an_array(make, n_tokens):
-    """S3-53: as `kv.Mask` says."""
+    """As `kv.Mask` says."""
     mask = make().make_mask(n_tokens, return_array=False, window_size=None)
     assert get_args(Mask) == (mx.array, Literal["causal"], type(None))
     assert mask is None or isinstance(mask, mx.array) or mask == "causal"
@@ -131,7 +129,7 @@ def test_a_mask_is_absent_causal_or_an_array(make, n_tokens):
 
 
 def test_every_known_defect_has_its_report():
-    """S2-07: the texts name the tests, and the tests that they name exist."""
+    """The texts name the tests, and the tests that they name exist."""
     found = set()
     for path in (ROOT / "tests" / "contract").glob("*.py"):
         found |= set(re.findall(r"^def (test_defect_\w+)", path.read_text(), re.MULTILINE))

@@ -34,7 +34,7 @@ def before():
 
 
 def test_limits_are_high_while_something_runs(before):
-    """S4-09, S4-10: and low while nothing does, and as before when all is closed."""
+    """And low while nothing does, and as before when all is closed."""
     scopes = MemoryScopes()
     with scopes.join(LARGE):
         assert limit() == LARGE.buffer_idle_bytes
@@ -45,7 +45,7 @@ def test_limits_are_high_while_something_runs(before):
 
 
 def test_the_limit_stays_until_the_last_ends(before):
-    """S4-10: whichever scope closes last."""
+    """Whichever scope closes last."""
     scopes = MemoryScopes()
     with scopes.join(LARGE):
         first, second = scopes.active(LARGE), scopes.active(LARGE)
@@ -56,7 +56,7 @@ def test_the_limit_stays_until_the_last_ends(before):
 
 
 def test_a_scope_is_released_once_however_often_it_is_closed(before):
-    """S4-11: one token per scope, not a counter that a second close would lower again."""
+    """One token per scope, not a counter that a second close would lower again."""
     scopes = MemoryScopes()
     with scopes.active(LARGE):
         other = scopes.active(LARGE)
@@ -67,7 +67,6 @@ def test_a_scope_is_released_once_however_often_it_is_closed(before):
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit])
 def test_errors_and_cancellation_release(before, error):
-    """S4-11."""
     scopes = MemoryScopes()
     with pytest.raises(error), scopes.active(LARGE):
         raise error
@@ -75,7 +74,7 @@ def test_errors_and_cancellation_release(before, error):
 
 
 def test_an_abandoned_answer_releases(before):
-    """S4-11: a generator that the caller does not read to its end."""
+    """A generator that the caller does not read to its end."""
     scopes = MemoryScopes()
 
     def answer():
@@ -92,7 +91,7 @@ def test_an_abandoned_answer_releases(before):
 
 @pytest.mark.parametrize("order", [(SMALL, LARGE), (LARGE, SMALL)])
 def test_two_engines_with_different_settings_do_not_race(before, order, caplog):
-    """S4-24, D6: in either order the larger limit holds while active, and a warning is logged."""
+    """In either order the larger limit holds while active, and a warning is logged."""
     scopes = MemoryScopes()
     with caplog.at_level(logging.WARNING), scopes.join(order[0]), scopes.join(order[1]):
         assert "different memory settings" in caplog.text
@@ -111,7 +110,6 @@ def test_equal_engines_are_no_reason_to_warn(before, caplog):
 
 
 def test_many_threads_leave_the_limit_as_it_was(before):
-    """S4-10, S4-24."""
     scopes = MemoryScopes()
 
     def work(config):
@@ -128,7 +126,7 @@ def test_many_threads_leave_the_limit_as_it_was(before):
 
 
 def test_buffers_are_freed_only_when_nothing_runs(before):
-    """S4-12: MLX's cache is empty afterwards, and full before."""
+    """MLX's cache is empty afterwards, and full before."""
     scopes = MemoryScopes()
     with scopes.join(LARGE):
         with scopes.active(LARGE):
@@ -162,7 +160,7 @@ class Recorder:
 
 
 def test_memory_is_wired_and_let_go():
-    """S4-15: from the first engine to the last, never during an evaluation."""
+    """From the first engine to the last, never during an evaluation."""
     device = Recorder(wired=10 * GIB)
     scopes = MemoryScopes(device)
     first, second = scopes.join(SMALL), scopes.join(SMALL)
@@ -178,7 +176,6 @@ def test_memory_is_wired_and_let_go():
 
 
 def test_a_device_without_wired_memory_is_left_alone():
-    """S4-15."""
     device = Recorder()
     with MemoryScopes(device).active(SMALL):
         assert device.wired == 7
@@ -186,7 +183,7 @@ def test_a_device_without_wired_memory_is_left_alone():
 
 
 def test_unconstrained_is_more_than_there_is():
-    """S4-08: and MLX accepts it as a limit."""
+    """And MLX accepts it as a limit."""
     config = MemoryConfig.unconstrained()
     assert set(astuple(config)) == {UNLIMITED}
     with MemoryScopes().active(config):

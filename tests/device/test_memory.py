@@ -32,14 +32,13 @@ LARGE = MemoryConfig.automatic(64 * GIB)
     ("gib", "active"), [(3, 128), (4, 256), (5, 256), (6, 512), (7, 512), (8, 768), (12, 768)]
 )
 def test_buffers_of_small_machines(gib, active):
-    """S4-09."""
     config = MemoryConfig.automatic(gib * GIB)
     assert config.buffer_active_bytes == active * MIB
     assert config.buffer_idle_bytes == 50 * MIB
 
 
 def test_buffers_of_large_machines_grow_with_them():
-    """S4-09: limits scale with the machine."""
+    """Limits scale with the machine."""
     config = MemoryConfig.automatic(64 * GIB)
     assert config.buffer_active_bytes == 4 * GIB
     assert config.buffer_idle_bytes == GIB // 4
@@ -48,7 +47,7 @@ def test_buffers_of_large_machines_grow_with_them():
 @pytest.mark.parametrize("gib", SIZES)
 @pytest.mark.parametrize("share", [0, 0.1, 0.3])
 def test_all_budgets_together_leave_room(gib, share):
-    """S4-08: a quarter for the system, and a tenth of the rest for temporaries of a step."""
+    """A quarter for the system, and a tenth of the rest for temporaries of a step."""
     total, model = gib * GIB, int(share * gib * GIB)
     config = MemoryConfig.automatic(total, model)
     caches = config.live_bytes + config.tier_bytes + config.batch_bytes
@@ -79,7 +78,6 @@ def test_a_gpu_with_memory_of_its_own_leaves_the_machines_to_blocks():
 
 
 def test_automatic_is_about_this_machine():
-    """S4-08."""
     total = gpu_memory() or host_memory().total_bytes
     host = host_memory().total_bytes if gpu_memory() else None
     assert MemoryConfig.automatic() == MemoryConfig.automatic(total, host_bytes=host)
@@ -100,7 +98,6 @@ def _cell(n_bytes: int) -> str:
 
 
 def test_the_page_says_what_automatic_picks():
-    """S4-09."""
     text = PAGE.read_text()
     documented = re.findall(r"^\| (?:\d|CUDA).*\|$", text, re.MULTILINE)
     assert documented == table()

@@ -50,7 +50,6 @@ def test_nothing_is_shed_while_there_is_enough(fake):
 
 
 def test_the_least_valuable_goes_first_and_no_more_than_needed(fake):
-    """S4-31."""
     shed = [fake.shedder("live", 300 * MIB), fake.shedder("tier", 9 * FLOOR)]
     guard = MemoryGuard(fake.memory, shed)
     fake.left = 900 * MIB
@@ -87,7 +86,7 @@ def test_one_that_fails_does_not_spare_the_others(fake, caplog):
 
 
 def test_shedding_frees_memory_of_the_process():
-    """S4-30: released arrays leave MLX, even as buffers for reuse."""
+    """Released arrays leave MLX, even as buffers for reuse."""
     held = [mx.zeros((MIB,)) for _ in range(4)]
     mx.eval(held)
     start = mx.get_active_memory()
@@ -115,28 +114,28 @@ def of_two(gpu_left, host_left):
 
 
 def test_a_gpu_that_is_smaller_than_the_machines_floor_is_not_low():
-    """S4-31: a twentieth of the machine is more than the GPU has, so its own floor is used."""
+    """A twentieth of the machine is more than the GPU has, so its own floor is used."""
     gpu, host, watcher = of_two(60 * GIB, 1000 * GIB)
     assert watcher.check() == 0
     assert gpu.asked == host.asked == []
 
 
 def test_a_gpu_that_is_low_sheds_what_lies_there():
-    """S4-31: releasing blocks of the machine would free nothing on it."""
+    """Releasing blocks of the machine would free nothing on it."""
     gpu, host, watcher = of_two(3 * GIB, 1000 * GIB)
     assert watcher.check() == 3 * GIB
     assert (gpu.asked, host.asked) == ([("live", 3 * GIB)], [])
 
 
 def test_a_machine_that_is_low_sheds_its_blocks():
-    """S4-31: live caches, which are on the GPU, stay."""
+    """Live caches, which are on the GPU, stay."""
     gpu, host, watcher = of_two(60 * GIB, 100 * GIB)
     assert watcher.check() == host.left - 100 * GIB > 50 * GIB
     assert (gpu.asked, [name for name, _ in host.asked]) == ([], ["tier"])
 
 
 def test_one_memory_sheds_both():
-    """S4-31: live caches first, because their blocks stay."""
+    """Live caches first, because their blocks stay."""
     fake = Fake(FLOOR // 2)
     shared = Memories(fake.memory, fake.memory)
     shed = fake.shedder("live", 0), fake.shedder("tier", 9 * FLOOR)
@@ -146,7 +145,7 @@ def test_one_memory_sheds_both():
 
 @pytest.mark.parametrize("low", ["gpu", "host"])
 def test_an_engine_sheds_where_it_is_low(models, tmp_path, low):
-    """S4-31: in the low memory only; the other keeps its content."""
+    """In the low memory only; the other keeps its content."""
     with engine_on(models.of("llama"), tmp_path) as engine:
         engine.warm(ask(prompt_of(600))).result()
         engine.settle()
@@ -167,7 +166,7 @@ def test_an_engine_sheds_where_it_is_low(models, tmp_path, low):
 
 
 def test_it_watches_on_a_thread_of_its_own(fake):
-    """S4-31: and ends with it."""
+    """And ends with it."""
     shed = threading.Event()
     fake.left = 10
     before = set(threading.enumerate())  # engines of other tests have watchers too

@@ -58,7 +58,6 @@ def test_rows_count_windows_are_bounded_states_are_constant(tiny_model):
 
 
 def test_options_change_what_is_needed(tiny_model):
-    """S4-04."""
     plain = layout_of(tiny_model, "qwen3")
     assert kv_bytes(layout_of(tiny_model, "qwen3", kv_bits=8), 1024) < kv_bytes(plain, 1024) / 3
     bounded = layout_of(tiny_model, "qwen3", max_kv_size=256)

@@ -61,7 +61,7 @@ def test_one_token_has_no_rate(engine):
 
 @pytest.mark.parametrize(("n_tokens", "place"), [(WINDOW - 10, "live"), (WINDOW + 60, "memory")])
 def test_a_window_that_has_not_slid_is_trimmed(models, tmp_path, n_tokens, place):
-    """S3-37: a live cache is trimmed if possible; if its window has slid, blocks are used."""
+    """A live cache is trimmed if possible; if its window has slid, blocks are used."""
     model, exam = models.of("gemma3_text"), Exam(models.module("gemma3_text"))
     first = prompt_of(n_tokens)
     second = [*first[:12], *prompt_of(20, seed=5)]

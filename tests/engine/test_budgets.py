@@ -61,7 +61,7 @@ def limit_at_rest(engine):
 
 @pytest.mark.parametrize("first_to_close", [0, 1])
 def test_engines_that_were_told_nothing_share_the_limits(before, models, tmp_path, first_to_close):
-    """S4-24, D6: whichever closes first, the other's limits hold, and at the end the old ones."""
+    """Whichever closes first, the other's limits hold, and at the end the old ones."""
     idle = [16 * MIB, 8 * MIB]
     configs = [memory(buffer_idle_bytes=n_bytes) for n_bytes in idle]
     engines = [an_engine(models, tmp_path / str(n), told) for n, told in enumerate(configs)]
@@ -74,7 +74,7 @@ def test_engines_that_were_told_nothing_share_the_limits(before, models, tmp_pat
 
 
 def test_one_engine_works_while_another_comes_and_goes(before, models, tmp_path):
-    """S4-10, S4-24: what runs keeps its buffers."""
+    """What runs keeps its buffers."""
     with an_engine(models, tmp_path / "a", memory()) as engine:
 
         def come_and_go():
@@ -104,7 +104,7 @@ class Looking:
 
 
 def test_the_model_runs_with_the_buffers_of_a_working_engine(before, models, tmp_path):
-    """S4-10: slices of a prompt and steps of an answer, not only what leads to them."""
+    """Slices of a prompt and steps of an answer, not only what leads to them."""
     model = models.of("llama")
     model = replace(model, module=Looking(model.module))
     with an_engine(models, tmp_path, memory(), model) as engine:
@@ -124,7 +124,7 @@ class CountingDevice(MLXDevice):
 
 
 def test_an_engine_that_closes_frees_its_buffers(before, models, tmp_path):
-    """S4-12: unless another one works, which would allocate them again."""
+    """Unless another one works, which would allocate them again."""
     device = CountingDevice()
     scopes = MemoryScopes(device)
     with an_engine(models, tmp_path, memory(), scopes=scopes) as engine:
@@ -179,7 +179,7 @@ def tier_limit(engine):
 
 
 def test_blocks_get_what_the_engine_was_told(models, tmp_path):
-    """S4-08: in a store of its own, and in one that it is given."""
+    """In a store of its own, and in one that it is given."""
     told = memory(tier_bytes=3 * MIB)
     with an_engine(models, tmp_path, told) as engine:
         assert tier_limit(engine) == 3 * MIB
@@ -191,7 +191,7 @@ def test_blocks_get_what_the_engine_was_told(models, tmp_path):
 
 
 def test_blocks_leave_room_for_the_model(models, tmp_path):
-    """S4-08: as all other budgets do; and the next model's room is another."""
+    """As all other budgets do; and the next model's room is another."""
     total = host_memory().total_bytes
     with Store(settings=settings_in(tmp_path)) as store:
         for n_bytes in (total // 2, total // 8):

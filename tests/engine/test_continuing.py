@@ -53,7 +53,7 @@ def model(models, request):
 
 
 def test_turns_with_only_what_is_new_are_those_of_the_whole_conversation(model, tmp_path):
-    """S0-81, S2-14, S2-15, S2-16: by its id it is found with its tokens, after each turn anew."""
+    """By its id it is found with its tokens, after each turn anew."""
     with engine_on(model, tmp_path / "one") as engine:
         first = ask(engine, SYSTEM, ASK)
         second = go_on(engine, NEXT)
@@ -269,7 +269,7 @@ def test_a_turn_that_could_not_be_recorded_is_not_passed_over(llama, tmp_path, m
 
 
 def test_kept_messages_are_bounded_and_a_damaged_file_is_none(llama, tmp_path):
-    """S2-35: the oldest turns go first."""
+    """The oldest turns go first."""
     with engine_on(llama, tmp_path) as engine:
         book = TurnBook(engine.store.on_disk.disk, max_bytes=2000)
         end = BlockKey(bytes(20))

@@ -77,7 +77,7 @@ def test_settings_are_the_engines_options(tmp_path):
 
 
 def test_memory_presets(tmp_path):
-    """S4-08: by setting."""
+    """By setting."""
     assert EngineConfig.of(settings(tmp_path)).memory is None
     free = EngineConfig.of(settings(tmp_path, memory="unconstrained")).memory
     assert free == MemoryConfig.unconstrained()

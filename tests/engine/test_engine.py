@@ -161,7 +161,7 @@ def test_what_is_drawn_does_not_depend_on_neighbours(engine):
 
 
 def test_a_prompt_is_read_and_kept_without_an_answer(engine, exam):
-    """S4-07: `warm` feeds the prompt; the next use is fed one token."""
+    """`warm` feeds the prompt; the next use is fed one token."""
     prompt = prompt_of(300)
     result = engine.warm(Request(prompt=prompt)).result()
     assert result.choices == ()
@@ -215,7 +215,7 @@ def test_the_queue_is_bounded(models, tmp_path):
 
 
 def test_what_can_never_fit_is_refused_and_what_fits_later_waits(models, tmp_path):
-    """S4-32: the budget that an engine is made with holds: a row of llama takes 1,024 bytes a
+    """The budget that an engine is made with holds: a row of llama takes 1,024 bytes a
     token here, in steps of 256."""
     budget = memory(batch_bytes=5 << 20)
     with engine_on(models.of("llama"), tmp_path, memory=budget) as engine:
@@ -395,7 +395,6 @@ def test_closing_while_a_durable_answer_is_written(models, tmp_path):
 
 
 def test_many_threads_may_ask(engine, exam):
-    """S4-01."""
 
     def talk(i: int) -> list[tuple[list[int], Any]]:
         prompt, said = prompt_of(20 + i, i), []
@@ -505,7 +504,7 @@ def test_what_has_no_batched_form_runs_alone_between_steps(models, tmp_path, arc
 
 
 def test_a_chat_by_messages_over_a_restart(models, tmp_path):
-    """S2-04, S4-02: answers are sent back as text; from turn 2 on only what is new is fed."""
+    """Answers are sent back as text; from turn 2 on only what is new is fed."""
     model, exam = models.of("llama", endless=False), Exam(models.module("llama"))
     messages: list[dict[str, str]] = [{"role": "system", "content": "the answer is in the dog"}]
     n_fed = n_new = 0

@@ -84,7 +84,7 @@ def fresh(turn: int, salt: int = 0) -> list[int]:
 
 @each_architecture
 def test_twenty_turns_with_a_restart_in_the_middle(talk_of, tmp_path, architecture):
-    """S0-01, S0-70, S2-04, S4-02, S4-19: from turn 2 on only what is new is fed, also just after
+    """From turn 2 on only what is new is fed, also just after
     everything was closed and opened again."""
     talk = talk_of(architecture)
     for half in range(2):
@@ -103,7 +103,7 @@ def test_twenty_turns_with_a_restart_in_the_middle(talk_of, tmp_path, architectu
 
 @each_architecture
 def test_fork_rewind_and_edit(talk_of, tmp_path, architecture):
-    """S2-20, S4-21: what a conversation shares with its past is known, and nothing else of it.
+    """What a conversation shares with its past is known, and nothing else of it.
 
     Rows are known to the very token, windows too while they are there; states where a turn or a
     prompt ended, and large ones near the last of those.
@@ -158,7 +158,7 @@ def test_with_next_to_no_room(talk_of, tmp_path, architecture):
 
 @each_architecture
 def test_neighbours_that_join_and_leave(models, tmp_path, architecture):
-    """S4-01: conversations of unlike lengths, side by side, each answered as if it were alone."""
+    """Conversations of unlike lengths, side by side, each answered as if it were alone."""
     model = models.of(architecture)
     exam = Exam(models.module(architecture), TOLERANCE.get(architecture, 1e-4))
     talks = [prompt_of(20 + 17 * i, seed=i) for i in range(5)]
@@ -191,7 +191,7 @@ def test_neighbours_that_join_and_leave(models, tmp_path, architecture):
     ],
 )
 def test_caches_of_another_choice(models, tmp_path, architecture, options):
-    """S0-66, S4-04, S4-05: a conversation with quantized or bounded caches, over a restart and in
+    """A conversation with quantized or bounded caches, over a restart and in
     a batch, gives the tokens it gives alone and without a store. It is not compared with a cold
     run, which rounds differently."""
     model = models.of(architecture)

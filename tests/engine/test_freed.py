@@ -56,7 +56,7 @@ def cancelled(engine):
 
 @pytest.mark.parametrize("end", [whole, two, failed, cancelled])
 def test_nothing_of_a_request_stays(models, tmp_path, end, caplog):
-    """S4-30: its caches go with it, and do not wait for the garbage collector."""
+    """Its caches go with it, and do not wait for the garbage collector."""
     caplog.set_level(logging.CRITICAL)  # pytest would keep the tracebacks that are logged
     model = models.of("llama")
     model = replace(model, tokenizer=FaultyTokenizer(model.tokenizer))
@@ -92,7 +92,7 @@ def alone(function):
 
 @keeps_pages
 def test_freed_pages_go_back():
-    """S4-30: what was freed is freed for the system too."""
+    """What was freed is freed for the system too."""
     alone(trim_a_heap)
 
 
@@ -106,7 +106,7 @@ def trim_a_heap():
 
 @keeps_pages
 def test_an_engine_that_rests_gives_back():
-    """S4-12: and one that runs does not, for it would want the pages again."""
+    """And one that runs does not, for it would want the pages again."""
     alone(work_and_rest)
 
 
@@ -136,7 +136,7 @@ def test_a_rest_is_told_once():
 
 @keeps_pages
 def test_clearing_an_engine_shrinks_the_process(models, tmp_path):
-    """S4-30: by about as much as it kept."""
+    """By about as much as it kept."""
     with engine_on(models.of("llama"), tmp_path) as engine:
         for seed in range(60):
             engine.warm(ask(prompt_of(400, seed))).result()

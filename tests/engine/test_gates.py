@@ -249,14 +249,14 @@ def hold(tmp_path: Path, architecture: str, n_requests: int) -> None:
 
 
 def test_mixed_requests(tmp_path):
-    """S0-61, S0-71, S0-74, D8: the gates of the long run, over fewer requests."""
+    """The gates of the long run, over fewer requests."""
     hold(tmp_path, "qwen3_next", 320)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("architecture", ["gemma3_text", "qwen3_next"])
 def test_a_thousand_mixed_requests(tmp_path, architecture):
-    """S0-61, S0-71, S0-74: zero cache errors, RSS within 5 % from the 200th to the last request."""
+    """Zero cache errors, RSS within 5 % from the 200th to the last request."""
     hold(tmp_path, architecture, 1000)
 
 
@@ -280,7 +280,7 @@ def peaks(architecture: str, home: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 def test_a_restored_conversation_takes_no_more_memory(tmp_path, architecture):
-    """S0-73: less than a tenth over a fresh one."""
+    """Less than a tenth over a fresh one."""
     found = in_a_process(tmp_path, "peaks", architecture)
     assert (found["fresh_cached"], found["restored_cached"]) == (0, 2999)
     assert found["restored"] < 1.1 * found["fresh"]

@@ -96,7 +96,7 @@ def broken_reader(engine, prompt):
 def test_what_happened_to_a_stored_prompt_is_the_reason(
     happens, reason, n_reused, models, tmp_path
 ):
-    """S0-62: the same prompt again, after something befell its blocks."""
+    """The same prompt again, after something befell its blocks."""
     prompt = prompt_of(N)
     with engine_on(models.of("llama"), tmp_path, budgets=ON_DISK) as engine:
         assert asked(engine, prompt).miss.reason == "new"

@@ -31,7 +31,7 @@ class Watched(FedCounter):
 
 
 def test_one_thread_alone_touches_the_batch(models, tmp_path):
-    """S3-70: many threads ask at once, answers are computed together, and by one owner."""
+    """Many threads ask at once, answers are computed together, and by one owner."""
     model = models.of("llama")
     model = replace(model, module=Watched(model.module.model))
     with engine_on(model, tmp_path) as engine, ThreadPoolExecutor(6) as pool:
@@ -46,7 +46,7 @@ def test_one_thread_alone_touches_the_batch(models, tmp_path):
 
 
 def test_a_text_is_tokenised_and_its_answer_streamed(tmp_path):
-    """S1-12, S2-03: from a directory and a text; every request has a number of its own."""
+    """From a directory and a text; every request has a number of its own."""
     model = keepwarm.load(str(write_checkpoint(tmp_path / "model", n_context=64)))
     model = replace(model, module=FedCounter(model.module))
     model.tokenizer.eos_token_ids = set()

@@ -46,7 +46,7 @@ class Asked:
 def test_the_third_that_parts_at_a_place_recomputes_only_what_is_new(
     models, tmp_path, architecture
 ):
-    """S0-26, S4-21: rows are restored at any token; for states and windows the second prompt shows
+    """Rows are restored at any token; for states and windows the second prompt shows
     where they part, and keeps that place. Also where a state takes more bytes than the rows that
     it spares, and after a restart."""
     model, asked = models.of(architecture), Asked(models.module(architecture), architecture)
@@ -83,7 +83,7 @@ def test_a_place_is_learned_over_restarts(models, tmp_path, architecture):
     ],
 )
 def test_a_place_is_learned_with_kv_options(models, tmp_path, architecture, options):
-    """S4-04: compared with a cold run of the same options."""
+    """Compared with a cold run of the same options."""
     model, colds, warm = models.of(architecture), [], []
     for number in range(3):
         with engine_on(model, tmp_path, kv=options) as engine:
@@ -97,7 +97,7 @@ def test_a_place_is_learned_with_kv_options(models, tmp_path, architecture, opti
 
 @pytest.mark.parametrize("architecture", ["mamba", "recurrent_gemma"])
 def test_before_a_place_is_known_a_sparse_point_serves(models, tmp_path, architecture):
-    """S0-26: where nothing ended. Of a hybrid only long prompts have them: its states are large."""
+    """Where nothing ended. Of a hybrid only long prompts have them: its states are large."""
     model, first = models.of(architecture), prompt_of(1500)
     parted = [*first[:900], 1, *prompt_of(20, seed=1)]
     exam = Exam(models.module(architecture))
@@ -111,7 +111,7 @@ def test_before_a_place_is_known_a_sparse_point_serves(models, tmp_path, archite
 
 
 def test_a_window_is_kept_where_prompts_part_near_no_end(models, tmp_path):
-    """S0-26: the second prompt goes on for blocks after that place, and each comes to a process
+    """The second prompt goes on for blocks after that place, and each comes to a process
     that has only the disk."""
     model, first = models.of("gpt_oss"), prompt_of(520)
     exam, receipts = Exam(models.module("gpt_oss")), []
@@ -127,7 +127,7 @@ def test_a_window_is_kept_where_prompts_part_near_no_end(models, tmp_path):
 
 
 def test_a_place_is_kept_though_others_part_around_it(models, tmp_path):
-    """S0-26: a window narrower than a block is in one that ends there. A longer block has it too,
+    """A window narrower than a block is in one that ends there. A longer block has it too,
     which is found only among the nearest few."""
     model, first = models.of("gpt_oss"), [*prompt_of(210), 120, *prompt_of(9)]
     first[200] = 110  # in the order of tokens the others are between it and the third

@@ -51,7 +51,7 @@ def apart(one: Choice, other: Choice) -> float:
 
 
 def test_a_conversation_that_outgrows_the_start_is_answered_as_a_cold_one(model, tmp_path):
-    """S4-04: over restarts, with an answer that is exact beyond the start."""
+    """Over restarts, with an answer that is exact beyond the start."""
     tokens, n_known = prompt_of(190), []
     rows_only = model.name == "llama"
     for n_answer, n_new in ((20, 30), (5, 40), (5, 1)):

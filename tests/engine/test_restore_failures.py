@@ -28,7 +28,7 @@ def failed_restores(stats):
 
 
 def test_a_failed_restore_is_counted_told_and_a_miss(models, tmp_path, caplog):
-    """S0-03: never in silence; what the blocks before the bad one hold is still of use."""
+    """Never in silence; what the blocks before the bad one hold is still of use."""
     prompt = prompt_of(600)
     with engine_on(models.of("llama"), tmp_path, budgets=ON_DISK) as engine:
         manager = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result().manager
@@ -123,7 +123,6 @@ class Broken:
 
 
 def test_a_failure_of_any_kind_is_counted_told_and_a_miss(models, tmp_path, caplog):
-    """S0-03."""
     prompt = prompt_of(300)
     with engine_on(models.of("llama"), tmp_path, budgets=ON_DISK) as engine:
         manager = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result().manager

@@ -30,7 +30,7 @@ def blocks_under(root):
 
 
 def test_a_generators_cache_becomes_blocks_of_every_layer_in_order(model, tmp_path):
-    """S0-11, S0-16, D2: taken from the last response, cut every 256 tokens, the tail too."""
+    """Taken from the last response, cut every 256 tokens, the tail too."""
     prompt = prompt_of(600)
     (run,) = batched(model.module, [Job(prompt, 8)])
     tokens = [*prompt, *run.tokens]
@@ -49,7 +49,7 @@ def test_a_generators_cache_becomes_blocks_of_every_layer_in_order(model, tmp_pa
 
 
 def test_a_saved_cache_says_its_place_and_its_owner(models, tmp_path):
-    """S0-23, D3: blocks by the hash of their tokens, in order, and a list of them by agent."""
+    """Blocks by the hash of their tokens, in order, and a list of them by agent."""
     prompt = prompt_of(300)
     with engine_on(models.of("llama"), tmp_path) as engine:
         answer = (
@@ -68,7 +68,7 @@ def test_a_saved_cache_says_its_place_and_its_owner(models, tmp_path):
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
 def test_an_agents_blocks_are_loaded_by_its_id(architecture, models, tmp_path):
-    """S0-16, S0-82: by layer, in order, with the number of tokens and its labels."""
+    """By layer, in order, with the number of tokens and its labels."""
     prompt = prompt_of(600)
     with engine_on(models.of(architecture), tmp_path) as engine:
         engine.submit(ask(prompt, 4, agent="ada", policy=Policy.DURABLE)).result()
@@ -97,7 +97,7 @@ def test_an_agents_blocks_are_loaded_by_its_id(architecture, models, tmp_path):
 
 
 def test_shapes_are_told_on_save(model, caplog):
-    """S0-78: four axes, the batch of one among them; nothing is written unless it is asked for."""
+    """Four axes, the batch of one among them; nothing is written unless it is asked for."""
     (run,) = batched(model.module, [Job(prompt_of(20), 4)])
     ref = next(chain(Namespace(bytes(32)), prompt_of(24)))
     (block,) = cut_blocks(run.cache)

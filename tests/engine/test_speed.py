@@ -35,7 +35,7 @@ def timed(engine, prompt, n, policy=Policy.READ_WRITE):
 
 
 def test_a_long_prompt_again_is_answered_in_less_than_half_the_time(engine):
-    """S0-45, S0-72: 100 new tokens after 3,900; the first of them, and all of them."""
+    """100 new tokens after 3,900; the first of them, and all of them."""
     prompts = [prompt_of(3900, seed) for seed in range(2)]
     cold, again = ([timed(engine, prompt, 100) for prompt in prompts] for _ in range(2))
     assert {run.n_cached for run in cold} == {0}
@@ -55,7 +55,7 @@ def six_turns(engine, policy, seed):
 
 
 def test_a_conversation_takes_at_least_60_percent_less_time(engine):
-    """S2-05: against the same six turns without a cache."""
+    """Against the same six turns without a cache."""
     policies = (Policy.READ_WRITE, Policy.NO_STORE)
     pairs = [[six_turns(engine, policy, seed) for policy in policies] for seed in (10, 11)]
     on, off = (min(each) for each in zip(*pairs, strict=True))  # others use the machine too

@@ -88,7 +88,7 @@ def test_places_that_are_held_come_before_who_is_not_pinned(models, tmp_path):
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next", "deepseek_v32"])
 def test_after_a_restart_agents_are_live(models, tmp_path, kind):
-    """S0-75, S0-24: a whole conversation, before any request, for every kind of layer."""
+    """A whole conversation, before any request, for every kind of layer."""
     said = fill(models, tmp_path, ["ada"], kind)
     model = models.of(kind)
     with engine_on(model, tmp_path) as engine:
@@ -210,7 +210,7 @@ def test_a_model_of_states_alone_is_warmed_too(models, tmp_path):
 
 
 def test_what_is_torn_is_not_warmed(models, tmp_path):
-    """S0-53: warmed as far as it is whole, and answered all the same."""
+    """Warmed as far as it is whole, and answered all the same."""
     said = fill(models, tmp_path, ["ada"])
     (whole, *_) = sorted((tmp_path / "store" / "blocks").rglob("*.safetensors"), key=_size)[::-1]
     torn = bytearray(whole.read_bytes())
@@ -235,7 +235,7 @@ def _size(path: Path) -> int:
     ],
 )
 def test_agents_with_other_options_than_the_engines_are_warmed(models, tmp_path, kv):
-    """S0-75: also those that only a request named."""
+    """Also those that only a request named."""
     prompt = prompt_of(N_PROMPT)
     with engine_on(models.of("llama"), tmp_path) as engine:
         answer = engine.submit(ask(prompt, agent="small", kv=kv)).result().choices[0]

@@ -66,7 +66,7 @@ def said(engine: Engine, prompt: list[int], n: int = 6) -> list[int]:
 
 
 def test_files_do_not_grow_with_the_prompt(made, tmp_path):
-    """S0-52, S0-65, D4: two restore points, before the last prompt token and after the answer."""
+    """Two restore points, before the last prompt token and after the answer."""
     for n_tokens in (1500, 1500 + 6 * BLOCK_TOKENS):
         with engine_on(made, tmp_path / str(n_tokens)) as engine:
             window, row_bytes = window_of(engine)
@@ -78,7 +78,7 @@ def test_files_do_not_grow_with_the_prompt(made, tmp_path):
 
 
 def test_after_a_restart_all_is_found_that_was_asked(made, tmp_path):
-    """S0-01, S0-70, S3-02: the same prompt but for its last token, and the next turn whole."""
+    """The same prompt but for its last token, and the next turn whole."""
     exam, prompt = Exam(made.module.model), prompt_of(1500)
     with engine_on(made, tmp_path) as engine:
         talk = said(engine, prompt)
@@ -128,7 +128,7 @@ def test_a_place_after_rows_that_were_in_memory_only(made, tmp_path, n_common):
 
 @wide
 def test_where_prompts_parted_another_goes_on_after_a_restart(made, tmp_path):
-    """D4: the second was restored there from memory; its place is on disk for the third."""
+    """The second was restored there from memory; its place is on disk for the third."""
     exam, first, n_common = Exam(made.module.model), prompt_of(2200), 1100
     others = [[*first[:n_common], seed, *prompt_of(20, seed=seed)] for seed in (1, 2)]
     with engine_on(made, tmp_path) as engine:
@@ -144,7 +144,7 @@ def test_where_prompts_parted_another_goes_on_after_a_restart(made, tmp_path):
 
 @pytest.mark.parametrize("made", [("gpt_oss", 300)], indirect=True)
 def test_after_a_restart_a_prompt_that_parts_anywhere_goes_on_from_a_sparse_point(made, tmp_path):
-    """D4: nothing ended there; the rows of a point are as large as a quarter of the prompt's."""
+    """Nothing ended there; the rows of a point are as large as a quarter of the prompt's."""
     exam, first = Exam(made.module.model), prompt_of(2300)
     parted = [*first[:1700], 1, *prompt_of(20, seed=2)]
     with engine_on(made, tmp_path) as engine:
@@ -166,7 +166,7 @@ def text(n: int, seed: int) -> str:
 
 
 def test_after_a_restart_a_talk_goes_on_from_where_its_messages_ended(made, tmp_path):
-    """S2-20, S4-21: an earlier question is edited, far from the end of the conversation."""
+    """An earlier question is edited, far from the end of the conversation."""
     parts = [text(n, n) for n in (150, 90, 160, 110)]
     other = [*parts[:1], text(20, 5)]
     with engine_on(made, tmp_path) as engine:

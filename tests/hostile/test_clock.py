@@ -193,7 +193,7 @@ def test_a_jump_that_is_corrected_deletes_no_agent(models, tmp_path, monkeypatch
 
 
 def test_days_from_the_future_do_not_end_the_count_of_today(tmp_path):
-    """S0-68: with 90 of them in the file, today would be cut off at every write."""
+    """With 90 of them in the file, today would be cut off at every write."""
     (tmp_path / "tmp").mkdir()
     day = [""]
     wear = Wear(tmp_path, 100, lambda: day[0])

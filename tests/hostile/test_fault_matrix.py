@@ -471,7 +471,7 @@ SEALED_CELLS = [pytest.param(("disk", KEY), fault, id=f"{fault.name}-sealed") fo
 
 @pytest.mark.parametrize(("scene", "fault"), CELLS + SEALED_CELLS, indirect=["scene"])
 def test_the_outcome_is_as_the_page_says(scene, fault, reference):
-    """S0-53, S0-62, S0-63: tokens equal a cold run's, the untouched hit, the process goes on."""
+    """Tokens equal a cold run's, the untouched hit, the process goes on."""
     cell = fault.cell(scene.column)
     with no_hanging():
         for damage in fault.damages:
@@ -553,7 +553,7 @@ def copied(request, model, warm_store):
 @pytest.mark.parametrize("copied", [None, KEY], indirect=True, ids=["plain", "sealed"])
 @pytest.mark.parametrize("is_full", [False, True], ids=["read-only", "full"])
 def test_a_start_where_nothing_can_be_written_is_refused(copied, reference, is_full):
-    """S0-53: one sentence says why and what to do, and the store stays as it is."""
+    """One sentence says why and what to do, and the store stays as it is."""
     records = {path: path.read_bytes() for path in copied.root.rglob("*.safetensors")}
     expected = (StoreFailed, "look at its disk") if is_full else (BadInput, "another directory")
     fault = full() if is_full else unwritable(copied.root)

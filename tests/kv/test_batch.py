@@ -67,7 +67,7 @@ def held(cache):
 
 
 def test_dynamic_roll_simple():
-    """S3-66: one row behaves as mx.roll does."""
+    """One row behaves as mx.roll does."""
     x = mx.arange(8)[None]
     for shift in (1, 3, 8, 11):
         rolled = dynamic_roll(x, mx.array([shift]), axis=1)
@@ -75,7 +75,7 @@ def test_dynamic_roll_simple():
 
 
 def test_dynamic_roll_batched():
-    """S3-20, S3-39, S3-66: every row by its own shift, on any axis and shape."""
+    """Every row by its own shift, on any axis and shape."""
     x = mx.arange(8).reshape(2, 4)
     assert dynamic_roll(x, mx.array([1, 2]), axis=1).tolist() == [[3, 0, 1, 2], [6, 7, 4, 5]]
     x = mx.random.normal((3, 8, 100, 64))
@@ -96,27 +96,26 @@ def test_dynamic_roll_of_any_width_and_dtype(dtype, width):
 
 
 def test_dynamic_roll_negative_shifts():
-    """S3-66."""
     x = mx.arange(8).reshape(2, 4)
     assert dynamic_roll(x, mx.array([-1, 0]), axis=1).tolist() == [[1, 2, 3, 0], [4, 5, 6, 7]]
     assert dynamic_roll(x, mx.array([-5, -4]), axis=1).tolist() == [[1, 2, 3, 0], [4, 5, 6, 7]]
 
 
 def test_dynamic_roll_zero_shifts():
-    """S3-66: nothing moves, in whatever dtype."""
+    """Nothing moves, in whatever dtype."""
     for dtype in (mx.float32, mx.bfloat16, mx.uint32):
         x = mx.arange(24).reshape(2, 3, 4, 1).astype(dtype)
         assert mx.array_equal(dynamic_roll(x, mx.array([[0], [0]]), axis=2), x)
 
 
 def test_dynamic_roll_refuses_shifts_that_do_not_fit():
-    """S3-40: mlx-lm would broadcast them over heads or fail without a word about shifts."""
+    """mlx-lm would broadcast them over heads or fail without a word about shifts."""
     with pytest.raises(CacheMismatch, match="axes of shifts is 1, expected 2"):
         dynamic_roll(mx.zeros((2, 1, 4, 1)), mx.array([1, 2]), axis=2)
 
 
 def test_batch_cache_with_left_padding():
-    """S3-12, S3-13, S3-14, S3-21, S3-22, S3-46, S3-64: prompts of 3, 1 and 4 tokens."""
+    """Prompts of 3, 1 and 4 tokens."""
     batch = empty_batch([KVCache()], 3)
     prepare(batch, LeftPadding((1, 3, 0)))
     (cache,) = batch
@@ -135,7 +134,7 @@ def test_batch_cache_with_left_padding():
 
 
 def test_batch_cache_prepare_finalize():
-    """S3-15, S3-22, S3-64: right padding [0, 1, 2] becomes left; what came before stays put."""
+    """Right padding [0, 1, 2] becomes left; what came before stays put."""
     batch = merge([[kv(1)], [kv(2)], [kv(3)]])
     prepare(batch, RightPadding((3, 2, 1)))
     (cache,) = batch
@@ -150,7 +149,7 @@ def test_batch_cache_prepare_finalize():
 
 
 def test_batch_cache_filter():
-    """S3-16, S3-22, S3-64: rows leave and change places; padding that all have goes too."""
+    """Rows leave and change places; padding that all have goes too."""
     batch = merge([[kv(1, 2)], [kv(3, 4, 5, 6)], [kv(7, 8, 9)]])
     assert batch[0].size() == 4
     filter_rows(batch, [2, 0])
@@ -163,7 +162,7 @@ def test_batch_cache_filter():
 
 
 def test_batch_cache_extend():
-    """S3-17, S3-64: two batches of different lengths end at one position and continue together."""
+    """Two batches of different lengths end at one position and continue together."""
     batch, other = merge([[kv(1, 2)], [kv(3)]]), merge([[kv(4, 5, 6)], [kv()]])
     extend(batch, other)
     assert batch[0].offset.tolist() == [2, 1, 3, 0]
@@ -173,7 +172,7 @@ def test_batch_cache_extend():
 
 
 def test_batch_cache_extract():
-    """S3-18, S3-64: a plain cache of its own, without padding; the batch is not changed."""
+    """A plain cache of its own, without padding; the batch is not changed."""
     batch = merge([[kv(1, 2, 3)], [kv(4)]])
     (row,) = extract(batch, 1)
     assert type(row) is KVCache
@@ -195,7 +194,7 @@ def test_batch_cache_extract():
     ],
 )
 def test_a_row_of_an_empty_batch_is_a_fresh_cache(fresh):
-    """S3-18: mlx-lm raises TypeError there."""
+    """mlx-lm raises TypeError there."""
     batch = empty_batch([fresh], 3)
     assert batch_size(batch) == 3
     (row,) = extract(batch, 2)
@@ -206,7 +205,7 @@ def test_a_row_of_an_empty_batch_is_a_fresh_cache(fresh):
 
 
 def test_batch_cache_merge():
-    """S3-19, S3-64: singles of any lengths, empty ones too; the donors stay as they were."""
+    """Singles of any lengths, empty ones too; the donors stay as they were."""
     donors = [[kv(1, 2)], [kv()], [kv(3, 4, 5)]]
     batch = merge(donors)
     assert type(batch[0]) is BatchKVCache
@@ -220,7 +219,7 @@ def test_batch_cache_merge():
 
 
 def test_a_trimmed_row_joins_with_the_tokens_it_still_has():
-    """S3-19, S3-37: the rows of forgotten tokens are still in the donor's buffer."""
+    """The rows of forgotten tokens are still in the donor's buffer."""
     donor = [kv(1, 2, 3, 4)]
     trim(donor, 2)
     assert held(extract(merge([donor, [kv(5, 6, 7)]]), 0)[0]) == [1, 2]
@@ -239,7 +238,7 @@ SETTINGS = ("max_size", "group_size", "bits")
 
 @pytest.mark.parametrize(("cls", "first", "second", "message"), UNLIKE)
 def test_neighbours_must_be_alike(cls, first, second, message):
-    """S3-19, S3-32: mlx-lm takes the first row's dtype for all, and says nothing."""
+    """mlx-lm takes the first row's dtype for all, and says nothing."""
     rows = [[kv(1), built(cls, **how)] for how in (first, {**first, **second})]
     with pytest.raises(CacheMismatch, match=f"Row 1, layer 1: {message}"):
         merge(rows)
@@ -260,7 +259,7 @@ def test_neighbours_must_be_of_one_class(second):
 
 
 def test_a_neighbour_with_keep_is_refused():
-    """S3-31: mlx-lm loses `keep` on the way."""
+    """mlx-lm loses `keep` on the way."""
     rows = [[kv(1), filled(RotatingKVCache(8, keep=keep), 3)] for keep in (0, 4)]
     with pytest.raises(CacheMismatch, match="Row 1, layer 1: the keep is 4, expected 0"):
         merge(rows)
@@ -296,7 +295,7 @@ def test_states_of_neighbours_must_be_alike(first, second, message):
     ],
 )
 def test_what_cannot_join_a_batch_is_refused_by_name(cache, message):
-    """S3-31: what mlx-lm would lose, turn or drop in silence."""
+    """What mlx-lm would lose, turn or drop in silence."""
     assert not can_batch([kv(1), cache])
     with pytest.raises(UnsupportedCache, match=f"Row 0, layer 1: .*{message}"):
         merge([[kv(1), cache], [kv(1), cache]])
@@ -336,7 +335,7 @@ def test_rows_that_are_not_there_are_refused():
 
 @pytest.mark.parametrize("fresh", [KVCache(), RotatingKVCache(8), ArraysCache(1), QuantKVCache(32)])
 def test_between_prepare_and_finalize_a_batch_can_only_be_fed(fresh):
-    """S3-15: its padding stands on the right, and every other operation would take it for real."""
+    """Its padding stands on the right, and every other operation would take it for real."""
     batch, other = empty_batch([fresh], 2), empty_batch([fresh], 2)
     prepare(batch, RightPadding((2, 1)))
     for operation in (
@@ -362,7 +361,6 @@ def test_rows_do_not_leave_before_announced_left_padding_was_fed(fresh):
 
 @pytest.mark.parametrize("make", [list, tuple, iter, mx.array, np.array])
 def test_rows_are_kept_by_any_list_or_array(make):
-    """S3-80."""
     batch = merge([[kv(1)], [kv(2)], [kv(3, 4)]])
     filter_rows(batch, make([0, 2, 2]))
     assert [held(extract(batch, i)[0]) for i in range(3)] == [[1], [3, 4], [3, 4]]
@@ -379,7 +377,7 @@ def test_rows_are_kept_by_whole_numbers_only(keep):
 
 @pytest.mark.parametrize("padding", [LeftPadding, RightPadding])
 def test_padding_counts_tokens(padding):
-    """S3-69: an array is as good as a tuple."""
+    """An array is as good as a tuple."""
     assert padding([1, 0]) == padding(mx.array([1, 0])) == padding(np.array([1, 0]))
     for wrong in ([0, -1], mx.array([0, -1])):
         with pytest.raises(BadInput, match=r"Padd.* cannot be negative, but are \[0, -1\]"):
@@ -463,7 +461,6 @@ def test_rows_that_leave_or_join_end_an_announcement():
 
 
 def test_padding_is_a_typed_value():
-    """S3-69."""
     assert RightPadding((3, 2, 1)).amounts == (0, 1, 2)
     both = TwoSidedPadding(LeftPadding((1, 0)), RightPadding((3, 1)))
     assert (both.left.amounts, both.right.amounts) == ((1, 0), (0, 2))
@@ -472,7 +469,7 @@ def test_padding_is_a_typed_value():
 
 @pytest.mark.parametrize("cls", [KVCache, ConcatenateKVCache, QuantKVCache])
 def test_trim_forgets_for_good(cls):
-    """S3-08, S3-37, S3-43: the next token stands where the forgotten ones stood."""
+    """The next token stands where the forgotten ones stood."""
     cache, straight = filled(cls(), 10), cls()
     trim([cache], 4)
     assert cache.offset == 6
@@ -485,7 +482,7 @@ def test_trim_forgets_for_good(cls):
 
 
 def test_trim_changes_all_layers_or_none():
-    """S3-37: mlx-lm answers 0 instead; a full window, a state and a slid chunk cannot forget."""
+    """mlx-lm answers 0 instead; a full window, a state and a slid chunk cannot forget."""
     chunked = ChunkedKVCache(4)
     filled(chunked, 6).maybe_trim_front()
     for stubborn, n in [
@@ -519,7 +516,7 @@ def test_trim_is_for_single_sequences():
 
 
 def test_a_quantised_row_joins_as_what_it_is():
-    """S3-03: mlx-lm's own class too, which has no merge."""
+    """Mlx-lm's own class too, which has no merge."""
     batch = merge([[filled(QuantizedKVCache(), 3)], [filled(QuantKVCache(), 5)]])
     assert type(batch[0]) is BatchQuantizedKVCache
     assert batch[0].offset.tolist() == [3, 5]

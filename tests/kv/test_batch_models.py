@@ -105,7 +105,7 @@ def arrays_of(caches):
 
 @every_batchable
 def test_rows_join_and_leave_as_if_each_were_alone(name, tiny_model):
-    """S3-12, S3-16, S3-17, S3-19, S3-54, S3-67: dynamic batching; the donors stay as they were."""
+    """Dynamic batching; the donors stay as they were."""
     model = tiny_model(name)
     donors = [held_by(model, prompt) for prompt in PROMPTS]
     before = [mx.array(array) for caches in donors for array in arrays_of(caches)]
@@ -126,7 +126,7 @@ def test_rows_join_and_leave_as_if_each_were_alone(name, tiny_model):
 
 @every_batchable
 def test_beams_fork_from_one_row(name, tiny_model):
-    """S3-18, S3-54, S3-59, S3-67: a row is extracted twice and continues with two tokens."""
+    """A row is extracted twice and continues with two tokens."""
     model = tiny_model(name)
     rows = prefilled_rows(model, PROMPTS).step(2)
     (first, _), _ = rows.seen[0]
@@ -142,7 +142,7 @@ def test_beams_fork_from_one_row(name, tiny_model):
 
 @every_batchable
 def test_an_extracted_row_goes_on_alone_and_in_a_generator(name, tiny_model):
-    """S0-08, S3-18: through BatchGenerator too, with a row that has no cache and joins late."""
+    """Through BatchGenerator too, with a row that has no cache and joins late."""
     model = tiny_model(name)
     rows = prefilled_rows(model, PROMPTS).step(3)
     answered = [token for token, _ in rows.seen[1]]
@@ -171,7 +171,6 @@ def test_a_neighbours_row_is_another_run(name, tiny_model):
 
 @every_paddable
 def test_prompts_padded_on_the_left_get_their_cold_runs(name, tiny_model):
-    """S3-12, S3-14, S3-46, S3-55, S3-59."""
     model = tiny_model(name)
     longest = max(map(len, PROMPTS))
     padding = LeftPadding(tuple(longest - len(p) for p in PROMPTS))
@@ -186,7 +185,7 @@ def test_prompts_padded_on_the_left_get_their_cold_runs(name, tiny_model):
 
 @every_paddable
 def test_prompts_padded_on_the_right_get_their_cold_runs(name, tiny_model):
-    """S3-15, S3-27: twice over, the second time behind what is already held; then rows leave."""
+    """Twice over, the second time behind what is already held; then rows leave."""
     model = tiny_model(name)
     batch = empty_batch(make_prompt_cache(model), len(PROMPTS))
     halves = [[p[: len(p) // 2] for p in PROMPTS], [p[len(p) // 2 : -1] for p in PROMPTS]]
@@ -204,7 +203,6 @@ def test_prompts_padded_on_the_right_get_their_cold_runs(name, tiny_model):
 
 @every_paddable
 def test_prompts_padded_on_both_sides_get_their_cold_runs(name, tiny_model):
-    """S3-14, S3-69."""
     model = tiny_model(name)
     batch = empty_batch(make_prompt_cache(model), 2)
     prepare(batch, TwoSidedPadding(LeftPadding((3, 0)), RightPadding((3 + 19, 40))))
@@ -241,7 +239,7 @@ def test_models_that_fold_padding_into_their_state_are_refused_it(name, tiny_mod
 
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "gemma4_text"])
 def test_slices_between_decode_steps_are_masked_right(name, tiny_model):
-    """S3-30, S3-67: rotated rings are fed a slice; short rows still attend to everything."""
+    """Rotated rings are fed a slice; short rows still attend to everything."""
     model = tiny_model(name)
     rows = prefilled_rows(model, PROMPTS).step(2)
     fed = [[*PROMPTS[i], *(t for t, _ in rows.seen[i][:-1])] for i in range(3)]
@@ -256,7 +254,7 @@ def test_slices_between_decode_steps_are_masked_right(name, tiny_model):
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "falcon_h1", "gemma3_text", "llama", "mamba2"])
 def test_a_saved_batch_goes_on(name, tiny_model):
-    """S3-68: rings, padding and states included."""
+    """Rings, padding and states included."""
     model = tiny_model(name)
     rows = prefilled_rows(model, PROMPTS).step(2)
     rows.batch = copy_caches(rows.batch)
@@ -267,7 +265,7 @@ def test_a_saved_batch_goes_on(name, tiny_model):
 
 @pytest.mark.parametrize("name", UNBATCHABLE)
 def test_models_without_batches_are_refused_before_any_generator(name, tiny_model):
-    """S0-20: with layer, class and reason."""
+    """With layer, class and reason."""
     model = tiny_model(name)
     caches = held_by(model, PROMPTS[0])
     assert not can_batch(caches)
@@ -309,7 +307,7 @@ class Answer:
 
 
 def assert_cache_objects(caches):
-    """S0-02: list[list[cache object]]; arrays are MLX's, and no tuple or ndarray is a cache."""
+    """List[list[cache object]]; arrays are MLX's, and no tuple or ndarray is a cache."""
     assert type(caches) is list
     for cache in caches:
         assert cache is None or (type(cache) is list and all(type(c) in KINDS for c in cache))
@@ -319,14 +317,14 @@ def assert_cache_objects(caches):
 
 @pytest.mark.parametrize("wrong", [(mx.zeros((1, 1, 1, 1)),) * 2, np.zeros((1, 1, 1, 1))])
 def test_tuples_and_arrays_are_no_caches(wrong):
-    """S0-02: the check above can fail."""
+    """The check above can fail."""
     with pytest.raises(AssertionError):
         assert_cache_objects([[wrong]])
 
 
 @every_batchable
 def test_submit_with_cache_reconstructs(name, tiny_model):
-    """S0-02, S0-08, S0-40, S0-80: blocks are cut, rebuilt, handed over; the rest is prefilled."""
+    """Blocks are cut, rebuilt, handed over; the rest is prefilled."""
     model = tiny_model(name)
     live = prefill(model, make_prompt_cache(model), LONG[:-8], step=100)
     blocks = list(cut_blocks(live, len(LONG) - 8))
@@ -366,7 +364,7 @@ def load_blocks(path):
     ("name", "ending"), [*((name, "length") for name in BATCHABLE), ("gemma3_text", "stop")]
 )
 def test_cache_roundtrip_e2e(name, ending, tiny_model, tmp_path):
-    """S0-41, S0-47, S0-52, S0-80: generate, cut, save, load, submit again; the same tokens as
+    """Generate, cut, save, load, submit again; the same tokens as
     without."""
     model = tiny_model(name)
     first = Answer(model, LONG, N)

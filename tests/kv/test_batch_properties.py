@@ -291,7 +291,6 @@ RUN = {
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(joining=rows, program=st.lists(steps, max_size=7))
 def test_every_row_stays_the_sequence_it_would_be_alone(family, joining, program):
-    """S3-12 to S3-19, S3-24 to S3-31, S3-34, S3-44 to S3-46, S3-62."""
     world = World(FAMILIES[family], joining)
     world.check()
     for name, *arguments in program:
@@ -306,7 +305,7 @@ def test_every_row_stays_the_sequence_it_would_be_alone(family, joining, program
     program=st.lists(steps, max_size=4),
 )
 def test_an_empty_batch_may_be_padded_on_both_sides(family, amounts, program):
-    """S3-14, S3-55, S3-69: and continues like any other."""
+    """And continues like any other."""
     world = World(FAMILIES[family], [[] for _ in amounts])
     left, lengths = zip(*amounts, strict=True)
     world.feed_padded(left, lengths)

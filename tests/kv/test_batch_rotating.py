@@ -50,7 +50,7 @@ def sight(cache, *rows, **how):
 
 
 def test_batch_rotating_temporal_order():
-    """S3-25, S3-26, S3-31, S3-56, S3-65: a rotated ring is saved and extracted oldest first."""
+    """A rotated ring is saved and extracted oldest first."""
     batch = merge([[window(1, 2, 3)], [window(*range(11, 18))]])
     for step in range(4):
         batch[0].update_and_fetch(*labelled([30 + step], [40 + step]))
@@ -68,7 +68,7 @@ def test_batch_rotating_temporal_order():
 
 
 def test_batch_rotating_with_padding():
-    """S3-24, S3-28, S3-33, S3-65: window 2048, left padding [0, 5, 2], chunks, then decode."""
+    """Window 2048, left padding [0, 5, 2], chunks, then decode."""
     size, padding, total = 2048, (0, 5, 2), 2500
     batch = empty_batch([RotatingKVCache(size)], 3)
     prepare(batch, LeftPadding(padding))
@@ -88,7 +88,7 @@ def test_batch_rotating_with_padding():
 
 
 def test_batch_rotating_masking():
-    """S3-21, S3-30, S3-45, S3-65: a query sees its window, never padding, also when rotated."""
+    """A query sees its window, never padding, also when rotated."""
     batch = merge([[window(1)], [window(*range(11, 18))]])
     (cache,) = batch
     assert sight(cache, [2], [18]) == [[[1, 2]], [[*range(11, 19)]]]
@@ -101,7 +101,7 @@ def test_batch_rotating_masking():
 
 
 def test_a_window_may_be_asked_for_less_than_it_holds():
-    """S3-30: `window_size` below `max_size`, while growing, on a rotated ring and for a slice."""
+    """`window_size` below `max_size`, while growing, on a rotated ring and for a slice."""
     batch = merge([[window(1, 2)], [window(*range(11, 18))]])
     (cache,) = batch
     for n in range(3, 9):
@@ -113,7 +113,7 @@ def test_a_window_may_be_asked_for_less_than_it_holds():
 
 
 def test_batch_rotating_right_padding_protection():
-    """S3-15, S3-27, S3-65: padding behind a short row pushes none of its tokens out."""
+    """Padding behind a short row pushes none of its tokens out."""
     batch = merge([[window(*range(1, 9))], [window(*range(11, 19))], [window(21)]])
     prepare(batch, RightPadding((1, 6, 2)))
     batch[0].update_and_fetch(
@@ -127,7 +127,7 @@ def test_batch_rotating_right_padding_protection():
 
 
 def test_a_row_without_new_tokens_is_kept_out_of_a_padded_slice():
-    """S3-27: mlx-lm would push one of its tokens out for padding; it steps aside instead."""
+    """mlx-lm would push one of its tokens out for padding; it steps aside instead."""
     batch = merge([[window(*range(1, 9))], [window(11)]])
     with pytest.raises(UnsupportedCache, match=r"Layer 0: .* a row has no tokens; filter that row"):
         prepare(batch, RightPadding((0, 2)))
@@ -155,7 +155,7 @@ def test_defect_a_slice_after_a_turned_ring_hides_a_token():
 
 
 def test_a_padded_slice_of_one_token_is_refused():
-    """S3-29: loudly, by mlx-lm, before anything is written."""
+    """Loudly, by mlx-lm, before anything is written."""
     batch = merge([[window(1)], [window(2)]])
     prepare(batch, RightPadding((3, 1)))
     batch[0].update_and_fetch(*labelled([3, 4], [5, -1]))
@@ -164,7 +164,7 @@ def test_a_padded_slice_of_one_token_is_refused():
 
 
 def test_windows_shorter_than_the_longest_slice_are_cut_when_decoding_begins():
-    """S3-28, S3-29, S3-48: memory is bounded by the window again after one token."""
+    """Memory is bounded by the window again after one token."""
     batch = merge([[window(*range(20))], [window(*range(30, 35))]])
     assert type(batch[0]) is BatchRotatingKVCache
     assert batch[0].keys.shape[2] == WINDOW

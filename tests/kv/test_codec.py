@@ -91,7 +91,6 @@ def sorted_rows(keys_and_values):
 
 
 def test_every_known_class_has_a_codec():
-    """S0-10, S3-11."""
     assert CODECS.keys() == KINDS.keys()
 
 
@@ -99,7 +98,7 @@ def test_every_known_class_has_a_codec():
 @pytest.mark.parametrize("slices", [(), (5,), (3, 1, 1), (20,), (7, 1, 1, 1, 1, 1), (300, 1)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_single_cache_goes_on_after_a_round_trip(name, slices, dtype):
-    """S0-07, S0-09, S0-10, S0-51, S3-02 to S3-04: empty, growing, rotated, after a long slice."""
+    """Empty, growing, rotated, after a long slice."""
     original = fed(SINGLES[name](), *slices, dtype=dtype)
     again = decode(encode(original))
     expected = QuantKVCache if isinstance(original, QuantizedKVCache) else type(original)
@@ -116,7 +115,7 @@ def test_a_single_cache_goes_on_after_a_round_trip(name, slices, dtype):
 
 @every_single
 def test_a_round_trip_after_a_trim_has_no_forgotten_row(name):
-    """S0-06: rows of trimmed tokens stay in mlx-lm's buffer and must not be saved."""
+    """Rows of trimmed tokens stay in mlx-lm's buffer and must not be saved."""
     original = fed(SINGLES[name](), 5, 1)
     original.trim(4)
     encoded = encode(original)
@@ -128,7 +127,7 @@ def test_a_round_trip_after_a_trim_has_no_forgotten_row(name):
 
 
 def test_a_concatenate_cache_is_what_its_offset_says():
-    """S3-08: the codec mends mlx-lm's trim."""
+    """The codec mends mlx-lm's trim."""
     original = fed(ConcatenateKVCache(), 6)
     original.trim(4)
     again = decode(encode(original))
@@ -147,7 +146,7 @@ def test_trimmed_to_nothing_is_empty():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [1, 10, BLOCK_TOKENS, BLOCK_TOKENS + 1])
 def test_only_live_tokens_are_counted(n, dtype):
-    """S0-05, S0-06, S0-50: bytes are tokens times bytes a token, whatever the buffer's growth."""
+    """Bytes are tokens times bytes a token, whatever the buffer's growth."""
     plain = [fed(KVCache(), n, dtype=dtype), fed(ConcatenateKVCache(), n, dtype=dtype)]
     a_token = HEADS * (K_WIDTH + V_WIDTH) * dtype.size
     assert KVCache.step == BLOCK_TOKENS
@@ -161,7 +160,7 @@ def test_only_live_tokens_are_counted(n, dtype):
 
 
 def test_a_copy_holds_live_rows_only_and_leaves_the_original_alone():
-    """S0-06, S0-50: 10 tokens do not cost the memory of 256."""
+    """10 tokens do not cost the memory of 256."""
     originals = [fed(KVCache(), 10), fed(RotatingKVCache(8), 9, 1)]
     before = copy.deepcopy(originals)
     copies = copy_caches(originals)
@@ -175,7 +174,7 @@ def test_a_copy_holds_live_rows_only_and_leaves_the_original_alone():
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("group", [32, 64])
 def test_quantised_triples_are_never_dequantised(bits, group):
-    """S3-03, S3-52: uint32 weights, scales and biases, bit for bit."""
+    """Uint32 weights, scales and biases, bit for bit."""
     cache = QuantKVCache(group_size=group, bits=bits)
     k, _ = rows(7)
     cache.update_and_fetch(k, k)
@@ -190,7 +189,6 @@ def test_quantised_triples_are_never_dequantised(bits, group):
 
 
 def test_a_ring_is_saved_in_the_order_of_time():
-    """S3-02, S3-26."""
     cache = RotatingKVCache(8)
     for i in range(12):
         cache.update_and_fetch(mx.full((1, 1, 1, 1), i), mx.full((1, 1, 1, 1), -i))
@@ -201,7 +199,7 @@ def test_a_ring_is_saved_in_the_order_of_time():
 
 
 def test_states_round_trip():
-    """S3-05: arrays of any shape and dtype, missing ones too."""
+    """Arrays of any shape and dtype, missing ones too."""
     cache = ArraysCache(3)
     cache[0], cache[2] = mx.random.normal((1, 3, 5)).astype(mx.bfloat16), mx.arange(4)[None]
     again = decode(encode(cache))
@@ -213,7 +211,6 @@ def test_states_round_trip():
 
 
 def test_composites_round_trip_with_composites_inside():
-    """S3-07."""
     state = ArraysCache(1)
     state[0] = mx.ones((1, 2))
     original = CacheList(fed(KVCache(), 4), CacheList(state, fed(RotatingKVCache(8), 9, 1)))
@@ -228,7 +225,7 @@ def test_composites_round_trip_with_composites_inside():
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_model_goes_on_from_a_copy_of_its_cache(name, tiny_model):
-    """S0-10, S0-52, S3-01 to S3-08: all classes as models use them, decoded a little."""
+    """All classes as models use them, decoded a little."""
     model, prompt = tiny_model(name), prompt_of(60)
     live = prefill(model, make_prompt_cache(model), prompt[:45], step=16)
     prefill(model, live, prompt[45:50], step=1)
@@ -250,7 +247,7 @@ every_batch = pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("slices", [(), (1,), (5,), (12, 1, 1, 1)])
 @pytest.mark.parametrize("lengths", [(3, 0, 9), (0, 0), (20, 8)])
 def test_a_batch_goes_on_after_a_round_trip(name, lengths, slices):
-    """S3-68: mlx-lm saves batches but cannot continue what it loads."""
+    """mlx-lm saves batches but cannot continue what it loads."""
     fresh, cls = BATCHES[name]
     (original,) = merge([[fed(fresh(), *[n] * bool(n))] for n in lengths])
     fed(original, *slices, n_rows=len(lengths))
@@ -306,7 +303,7 @@ class Derived(KVCache):
 
 
 def test_unknown_classes_are_refused_by_name():
-    """S3-11: a subclass of a known class too, alone and inside a composite."""
+    """A subclass of a known class too, alone and inside a composite."""
     for cache in (Derived(), CacheList(KVCache(), Derived())):
         with pytest.raises(UnsupportedCache, match=r"test_codec\.Derived is not a cache class kno"):
             encode(cache)
@@ -317,7 +314,7 @@ def test_unknown_classes_are_refused_by_name():
 
 
 def test_encoding_changes_nothing():
-    """S0-04: encoding a batch with a rotated ring does not change the ring."""
+    """Encoding a batch with a rotated ring does not change the ring."""
     (batch,) = merge([[fed(RotatingKVCache(8), 9)], [fed(RotatingKVCache(8), 2)]])
     feed(batch, 1, n_rows=2)
     state = batch.state

@@ -10,14 +10,13 @@ from tests.kv.test_batch_models import BATCHABLE
 
 @pytest.mark.parametrize("name", BATCHABLE)
 def test_one_entry_a_layer_of_the_models_class(name, tiny_model):
-    """S1-07."""
     model = tiny_model(name)
     (run,) = batched(model, [Job(prompt_of(40), 2)])
     assert [type(entry) for entry in run.cache] == [type(c) for c in make_prompt_cache(model)]
 
 
 def test_gemma_3_has_8_caches_of_all_tokens_and_40_windows():
-    """S1-07: the shape of the real one, which some take for 48 windows."""
+    """The shape of the real one, which some take for 48 windows."""
     shape = {"hidden_size": 8, "intermediate_size": 8, "head_dim": 8, "num_hidden_layers": 48}
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 8}
     args = gemma3_text.ModelArgs(model_type="gemma3_text", **shape, **heads)

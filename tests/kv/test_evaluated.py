@@ -19,7 +19,7 @@ def lazy(n_tokens):
 
 
 def test_blocks_are_joined_along_the_tokens_and_evaluated():
-    """S0-37, S0-38: also where the blocks were not."""
+    """Also where the blocks were not."""
     keys, values = concatenate_cache_blocks([lazy(5), lazy(2)], [lazy(5), lazy(2)])
     assert keys.shape == values.shape == (1, 2, 7, 4)
     assert elsewhere(keys) == elsewhere(values) == 3 * 2 * 7 * 4

@@ -58,7 +58,7 @@ def cache_classes_of_mlx_lm():
 
 
 def test_every_cache_class_of_mlx_lm_has_a_kind(capfd):
-    """S3-01 to S3-11: all of them, and no class that is gone."""
+    """All of them, and no class that is gone."""
     assert set(cache_classes_of_mlx_lm()) - NOT_A_CACHE == KINDS.keys() - OURS
 
 
@@ -81,7 +81,7 @@ def test_every_cache_class_of_mlx_lm_has_a_kind(capfd):
     ],
 )
 def test_kind_of(cache, kind):
-    """S3-11: with keep > 0 a window depends on how the prompt was sliced, so it is a state."""
+    """With keep > 0 a window depends on how the prompt was sliced, so it is a state."""
     assert kind_of(cache) is kind
 
 
@@ -94,7 +94,6 @@ class Sliding(RotatingKVCache):
 )
 @pytest.mark.parametrize("cache", [Sliding(8), CacheList(KVCache(), Sliding(8))])
 def test_an_unknown_class_is_refused_by_name_and_never_guessed(ask, cache):
-    """S3-11."""
     if ask is kind_of and isinstance(cache, CacheList):
         cache = cache[1]
     with pytest.raises(UnsupportedCache, match=r"tests\.kv\.test_kinds\.Sliding is not a cache"):
@@ -103,14 +102,14 @@ def test_an_unknown_class_is_refused_by_name_and_never_guessed(ask, cache):
 
 @pytest.mark.parametrize("thing", [None, (1, 2), mx.zeros((1, 2, 3, 4))])
 def test_what_is_no_cache_is_refused_too(thing):
-    """S0-02: a tuple or an array is not a cache."""
+    """A tuple or an array is not a cache."""
     with pytest.raises(UnsupportedCache, match="is not a cache class known to Keepwarm"):
         kind_of(thing)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_token_count_of_a_model_is_what_it_was_fed(name, tiny_model):
-    """S0-09, S0-18, S3-38: by offsets, since `size()` is 0 for half of the classes."""
+    """By offsets, since `size()` is 0 for half of the classes."""
     model = tiny_model(name)
     caches = make_prompt_cache(model)
     assert token_count(caches) is None

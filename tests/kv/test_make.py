@@ -37,7 +37,6 @@ def types_of(caches):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_without_settings_the_caches_are_the_models_own(name, tiny_model):
-    """S3-35."""
     model = tiny_model(name)
     assert types_of(make_caches(model)) == types_of(make_prompt_cache(model))
 
@@ -47,7 +46,7 @@ def test_without_settings_the_caches_are_the_models_own(name, tiny_model):
     ("setting", "cls"), [({"max_kv_size": 9}, RotatingKVCache), ({"kv_bits": 4}, QuantKVCache)]
 )
 def test_settings_reach_the_layers_that_keep_every_token(name, setting, cls, tiny_model):
-    """S3-35, S4-04: also inside composites; mlx-lm ignores max_kv_size where `make_cache` is."""
+    """Also inside composites; mlx-lm ignores max_kv_size where `make_cache` is."""
     model = tiny_model(name)
     expected = [cls if t is KVCache else t for t in types_of(make_prompt_cache(model))]
     caches = make_caches(model, **setting)
@@ -65,7 +64,7 @@ def test_settings_reach_the_layers_that_keep_every_token(name, setting, cls, tin
 
 @pytest.mark.parametrize("name", BOUNDED)
 def test_a_bound_means_the_same_alone_and_in_a_batch(name, tiny_model):
-    """S4-04, S3-31: mlx-lm keeps four first tokens alone and none in a batch."""
+    """mlx-lm keeps four first tokens alone and none in a batch."""
     model = tiny_model(name)
     rows = prefilled_rows(model, PROMPTS, bounded).step(N)
     fresh_jobs = [Job(p, N, cache=bounded(model)) for p in PROMPTS]
@@ -79,7 +78,7 @@ def test_a_bound_means_the_same_alone_and_in_a_batch(name, tiny_model):
 
 @pytest.mark.parametrize("name", BOUNDED)
 def test_a_bound_does_not_depend_on_slices_and_has_an_effect(name, tiny_model):
-    """S3-48: with keep = 0 a window is slice-invariant."""
+    """With keep = 0 a window is slice-invariant."""
     model = tiny_model(name)
     reference = alone(model, bounded, PROMPTS[0])
     for step in (5, 2048):
@@ -89,7 +88,7 @@ def test_a_bound_does_not_depend_on_slices_and_has_an_effect(name, tiny_model):
 
 
 def test_a_bound_bounds_the_memory(tiny_model):
-    """S3-48: after a token the ring is as long as the bound, however long the prompt was."""
+    """After a token the ring is as long as the bound, however long the prompt was."""
     model = tiny_model("llama")
     caches = held_by(model, prompt_of(200), bounded)
     prefill(model, caches, [1])
@@ -109,7 +108,7 @@ def test_a_bound_of_one_sees_one_token(tiny_model):
 @pytest.mark.parametrize("width", [64, 96, 128, 256])
 @pytest.mark.parametrize("bits", BITS)
 def test_every_number_of_bits_on_offer_fits_every_usual_head(bits, width):
-    """S4-04: mlx-lm sizes its buffers wrongly for 5 bits of 128, so such bits are not offered."""
+    """mlx-lm sizes its buffers wrongly for 5 bits of 128, so such bits are not offered."""
     cache = QuantKVCache(group_size=32, bits=bits)
     k = mx.random.normal((1, 2, 3, width))
     keys, _ = cache.update_and_fetch(k, k)
@@ -130,7 +129,7 @@ def test_every_number_of_bits_on_offer_fits_every_usual_head(bits, width):
     ],
 )
 def test_settings_that_make_no_sense_are_refused(setting, message, tiny_model):
-    """S4-04: before any token is fed."""
+    """Before any token is fed."""
     with pytest.raises(BadInput, match=message):
         make_caches(tiny_model("llama"), **setting)
 

@@ -66,7 +66,7 @@ def rows_of(n, n_rows=1, seed=0):
 
 @every_setting
 def test_alone_it_is_mlx_lms_cache_bit_for_bit(bits, group, model):
-    """S0-51, S3-03, S3-58: and quantising has an effect at all."""
+    """And quantising has an effect at all."""
     fresh = quantised(bits, group)
     reference = alone(model, fresh, PROMPTS[0])
     caches = fresh(model)
@@ -83,7 +83,7 @@ def test_alone_it_is_mlx_lms_cache_bit_for_bit(bits, group, model):
 
 @every_setting
 def test_rows_of_a_quantised_batch_are_as_if_alone(bits, group, model):
-    """S3-12, S3-68: merged, joined, left, extracted and saved, against mlx-lm's single runs."""
+    """Merged, joined, left, extracted and saved, against mlx-lm's single runs."""
     fresh = quantised(bits, group)
     rows = prefilled_rows(model, PROMPTS, fresh).step(2)
     rows.join([held_by(model, LATE, fresh)], LATE[-1:])
@@ -104,7 +104,7 @@ def test_rows_of_a_quantised_batch_are_as_if_alone(bits, group, model):
 
 @every_setting
 def test_a_generator_takes_quantised_rows(bits, group, model):
-    """S3-03: prompts padded together, a row with history, one that leaves, one that joins late."""
+    """Prompts padded together, a row with history, one that leaves, one that joins late."""
     fresh = quantised(bits, group)
     history = held_by(model, PROMPTS[2], fresh)
     jobs = [
@@ -125,7 +125,7 @@ def test_a_generator_takes_quantised_rows(bits, group, model):
 
 @every_setting
 def test_quantised_blocks_rebuild_a_cache_for_a_batch(bits, group, model):
-    """S3-03: triples are cut and joined as they are."""
+    """Triples are cut and joined as they are."""
     fresh = quantised(bits, group)
     prompt = prompt_of(300, seed=6)
     live = prefill(model, fresh(model), prompt[:-1], step=100)
@@ -190,7 +190,7 @@ def test_only_layers_that_keep_every_token_are_quantised():
 
 
 def test_rows_that_leave_take_common_padding_with_them():
-    """S3-16: else a batch would only ever grow."""
+    """Else a batch would only ever grow."""
     rows = [QuantKVCache(32, 8) for _ in range(3)]
     for row, n in zip(rows, (2, 9, 5), strict=True):
         row.update_and_fetch(*rows_of(n, seed=n))
@@ -206,7 +206,7 @@ def test_rows_that_leave_take_common_padding_with_them():
 
 
 def test_sizes_are_true():
-    """S0-09: mlx-lm answers 0 tokens when full and fails to count bytes when empty."""
+    """mlx-lm answers 0 tokens when full and fails to count bytes when empty."""
     cache = QuantKVCache(group_size=64, bits=4)
     assert (cache.size(), cache.nbytes, cache.empty()) == (0, 0, True)
     cache.update_and_fetch(*rows_of(10))
@@ -233,7 +233,7 @@ def test_an_empty_batch_says_that_it_is_empty():
 
 
 def test_a_batch_grows_by_whole_steps_and_keeps_every_row():
-    """S3-47: over the end of its buffer, by single tokens and by slices."""
+    """Over the end of its buffer, by single tokens and by slices."""
     (batch,) = empty_batch([QuantKVCache(64, 8)], 2)
     fed = [rows_of(n, n_rows=2, seed=i)[0] for i, n in enumerate([255, 1, 1, 300, 1])]
     n_rows = []

@@ -55,7 +55,7 @@ def blocks_of(model, prompt, slices):
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_restored_at_the_end(name, tiny_model, reference):
-    """S0-17, S0-18, S0-44: cut, rebuild, continue; only the last token is fed again."""
+    """Cut, rebuild, continue; only the last token is fed again."""
     model = tiny_model(name)
     _, blocks = blocks_of(model, PROMPT[:-1], [256, 256, 87])
     counter = FedCounter(model)
@@ -103,7 +103,7 @@ def test_a_wrong_cache_differs(name, tiny_model, reference):
 
 
 def test_window_layers_restore_from_the_last_window_only(tiny_model):
-    """S0-65: earlier blocks may have lost their window rows and still serve as links."""
+    """Earlier blocks may have lost their window rows and still serve as links."""
     model = tiny_model("gemma3_text")
     layout = probe(model, make_prompt_cache(model))
     _, blocks = blocks_of(model, PROMPT, [256, 256, 88])
@@ -128,7 +128,7 @@ def test_a_block_before_the_window_has_no_rows(n_tokens, first_rows):
 
 
 def test_block_count_and_names(tiny_model):
-    """S0-12, S0-13: ceil(tokens / 256) blocks, tensors named L{layer}_B{block}_K and _V."""
+    """ceil(tokens / 256) blocks, tensors named L{layer}_B{block}_K and _V."""
     _, blocks = blocks_of(tiny_model("llama"), PROMPT, [600])
     assert [b.n_tokens for b in blocks] == [256, 256, 88]
     names = {name for b in blocks for name in b.delta}
@@ -139,7 +139,6 @@ def test_block_count_and_names(tiny_model):
 
 
 def test_reconstruct_cache_from_single_block(tiny_model):
-    """S0-30, S0-40, S0-46."""
     model = tiny_model("llama")
     live, blocks = blocks_of(model, PROMPT[:100], [100])
     assert len(blocks) == 1
@@ -150,7 +149,7 @@ def test_reconstruct_cache_from_single_block(tiny_model):
 
 
 def test_reconstruct_cache_from_multiple_blocks(tiny_model):
-    """S0-17, S0-40, S0-47: rows stand in block order, bit for bit."""
+    """Rows stand in block order, bit for bit."""
     model = tiny_model("llama")
     live, blocks = blocks_of(model, PROMPT, [600])
     for rebuilt, original in zip(reconstruct_cache(layout_of(live), blocks), live, strict=True):
@@ -160,7 +159,7 @@ def test_reconstruct_cache_from_multiple_blocks(tiny_model):
 
 
 def test_no_tokens_give_empty_caches(tiny_model):
-    """S0-31: a layer without blocks is an empty cache of its class, not an error."""
+    """A layer without blocks is an empty cache of its class, not an error."""
     model = tiny_model("gemma3_text")
     fresh = make_prompt_cache(model)
     caches = reconstruct_cache(probe(model, make_prompt_cache(model)), [])
@@ -170,7 +169,6 @@ def test_no_tokens_give_empty_caches(tiny_model):
 
 
 def test_a_missing_tensor_names_layer_and_block(tiny_model):
-    """S0-32."""
     live, blocks = blocks_of(tiny_model("llama"), PROMPT, [600])
     tensors = {k: v for k, v in blocks[1].delta.items() if k != "L1_B1_V"}
     with pytest.raises(CorruptBlock, match="Layer 1, block 1: L1_B1_V is missing"):
@@ -197,7 +195,7 @@ def test_a_missing_block_is_noticed(tiny_model):
     ],
 )
 def test_every_shape_and_dtype_is_checked(change, message, tiny_model):
-    """S0-22, S0-36, S0-60: the error says layer, block, expected and got."""
+    """The error says layer, block, expected and got."""
     live, blocks = blocks_of(tiny_model("llama"), PROMPT, [600])
     tensors = dict(blocks[1].delta)
     tensors["L1_B1_K"] = change(tensors["L1_B1_K"])
@@ -213,7 +211,7 @@ def test_state_shapes_are_checked(tiny_model):
 
 
 def test_a_cache_is_checked_against_the_model_before_use(tiny_model):
-    """S0-20, S0-42, S0-43: layers, classes, heads, widths and dtypes, before any generator."""
+    """Layers, classes, heads, widths and dtypes, before any generator."""
     layout = probe(tiny_model("gemma3_text"), make_prompt_cache(tiny_model("gemma3_text")))
     live, _ = blocks_of(tiny_model("gemma3_text"), PROMPT, [600])
     layout.check(live)
@@ -250,7 +248,7 @@ def test_a_state_model_must_be_told_its_length(tiny_model):
 
 
 def test_concatenate_cache_blocks():
-    """S0-33, S0-35 to S0-39, S0-46: numpy or mx, three or four axes, checked against the first."""
+    """numpy or mx, three or four axes, checked against the first."""
     k = np.arange(2 * 5 * 4, dtype=np.float32).reshape(2, 5, 4)
     keys, values = concatenate_cache_blocks([k[:, :3], k[:, 3:]], [k[:, :3, :2], k[:, 3:, :2]])
     assert keys.shape == (1, 2, 5, 4)
@@ -265,7 +263,7 @@ def test_concatenate_cache_blocks():
 
 
 def test_create_cache_from_state():
-    """S0-07, S0-21, S0-34, S0-46: numpy or mx goes in, and the cache grows on."""
+    """numpy or mx goes in, and the cache grows on."""
     k = np.ones((1, 2, 7, 4), np.float32)
     made = create_cache_from_state(k, mx.array(k))
     assert type(made) is KVCache

@@ -128,7 +128,7 @@ def test_namespaces_share_no_key():
 
 
 def test_keys_are_what_they_always_were():
-    """S0-25: stored blocks are found for ever, on every machine; a change here loses them all."""
+    """Stored blocks are found for ever, on every machine; a change here loses them all."""
     assert root(NAMESPACE).hex() == ROOT
     assert [ref.key.hex() for ref in chain(NAMESPACE, range(300))] == KEYS
 

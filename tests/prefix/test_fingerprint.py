@@ -49,7 +49,7 @@ def test_every_field_is_tried():
 
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in OTHERS.items() for v in vs])
 def test_every_field_counts(name, value):
-    """S0-25, S0-63: other weights, tokenizer, adapter, options or tenant: another namespace."""
+    """Other weights, tokenizer, adapter, options or tenant: another namespace."""
     assert namespace(replace(IDENTITY, **{name: value})) != namespace(IDENTITY)
 
 
@@ -69,7 +69,7 @@ def test_the_order_of_files_and_options_does_not_count():
 
 
 def test_a_namespace_is_what_it_always_was():
-    """S0-25: the same on every machine; a change here loses every store."""
+    """The same on every machine; a change here loses every store."""
     assert len(namespace(IDENTITY)) == NAMESPACE_BYTES
     assert namespace(IDENTITY).hex() == GOLDEN
 

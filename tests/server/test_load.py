@@ -1,4 +1,4 @@
-"""S0-61: many clients at once, many of which leave; nothing fails, nothing stays behind.
+"""Many clients at once, many of which leave; nothing fails, nothing stays behind.
 
 Ten seconds here; five minutes with `--soak`, which prints what it has measured.
 """

@@ -1,4 +1,4 @@
-"""D7: a call that the model repeats is told in the receipt; whether to go on is the client's."""
+"""A call that the model repeats is told in the receipt; whether to go on is the client's."""
 
 import json
 

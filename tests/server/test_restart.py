@@ -1,4 +1,4 @@
-"""S0-24: what happens to streams and to what was computed when the server ends, in any way.
+"""What happens to streams and to what was computed when the server ends, in any way.
 
 Real processes: a signal reaches no thread alone.
 """
@@ -68,7 +68,7 @@ async def cut_off(server, talks, plain):
 
 
 def test_a_killed_server_goes_on_where_it_was(checkpoint, serving, plain, tmp_path):
-    """S0-01: after kill -9 in mid-stream every prefix comes from disk, and answers are the same."""
+    """After kill -9 in mid-stream every prefix comes from disk, and answers are the same."""
     talks = [begun(number) for number in range(N_TALKS)]
     with serving() as undisturbed:
         wanted = [talks]

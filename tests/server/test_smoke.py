@@ -1,4 +1,4 @@
-"""S0-58: the staging profile is one that the program takes; its smoke test tells good from bad."""
+"""The staging profile is one that the program takes; its smoke test tells good from bad."""
 
 import configparser
 import importlib.util

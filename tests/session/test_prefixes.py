@@ -28,7 +28,6 @@ OTHERS = {
 
 
 def test_an_entry_has_what_was_stored():
-    """S2-09, S2-10, S2-11, S2-26."""
     prefixes = Prefixes(clock=lambda: 12.5)
     assert prefixes.get(PREFIX) is None
     prefixes.store(PREFIX, [1, 2, 3])
@@ -43,7 +42,7 @@ def test_an_entry_has_what_was_stored():
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 def test_any_change_is_a_miss_and_spares_the_older_entry(other):
-    """S2-12, S2-13, S2-36: two configurations that alternate both hit."""
+    """Two configurations that alternate both hit."""
     prefixes = Prefixes()
     prefixes.store(PREFIX, [1, 2, 3])
     assert prefixes.get(other) is None
@@ -53,14 +52,13 @@ def test_any_change_is_a_miss_and_spares_the_older_entry(other):
 
 
 def test_the_order_of_tools_and_keys_does_not_matter():
-    """S2-13."""
     turned = {"function": dict(reversed(WEATHER["function"].items())), "type": "function"}
     assert tools_hash([TIME, turned]) == tools_hash([WEATHER, TIME])
     assert PREFIX._replace(tools=(TIME, turned)).digest == PREFIX.digest
 
 
 def test_digests_are_the_same_in_every_process():
-    """S2-12: not Python's own hash, which is seeded by the process."""
+    """Not Python's own hash, which is seeded by the process."""
     program = (
         "from keepwarm.session.prefixes import PrefixKey; "
         f"print(PrefixKey({', '.join(map(repr, PREFIX))}).digest)"
@@ -81,7 +79,7 @@ def test_parts_of_a_key_are_kept_apart():
 
 
 def test_invalidating_forgets_all_models_of_one_conversation_and_no_other():
-    """S2-17, S2-28, S2-31: `conv1` is not `conv10`."""
+    """`conv1` is not `conv10`."""
     prefixes = Prefixes()
     for conversation in ("conv1", "conv10", "con", "conv1_tiny"):
         for model in ("tiny", "other"):
@@ -94,7 +92,6 @@ def test_invalidating_forgets_all_models_of_one_conversation_and_no_other():
 
 
 def test_the_least_recently_used_goes_first():
-    """S2-35."""
     prefixes = Prefixes(max_entries=2)
     one, two, three = (PrefixKey(name, "m", "s") for name in ("1", "2", "3"))
     prefixes.store(one, [1])
@@ -105,7 +102,6 @@ def test_the_least_recently_used_goes_first():
 
 
 def test_statistics():
-    """S2-34."""
     prefixes = Prefixes()
     prefixes.get(PREFIX)
     prefixes.store(PREFIX, [1, 2, 3])

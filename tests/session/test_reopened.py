@@ -30,7 +30,7 @@ def known(session):
 
 
 def test_after_a_restart(model, tmp_path):
-    """S2-24: its messages are there, and none of its tokens is computed again."""
+    """Its messages are there, and none of its tokens is computed again."""
     with engine_on(model, tmp_path) as engine:
         session = Session(engine, id="ops", system="Be brief.", sampling=FEW)
         session.respond("Who is the fox?")

@@ -11,7 +11,6 @@ from keepwarm.session import prefixes
 
 @pytest.mark.parametrize(("module", "other"), [(prefixes, "turns"), (turns, "prefixes")])
 def test_neither_module_knows_the_other(module, other):
-    """S2-21."""
     tree = ast.parse(Path(module.__file__).read_text())
     imported = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     assert imported

@@ -78,7 +78,7 @@ def read(session: Session, question: str, *, streamed: bool) -> Reply:
 
 
 def test_later_turns_prefill_only_new_tokens(engine):
-    """S4-02, S4-03, S4-19, S4-23, S2-04, S2-19, S2-27: whether an answer is streamed or not, and
+    """Whether an answer is streamed or not, and
     counted where the model is called."""
     session = Session(engine, system=SYSTEM, tools=[TOOL], id="ada")
     first = session.respond("What is a fox?")
@@ -131,7 +131,7 @@ def test_an_abandoned_stream_frees_the_session(engine):
 
 
 def test_a_conversation_goes_on_after_a_restart(counted, tmp_path):
-    """S0-01, S0-24, S2-24: the caller keeps the messages, the store their blocks."""
+    """The caller keeps the messages, the store their blocks."""
     with engine_on(counted, tmp_path) as engine:
         session = Session(engine, system=SYSTEM, id="ada")
         session.respond("What is a fox?")
@@ -146,7 +146,7 @@ def test_a_conversation_goes_on_after_a_restart(counted, tmp_path):
 
 
 def test_an_edited_conversation_reuses_exactly_what_is_common(engine):
-    """S4-21, S4-33, S2-20: a longer one, and one that differs from the second question on."""
+    """A longer one, and one that differs from the second question on."""
     session = Session(engine, system=SYSTEM)
     session.respond("What is a fox?")
     session.respond("And what is a dog, in the words of the question?")
@@ -162,7 +162,7 @@ def test_an_edited_conversation_reuses_exactly_what_is_common(engine):
 
 
 def test_rewinding_drops_turns_and_keeps_the_common_prefix(engine):
-    """S2-20: the turn is asked again from the same tokens."""
+    """The turn is asked again from the same tokens."""
     session = Session(engine, system=SYSTEM)
     replies = [session.respond(text) for text in ("one", "two", "three")]
     session.rewind(1)
@@ -197,7 +197,7 @@ STARTS = ("Hi", "\n\nHi", " Hi", "", "7", "<|im_end|>", "é", "\tx")
 
 
 def test_what_is_warmed_begins_every_first_request(engine):
-    """S4-07, S4-25, S4-26, S4-27: with tools, and whatever the question begins with."""
+    """With tools, and whatever the question begins with."""
     session = Session(engine, system=SYSTEM, tools=[TOOL])
     receipt = session.prewarm()
     assert receipt.recomputed == receipt.prompt_tokens > 100
@@ -216,7 +216,7 @@ def test_what_is_warmed_begins_every_first_request(engine):
 def test_the_first_turn_prefills_only_the_question(
     models: Models, tmp_path, architecture, streamed
 ):
-    """S4-03, S4-07, S4-25: token for token, for every kind of layer."""
+    """Token for token, for every kind of layer."""
     model = models.of(architecture)
     with engine_on(model, tmp_path) as engine:
         session = Session(engine, system="Be brief.", tools=[TOOL], sampling=SHORT)
@@ -230,7 +230,7 @@ def test_the_first_turn_prefills_only_the_question(
 
 
 def test_warming_again_costs_one_token_and_no_rendering(engine):
-    """S2-08, S2-18, S2-34: the prefix is found by conversation, system prompt and tools."""
+    """The prefix is found by conversation, system prompt and tools."""
     session = Session(engine, system=SYSTEM, tools=[TOOL])
     n_tokens = session.prewarm().prompt_tokens
     assert session.prewarm().recomputed == 1
@@ -256,7 +256,7 @@ def test_warming_tells_what_is_wrong(engine):
 
 
 def test_kv_options_are_part_of_what_is_found(models: Models, tmp_path):
-    """S4-04, S4-05, S4-20: another setting is a miss, the same one is a hit."""
+    """Another setting is a miss, the same one is a hit."""
     with engine_on(models.of("llama"), tmp_path) as engine:
         small = KVOptions(kv_bits=8, kv_group_size=32)
 
@@ -274,7 +274,7 @@ def test_kv_options_are_part_of_what_is_found(models: Models, tmp_path):
 
 
 def test_a_conversation_is_exact_up_to_the_start_and_quantised_from_there(models: Models, tmp_path):
-    """S4-04: exact rows are quantised when the prompt outgrows the start, not prefilled again.
+    """Exact rows are quantised when the prompt outgrows the start, not prefilled again.
 
     Up to there it is what anybody reads; after it, another start is another identity.
     """
@@ -311,7 +311,7 @@ def test_a_conversation_is_exact_up_to_the_start_and_quantised_from_there(models
 
 
 def test_caches_are_freed_with_their_session(engine):
-    """S4-06: when the object is collected, and only its own."""
+    """When the object is collected, and only its own."""
     ada, eve = Session(engine, system="Ada is here."), Session(engine, system="Eve is here.")
     ada.respond("Hi")
     eve.respond("Hi")
@@ -322,7 +322,6 @@ def test_caches_are_freed_with_their_session(engine):
 
 
 def test_warmed_caches_are_freed_too(engine):
-    """S4-06."""
     session = Session(engine, system=SYSTEM)
     session.prewarm()
     assert n_live(engine) == 1
@@ -347,7 +346,7 @@ def test_a_session_may_outlive_its_engine(scripted, tmp_path):
 
 
 def test_clearing_the_engine_frees_the_caches_of_all_sessions(engine):
-    """S4-30: they continue from their blocks."""
+    """They continue from their blocks."""
     sessions = [Session(engine, system=f"Number {number}.") for number in range(3)]
     known = []
     for session in sessions:
@@ -368,7 +367,7 @@ def test_ids_are_checked_at_once(engine):
 
 
 def test_forgetting_one_conversation_spares_all_others(engine):
-    """S2-17, S2-28, S4-33: in memory, in the registry, and on disk if asked."""
+    """In memory, in the registry, and on disk if asked."""
     registry = Registry()
     sessions = {
         name: Session(engine, system=f"{name} is here.", id=name, registry=registry)
@@ -395,7 +394,7 @@ def test_forgetting_one_conversation_spares_all_others(engine):
 
 
 def test_a_second_caller_waits(engine):
-    """S4-01: in the order of arrival, each after the turn before."""
+    """In the order of arrival, each after the turn before."""
     session = Session(engine)
     stream = session.stream("first")
     next(stream)
@@ -429,7 +428,7 @@ def test_a_caller_that_would_wait_for_itself_is_refused(engine):
 
 
 def test_many_sessions_at_once(engine):
-    """S4-01, S4-16: each has its own conversation and prefills only new tokens."""
+    """Each has its own conversation and prefills only new tokens."""
 
     def talk(number: int) -> int:
         session = Session(engine, system=f"Agent {number}. {SYSTEM}")
@@ -450,7 +449,7 @@ def test_many_sessions_at_once(engine):
 
 
 def test_the_same_for_coroutines(engine):
-    """S3-71, S4-03: one rule for all paths."""
+    """One rule for all paths."""
 
     async def talk() -> None:
         session = Session(engine, system=SYSTEM, tools=[TOOL])

@@ -66,7 +66,7 @@ def session_with(tmp_path: Path) -> Start:
 
 
 def test_a_function_is_run_and_the_model_goes_on(session_with):
-    """S2-04: every round prefills only new tokens."""
+    """Every round prefills only new tokens."""
     answers = [call("weather", city="Oslo"), call("weather", city="Rome", days=3), "It rains."]
     with session_with(answers, [weather, LOOK]) as session:
         reply = session.respond("And the weather?")
@@ -87,7 +87,7 @@ def test_a_function_is_run_and_the_model_goes_on(session_with):
 
 
 def test_calls_are_seen_as_they_come(session_with):
-    """S4-03: streams run tools too."""
+    """Streams run tools too."""
     with session_with([call("weather", city="Oslo"), "It rains."], [weather]) as session:
         stream = session.stream("And the weather?")
         shown = list(stream)
@@ -97,7 +97,7 @@ def test_calls_are_seen_as_they_come(session_with):
 
 
 def test_the_same_call_again_ends_the_turn(session_with):
-    """S4-28: the same arguments in another order are the same call; the text so far is in
+    """The same arguments in another order are the same call; the text so far is in
     the error, and the conversation is as before."""
     answers = [
         "I look. " + call("weather", city="Oslo", days=2),
@@ -113,14 +113,14 @@ def test_the_same_call_again_ends_the_turn(session_with):
 
 
 def test_a_call_may_come_back_after_another_one(session_with):
-    """S4-28: the same call after another one is not a loop."""
+    """The same call after another one is not a loop."""
     oslo, rome = (call("weather", city=city) for city in ("Oslo", "Rome"))
     with session_with([oslo, rome, oslo, "Done."], [weather]) as session:
         assert len(session.respond("Watch the weather.").calls) == 3
 
 
 def test_rounds_are_bounded(session_with):
-    """S4-29: calls after the last round are left to the caller."""
+    """Calls after the last round are left to the caller."""
     answers = [call("weather", city=f"City {number}") for number in range(MAX_ROUNDS + 1)]
     with session_with([*answers, "Enough."], [weather]) as session:
         reply = session.respond("And the weather?")
@@ -133,7 +133,7 @@ def test_rounds_are_bounded(session_with):
 
 
 def test_a_plain_schema_is_for_the_caller_to_run(session_with):
-    """D7: the caller loops over such calls."""
+    """The caller loops over such calls."""
     with session_with([call("look", word="fox"), call("look", word="fox"), "A fox."], [LOOK]) as s:
         first = s.respond("What is a fox?")
         assert (first.text, first.calls, first.reason) == ("", (), "tool_calls")
@@ -311,7 +311,6 @@ def test_invalid_tools_are_refused_in_one_sentence(tools, why):
 
 
 def test_signatures_are_canonical():
-    """S4-28."""
     one = signature_of("f", '{"a": 1, "b": [2]}')
     assert one == signature_of("f", '{"b":[2],"a":1}')
     assert one != signature_of("g", '{"a": 1, "b": [2]}')

@@ -287,7 +287,7 @@ BIG = 1 << 16
 
 
 def test_a_long_prompt_seen_once_does_not_erode_a_hot_one(disk, clock):
-    """S0-65: a system prompt that is used twice a minute, and then a prompt of a whole book."""
+    """A system prompt that is used twice a minute, and then a prompt of a whole book."""
     hot = chain_of(10, seed=1, n_bytes=BIG)
     put_all(disk, hot)
     for _ in range(20):
@@ -315,7 +315,7 @@ def test_what_was_hot_gives_way_in_the_end(disk, clock):
 
 
 def test_nothing_goes_for_a_record_that_would_not_fit_anyway(tmp_path, clock, monkeypatch):
-    """S0-65: the disk is full of other things; to empty the cache would not help."""
+    """The disk is full of other things; to empty the cache would not help."""
     tier = DiskTier(tmp_path / "store", DiskLimits(None, 1 << 30), BrokenFiles(), clock)
     usage, room = shutil.disk_usage(tmp_path), 1 << 40
 
@@ -402,7 +402,7 @@ def test_the_end_of_a_first_prompt_outlives_short_turns():
 
 
 def test_states_take_no_more_than_rows_and_the_last_three_stay(roomy):
-    """S3-05: a state of Qwen3-Next is as large as 12 blocks of rows."""
+    """A state of Qwen3-Next is as large as 12 blocks of rows."""
     refs = refs_of(24)
     keep_states(roomy, refs, n_rows=12)
     kept = states(roomy, refs)

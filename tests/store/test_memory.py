@@ -43,7 +43,7 @@ def test_bytes_are_shared_and_not_copied(tier):
 
 
 def test_evicted_bytes_are_given_back(tier):
-    """S0-61: eviction frees the bytes it reports."""
+    """Eviction frees the bytes it reports."""
     alive = []
     for n in range(40):
         made, array = big(n)
@@ -74,7 +74,7 @@ def resident_memory() -> tuple[int, int]:
 
 
 def test_process_memory_falls_with_the_budget():
-    """S0-61: asserted on a process of its own; one that has run for long keeps what it is given."""
+    """Asserted on a process of its own; one that has run for long keeps what it is given."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         full, after = pool.submit(resident_memory).result()
     assert full > 150 * MIB

@@ -82,7 +82,7 @@ def test_forging_an_honest_record_gives_that_record():
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), SHAPES), max_size=5))
 def test_every_dtype_and_shape_comes_back(specs):
-    """S0-15, S0-77, D1: native dtypes, bf16 and empty tensors among them."""
+    """Native dtypes, bf16 and empty tensors among them."""
     made = small(*(tensor(f"L{i}_B0_K", dtype, shape) for i, (dtype, shape) in enumerate(specs)))
     opened, tensors = decode(encode(made))
     assert opened.header == made.header
@@ -103,7 +103,7 @@ def test_every_header_comes_back(tokens, extra, part, number):
 
 @pytest.mark.parametrize("dtype", sorted(PARTS["numpy"]))
 def test_numpy_opens_a_record(dtype, tmp_path):
-    """S0-15, S0-25: readable without our code."""
+    """Readable without our code."""
     made = small(tensor("L0_B0_K", dtype, (2, 3)))
     with safetensors.safe_open(written(made, tmp_path), "numpy") as file:
         assert file.metadata().keys() == {"keepwarm", "digest"}
@@ -114,7 +114,7 @@ def test_numpy_opens_a_record(dtype, tmp_path):
 
 @pytest.mark.parametrize("dtype", sorted(PARTS["mlx"]))
 def test_mlx_opens_a_record(dtype, tmp_path):
-    """S0-15: bf16 too, which numpy has no name for."""
+    """bf16 too, which numpy has no name for."""
     made = small(tensor("L0_B0_K", dtype, (2, 3)))
     found = mx.load(str(written(made, tmp_path)))["L0_B0_K"]
     bits = found.view(mx.uint16) if dtype == "BF16" else found
@@ -128,7 +128,7 @@ def written(made, tmp_path):
 
 
 def test_names_in_the_file_are_exactly_those_of_the_format():
-    """S0-13: `L{layer}_B{block}_K` and `_V`, in the order of the data, without gaps."""
+    """`L{layer}_B{block}_K` and `_V`, in the order of the data, without gaps."""
     made = record(REF)
     head, _, data = split(encode(made))
     names = [name for name in head if name != "__metadata__"]
@@ -231,7 +231,6 @@ def test_pieces_are_filled_however_little_one_read_gives(sizes, n_at_once):
     ids=["bytes", "name", "dtype", "shape"],
 )
 def test_a_digest_covers_name_dtype_shape_and_bytes(other):
-    """S0-62."""
     ours = tensor("L0_B0_K", "U8", (4,))
     same = other.data if len(other.data) != len(ours.data) else ours.data
     assert tensor_digest(other._replace(data=same)) != tensor_digest(ours)
@@ -264,7 +263,7 @@ def test_the_header_digest_covers_every_word(field):
 
 
 def test_every_single_byte_flip_is_noticed():
-    """S0-53, S0-62: every position, every one of the 255 other values: all are refused."""
+    """Every position, every one of the 255 other values: all are refused."""
     data = encode(small(tensor("L0_B0_K", "U8", (3,))))
     unseen = [
         (at, value)
@@ -276,7 +275,7 @@ def test_every_single_byte_flip_is_noticed():
 
 
 def test_every_truncation_is_noticed():
-    """S0-53: at every single byte, and every lengthening by one."""
+    """At every single byte, and every lengthening by one."""
     data = encode(record(REF, n_bytes=16))
     assert passes(data)
     assert not [n for n in range(len(data)) if passes(data[:n])]
@@ -386,7 +385,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_forged_record_is_refused_with_a_reason(name):
-    """S0-53: wrong names, wrong places, sizes that would fill the memory."""
+    """Wrong names, wrong places, sizes that would fill the memory."""
     change, reason = HOSTILE[name]
     data = forged(change)
     tracemalloc.start()
@@ -399,7 +398,7 @@ def test_a_forged_record_is_refused_with_a_reason(name):
 
 
 def test_a_newer_version_is_not_called_bad():
-    """S0-54: it is a miss here, and intact for its writer; a flipped version is bad."""
+    """It is a miss here, and intact for its writer; a flipped version is bad."""
     newer = replace(record(REF).header, version=FORMAT_VERSION + 1)
     data = encode(Record(newer, ()))
     with pytest.raises(NewerFormat, match=f"version {FORMAT_VERSION + 1} is newer"):
@@ -495,7 +494,7 @@ GOLDEN = [(path, name) for path in sorted(FORMATS.glob("v*/expected.json"))
 
 @pytest.mark.parametrize(("path", "name"), GOLDEN, ids=lambda value: getattr(value, "name", value))
 def test_files_of_every_version_are_read(path, name):
-    """S0-54: what was written by any version so far is read by this one."""
+    """What was written by any version so far is read by this one."""
     expected = json.loads(path.read_text())[name]
     opened, tensors = decode(path.with_name(f"{name}.safetensors").read_bytes())
     header = opened.header

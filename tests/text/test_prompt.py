@@ -227,7 +227,7 @@ def test_a_breakpoint_is_among_the_cuts_wherever_it_is(with_template):
 
 
 def test_a_breakpoint_after_the_tools_alone(with_template):
-    """S4-25: whatever the first message is, the prompt up to there is the same, tools included."""
+    """Whatever the first message is, the prompt up to there is the same, tools included."""
     prompter = Prompter(with_template(WITH_TOOLS))
     prompts = [
         prompter.render(Request(messages=talk, tools=[SEARCH], breakpoints=[Breakpoint(TOOLS)]))
@@ -241,7 +241,7 @@ def test_a_breakpoint_after_the_tools_alone(with_template):
 
 
 def test_a_system_prompt_alone_is_a_prefix_of_the_first_request(with_template):
-    """S4-27: the warmed prompt ends before the first request diverges from it."""
+    """The warmed prompt ends before the first request diverges from it."""
     for template in (CHATML, WITH_TOOLS):
         prompter = Prompter(with_template(template))
         tools = [SEARCH] if template is WITH_TOOLS else []
@@ -315,7 +315,7 @@ def test_a_request_has_messages_or_a_prompt(with_template, request_):
 
 
 def test_a_system_message_that_the_template_moves_does_not_move_the_prefix(with_template):
-    """S2-20: a late message changes the prompt late."""
+    """A late message changes the prompt late."""
     hoisting = (
         "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
         "{% for m in messages if m.role != 'system' %}{{ '|' + m.content }}{% endfor %}"

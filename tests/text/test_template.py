@@ -221,7 +221,7 @@ def test_messages_are_normalised():
     ],
 )
 def test_invalid_messages_are_refused(message, reason):
-    """S4-18: an image is never dropped silently."""
+    """An image is never dropped silently."""
     with pytest.raises(BadInput, match=reason):
         normalise(message)
 

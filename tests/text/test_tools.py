@@ -64,7 +64,7 @@ def test_the_format_is_the_models_own_if_the_template_renders_tools_and_calls_pa
 
 
 def test_reordered_tools_give_the_same_prompt(tmp_path):
-    """S2-13: by name, keys sorted; another schema is another prompt."""
+    """By name, keys sorted; another schema is another prompt."""
     turned = json.loads(json.dumps(WEATHER))
     turned["function"] = dict(reversed(turned["function"].items()))
     assert canonical_tools([WEATHER, CLOCK]) == canonical_tools([CLOCK, turned])

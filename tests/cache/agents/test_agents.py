@@ -104,7 +104,7 @@ def test_agents_survive_a_restart_and_a_lost_index(tmp_path):
 
 
 def test_pins_are_made_again_with_the_index(tmp_path):
-    """S0-65: the promise is in the agent's own file."""
+    """The promise is in the agent's own file."""
     root, tokens = tmp_path / "store", tokens_of(600)
     with DiskStore(root, LIMITS) as disk_store:
         last = turn(disk_store, "a", tokens).blocks[-1]
@@ -129,7 +129,7 @@ def test_pins_are_made_again_where_the_start_before_died_over_it(tmp_path):
 
 
 def test_a_newer_agent_is_left_alone(disk_store):
-    """S0-54: not listed, not overwritten, and nothing is deleted that it may share."""
+    """Not listed, not overwritten, and nothing is deleted that it may share."""
     tokens = tokens_of(600)
     turn(disk_store, "new", tokens)
     turn(disk_store, "old", tokens[:300])
@@ -166,7 +166,6 @@ def test_a_store_that_cannot_be_written_is_one_sentence(tmp_path):
 
 @pytest.mark.parametrize("bad", ["../x", "", "a/b", ".hidden", "x" * 129, "a\0b", "-rf"])
 def test_ids_never_become_paths_unchecked(bad, disk_store):
-    """S0-14."""
     for use in (disk_store.agents.show, disk_store.agents.delete):
         with pytest.raises(BadInput, match="not an agent id"):
             use(bad)
@@ -497,7 +496,7 @@ def test_retention_of_new_agents(tmp_path):
 
 
 def test_labels_are_kept_and_bounded(disk_store):
-    """S0-82: and returned with the agent."""
+    """And returned with the agent."""
     turn(disk_store, "a", tokens_of(300))
     disk_store.agents.update("a", metadata={"team": "web", "note": "of the demo"})
     turn(disk_store, "a", tokens_of(400))

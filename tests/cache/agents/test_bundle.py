@@ -45,7 +45,7 @@ def other(tmp_path):
 
 @pytest.mark.parametrize("n_tokens", [1, 255, 256, 257, 512, 600, 768])
 def test_the_first_tokens_travel_and_no_later_one(n_tokens, disk_store, other, tmp_path):
-    """S0-14: a bundle of a prefix tells nothing of what was said after it."""
+    """A bundle of a prefix tells nothing of what was said after it."""
     tokens, bundle = tokens_of(768), tmp_path / "a.kw"
     turn(disk_store, "a", tokens[:300])
     turn(disk_store, "a", tokens)
@@ -174,7 +174,6 @@ def test_work_is_told_as_it_is_done(disk_store, other, tmp_path):
 
 
 def test_a_bundle_with_a_newer_record_is_refused_as_such(disk_store, other, tmp_path, monkeypatch):
-    """S0-54."""
     turn(disk_store, "a", tokens_of(300))
     read = disk_store.disk.read
 
@@ -261,7 +260,7 @@ def assert_goes_on(manager, model, n_restored, n_prompt):
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "mamba2"])
 @pytest.mark.parametrize(("wanted", "n_restored"), [({"turn": 1}, 300), ({"n_tokens": 400}, 400)])
 def test_an_imported_prefix_goes_on_there(name, wanted, n_restored, tiny_model, away, tmp_path):
-    """S0-14: to its last token; with states, which cannot be cut, from the last one before."""
+    """To its last token; with states, which cannot be cut, from the last one before."""
     model = tiny_model(name)
     made = away.on_disk.import_agent(bundle_of(tmp_path, model, **wanted), IDENTITY)
     assert away.on_disk.tokens_of(made) == PROMPT[: made.n_tokens]
@@ -440,7 +439,7 @@ def room_for_some(root):
 
 @pytest.mark.parametrize("limits", [no_room, room_for_some], ids=lambda f: f.__name__)
 def test_a_bundle_that_finds_no_room_makes_no_agent(limits, disk_store, tmp_path):
-    """S0-68: whoever imports is told, instead of an agent whose blocks are not there."""
+    """Whoever imports is told, instead of an agent whose blocks are not there."""
     tokens = tokens_of(2000)
     for ref in chain(NAME, tokens):
         disk_store.disk.put(record(ref, n_bytes=512 << 10, namespace=NAME))

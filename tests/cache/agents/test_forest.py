@@ -41,7 +41,7 @@ def merged(*prompts, **how):
 
 
 def test_a_conversation_is_one_run():
-    """S0-75: blocks that follow each other and do not differ are drawn as one."""
+    """Blocks that follow each other and do not differ are drawn as one."""
     tokens = tokens_of(5 * BLOCK_TOKENS + 7)
     (run,) = build_forest({"disk": blocks(tokens, used=3.0)}, [agent("a", tokens)]).runs
     assert (run.number, run.n_blocks, run.n_tokens, run.n_bytes) == (0, 6, len(tokens), 60)
@@ -51,7 +51,7 @@ def test_a_conversation_is_one_run():
 
 
 def test_a_fork_splits_and_says_who_shares():
-    """S0-29, S0-75: the common part is there once, and is both agents'."""
+    """The common part is there once, and is both agents'."""
     a, b = prompt(1), prompt(2, 3)
     forest = build_forest({"disk": merged(a, b)}, [agent("a", a), agent("b", b)])
     first, *branches = forest.runs
@@ -110,7 +110,7 @@ def test_nothing_is_an_empty_forest():
 
 
 def test_many_blocks_become_few_runs():
-    """S0-75: a picture of 10,000 blocks has as many bars as there are differences."""
+    """A picture of 10,000 blocks has as many bars as there are differences."""
     prompts = [prompt(name, 100) for name in range(100)]
     agents = [agent(f"agent-{name}", tokens) for name, tokens in enumerate(prompts)]
     forest = build_forest({"disk": merged(*prompts)}, agents)

@@ -49,7 +49,7 @@ def held(model, tokens):
 
 
 def test_a_prefix_is_moved_not_copied(live):
-    """S4-19: the arrays are the very same, and the entry is gone."""
+    """The arrays are the very same, and the entry is gone."""
     tokens = said(50)
     live.put(OURS, tokens, rows(50))
     before = mx.get_active_memory()
@@ -70,7 +70,6 @@ def test_a_prefix_is_moved_not_copied(live):
     ],
 )
 def test_a_fork_is_a_copy_and_the_original_stays(live, prompt, n_tokens):
-    """S4-17, S4-33."""
     tokens, caches = said(50), rows(50)
     expected = mx.array(caches[0].keys[..., :n_tokens, :])
     live.put(OURS, tokens, caches)
@@ -109,7 +108,7 @@ def test_nothing_is_taken_that_one_has_already(live):
 
 
 def test_content_decides_not_length(live):
-    """S4-21: a longer conversation that begins otherwise is a miss."""
+    """A longer conversation that begins otherwise is a miss."""
     live.put(OURS, said(50), rows(50))
     assert live.take(OURS, [(said(1)[0] + 1) % 128, *said(80)[1:]]) is None
     assert live.n_served(OURS, said(80, seed=3)) == 0
@@ -117,7 +116,7 @@ def test_content_decides_not_length(live):
 
 @pytest.mark.parametrize("n_same", [1, 63, 64, 150, 199])
 def test_every_token_is_compared(live, n_same):
-    """S4-21, S4-22: a single token that differs ends the match, wherever it stands."""
+    """A single token that differs ends the match, wherever it stands."""
     prompt = said(300)
     live.put(OURS, said(200), rows(200))
     prompt[n_same] = (prompt[n_same] + 1) % 128
@@ -126,7 +125,7 @@ def test_every_token_is_compared(live, n_same):
 
 
 def test_namespaces_share_nothing(live):
-    """S4-05: other KV options are another namespace."""
+    """Other KV options are another namespace."""
     live.put(OURS, said(50), rows(50))
     assert live.take(THEIRS, said(60)) is None
     assert live.take(OURS, said(60)).n_tokens == 50
@@ -140,7 +139,6 @@ def test_a_prompt_without_a_token_to_spare_takes_nothing(live, prompt):
 
 
 def test_caches_must_hold_what_is_named(live):
-    """S4-19."""
     with pytest.raises(CacheMismatch, match="token count is 50, expected 51"):
         live.put(OURS, said(51), rows(50))
     assert live.stats.entries == 0
@@ -151,7 +149,7 @@ def test_caches_must_hold_what_is_named(live):
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_going_on_is_a_cold_run(tiny_model, name):
-    """S4-02, S4-19: every kind of layer, past its window and its chunk."""
+    """Every kind of layer, past its window and its chunk."""
     model, prompt = tiny_model(name), said(90)
     live = Live(ALL)
     live.put(OURS, prompt[:70], held(model, prompt[:70]))
@@ -296,7 +294,7 @@ def test_earlier_states_are_kept_because_nothing_else_serves_them(tiny_model, li
 
 
 def test_clearing_frees(live):
-    """S4-30: the process really has the memory again, and one model's is not another's."""
+    """The process really has the memory again, and one model's is not another's."""
     start = mx.get_active_memory()
     for seed in range(4):
         live.put(OURS if seed else THEIRS, said(2000, seed), rows(2000))
@@ -310,7 +308,6 @@ def test_clearing_frees(live):
 
 
 def test_shedding_frees_as_much_as_asked_and_no_more(live):
-    """S4-30, S4-31."""
     for seed in range(4):
         live.put(OURS, said(100, seed), rows(100))
     start, each = mx.get_active_memory(), 100 * ROW_BYTES

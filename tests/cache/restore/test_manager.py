@@ -68,7 +68,7 @@ def reference(tiny_model):
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_an_identical_request_reuses_all_but_its_last_token(name, tier, tiny_model, reference):
-    """S0-76: for every cache class the same prompt again feeds one token (a checkpoint there)."""
+    """For every cache class the same prompt again feeds one token (a checkpoint there)."""
     model = tiny_model(name)
     kept = manager(model, tier)
     compute(model, kept, PROMPT, kept.restore(PROMPT), checkpoints=[len(PROMPT) - 1])
@@ -82,7 +82,7 @@ def test_an_identical_request_reuses_all_but_its_last_token(name, tier, tiny_mod
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_a_sibling_reuses_the_shared_part_to_the_token(name, tier, tiny_model, reference):
-    """S0-26, D4: two prompts share 600 tokens; state layers go back to their last checkpoint."""
+    """Two prompts share 600 tokens; state layers go back to their last checkpoint."""
     model = tiny_model(name)
     kept = manager(model, tier)
     compute(model, kept, PROMPT, kept.restore(PROMPT), checkpoints=[555])
@@ -121,7 +121,7 @@ def test_a_place_survives_if_nearly_all_of_it_is_on_disk(tiny_model, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
 def test_a_growing_conversation_recomputes_only_what_is_new(name, tier, tiny_model, reference):
-    """D2: the open block is kept too, so each turn goes on from the token where the last ended."""
+    """The open block is kept too, so each turn goes on from the token where the last ended."""
     model = tiny_model(name)
     kept = manager(model, tier)
     tokens = []
@@ -204,7 +204,7 @@ def test_a_slow_tier_loses_to_recomputing(tier, tiny_model):
     ],
 )
 def test_loading_is_weighed_against_what_it_spares_beyond_the_live_cache(beyond, load_s, is_worth):
-    """S4-23: every path asks here whether stored blocks or a live cache are used."""
+    """Every path asks here whether stored blocks or a live cache are used."""
     plan = Plan(Point(80, (), 0), load_s, Rates(prefill_tokens_per_s=100.0))
     assert plan.is_worth_loading(beyond) is is_worth
 

@@ -63,7 +63,7 @@ def tier(request, tmp_path_factory):
 
 
 def test_the_end_of_a_prompt_is_restored_among_many_siblings(tier):
-    """S0-26: to the token, and in less than 10 ms."""
+    """To the token, and in less than 10 ms."""
     tiers = Tiers([("tier", tier)])
     manager = Manager(NAMESPACE, LAYOUT, tiers, Reader(tiers, n_threads=1), MemorySaver(tier))
     seconds = []

@@ -61,7 +61,7 @@ def test_times_to_the_first_token_add_up(path):
 
 
 def test_differences_go_to_their_minute_and_day(path):
-    """S0-56, S0-75: hit rate over time, today and in all."""
+    """Hit rate over time, today and in all."""
     clock = Clock()
     history = History(path, clock)
     history.observe(stats(live=10, prefilled=5, saved_ms=100.4))
@@ -83,7 +83,7 @@ def test_differences_go_to_their_minute_and_day(path):
 
 
 def test_today_survives_a_restart(path):
-    """S0-56: what was noted is on file."""
+    """What was noted is on file."""
     clock = Clock()
     first = History(path, clock)
     first.observe(stats(live=10))

@@ -18,7 +18,7 @@ HEAD, TAIL = tokens_of(40, 1), tokens_of(200, 2)
 
 
 def test_a_change_at_the_top_costs_all_below_it():
-    """S0-75: the same text after a changed date is computed again, and that has a price."""
+    """The same text after a changed date is computed again, and that has a price."""
     miss = find_miss(candidate([*HEAD, 7, *TAIL], [*HEAD, 8, *TAIL]))
     assert miss.reason == "changed"
     assert miss.position == 40

@@ -70,7 +70,7 @@ def test_prompts_are_remembered_by_whole_blocks():
 
 
 def test_no_token_is_in_it():
-    """S0-75: hash-only: what is remembered has nothing of the prompt."""
+    """Hash-only: what is remembered has nothing of the prompt."""
     lookups = LookupLog()
     tokens = tokens_of(2 * BLOCK_TOKENS)
     lookups.add(NAMESPACE, tokens, len(tokens), SIZE)

@@ -42,7 +42,7 @@ def layout_of(model):
 
 @pytest.mark.parametrize("name", ["falcon_h1", "gemma3_text", "llama", "mamba2", "recurrent_gemma"])
 def test_a_batch_outlives_the_process(name, tiny_model, path):
-    """S3-81: padding is not written; rings, states and composites go on as if never saved."""
+    """Padding is not written; rings, states and composites go on as if never saved."""
     model = tiny_model(name)
     rows = prefilled_rows(model, PROMPTS).step(2)
     export_prompt_cache(path, rows.batch, {"model": name})

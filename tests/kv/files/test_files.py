@@ -71,7 +71,7 @@ READABLE = [stem for stem in GOLDEN_FILES if not refusal(stem)]
 
 @pytest.mark.parametrize("stem", READABLE)
 def test_old_files_become_current_ones(stem, tmp_path):
-    """S0-54: imported and exported, a file of any version holds the same in today's layout."""
+    """Imported and exported, a file of any version holds the same in today's layout."""
     found, path = import_prompt_cache(GOLDEN / f"{stem}.safetensors"), tmp_path / "c.safetensors"
     export_prompt_cache(path, found.caches, found.metadata)
     again = assert_file_holds(path, HOLDS[stem.split("-", 1)[1]])
@@ -83,7 +83,7 @@ def test_old_files_become_current_ones(stem, tmp_path):
 
 @pytest.mark.parametrize("stem", READABLE)
 def test_files_of_every_version(stem):
-    """S0-54, S3-06, S3-36, S3-41: every row, number and name that each version of mlx-lm saved."""
+    """Every row, number and name that each version of mlx-lm saved."""
     version, name = stem.split("-", 1)
     found = assert_file_holds(GOLDEN / f"{stem}.safetensors", HOLDS[name])
     assert found.metadata == METADATA
@@ -93,7 +93,7 @@ def test_files_of_every_version(stem):
 
 @pytest.mark.parametrize("stem", [s for s in GOLDEN_FILES if refusal(s)])
 def test_files_their_version_damaged(stem):
-    """S3-36: what a version did not save is refused with the reason, never guessed."""
+    """What a version did not save is refused with the reason, never guessed."""
     with pytest.raises(BadCacheFile, match=refusal(stem)):
         import_prompt_cache(GOLDEN / f"{stem}.safetensors")
 
@@ -105,7 +105,7 @@ def test_golden_files_are_there():
 
 
 def test_s1_04_prompt_cache_files_interoperate(tiny_model, tmp_path):
-    """S1-04: a file of mlx-lm is imported, continued, exported, and continued by mlx-lm."""
+    """A file of mlx-lm is imported, continued, exported, and continued by mlx-lm."""
     model, path = tiny_model("llama"), str(tmp_path / "theirs.safetensors")
     reference = cold(model, PROMPT, N, step=HELD)
     save_prompt_cache(path, prefill(model, make_prompt_cache(model), PROMPT[:HELD]), {"a": "b"})
@@ -120,7 +120,7 @@ def test_s1_04_prompt_cache_files_interoperate(tiny_model, tmp_path):
 
 @pytest.mark.parametrize("name", SAVEABLE)
 def test_export_goes_on_in_mlx_lm(name, tiny_model, tmp_path):
-    """S3-36: every kind of layer, exported by us, loaded and continued by mlx-lm."""
+    """Every kind of layer, exported by us, loaded and continued by mlx-lm."""
     model, path = tiny_model(name), tmp_path / "cache.safetensors"
     reference = cold(model, PROMPT, N, step=HELD)
     export_prompt_cache(path, prefill(model, make_prompt_cache(model), PROMPT[:HELD]))
@@ -130,7 +130,7 @@ def test_export_goes_on_in_mlx_lm(name, tiny_model, tmp_path):
 
 @pytest.mark.parametrize("name", SAVEABLE)
 def test_import_goes_on_from_mlx_lm(name, tiny_model, tmp_path):
-    """S3-36: every kind of layer, saved by mlx-lm while decoding, continued by us."""
+    """Every kind of layer, saved by mlx-lm while decoding, continued by us."""
     model, path = tiny_model(name), tmp_path / "cache.safetensors"
     caches = prefill(model, make_prompt_cache(model), PROMPT[:40])
     prefill(model, caches, PROMPT[40:HELD], step=1)

@@ -85,7 +85,7 @@ SWIFT = {
 
 @pytest.mark.parametrize("name", SWIFT)
 def test_swift_files(name, tmp_path):
-    """S3-06, S3-42: Swift's files come in, although mlx-lm can load none of them."""
+    """Swift's files come in, although mlx-lm can load none of them."""
     layers, expected = SWIFT[name]
     path = swift_file(tmp_path / "swift.safetensors", *layers, metadata={"from": "swift"})
     found = assert_file_holds(path, expected)
@@ -115,7 +115,7 @@ def test_swift_files(name, tmp_path):
     ],
 )
 def test_swift_files_refused(layer, reason, tmp_path):
-    """S3-42: what Swift saves and mlx-lm cannot hold is refused with the reason."""
+    """What Swift saves and mlx-lm cannot hold is refused with the reason."""
     with pytest.raises(BadCacheFile, match=reason):
         import_prompt_cache(swift_file(tmp_path / "swift.safetensors", layer, SWIFT_KV))
 
@@ -143,7 +143,7 @@ TAKEN = {
 
 @pytest.mark.parametrize("name", SWIFT)
 def test_what_is_exported_for_swift_is_what_it_takes(name, tmp_path):
-    """S3-42: and comes back the same."""
+    """And comes back the same."""
     layers, expected = SWIFT[name]
     found = import_prompt_cache(swift_file(tmp_path / "swift.safetensors", *layers))
     file = tmp_path / "ours.safetensors"

@@ -60,7 +60,7 @@ def test_a_whole_answer(client):
 
 
 def test_a_stream_says_what_a_whole_answer_says(client):
-    """S4-03: streamed and whole answers take the same path."""
+    """Streamed and whole answers take the same path."""
     whole = ask(client)
     with client.messages.stream(model="x", max_tokens=8, messages=USER) as stream:
         text = "".join(stream.text_stream)

@@ -51,7 +51,7 @@ def test_an_agent_is_pinned_and_unpinned(page, own):
 
 
 def test_an_agent_is_forked_and_deleted_after_a_question(page, own):
-    """S0-75: nothing is deleted without confirmation."""
+    """Nothing is deleted without confirmation."""
     page.get_by_role("button", name="Fork first").click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_role("textbox").fill("second")

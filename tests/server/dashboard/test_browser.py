@@ -65,7 +65,7 @@ def answering(live, agent):
 
 
 def test_it_loads_from_its_own_server_only(page):
-    """S0-75: all views are there; `watched` fails on errors and outside requests."""
+    """All views are there; `watched` fails on errors and outside requests."""
     assert page.title() == "Keepwarm"
     assert page.locator("#model").inner_text() == "tiny"
     page.locator("#memory .meter").nth(3).wait_for()
@@ -117,7 +117,7 @@ def test_each_client_has_lines_to_copy(browser, own):
 
 
 def test_it_follows_a_running_request(page, own):
-    """S0-75: live, without a reload; the time to its first token while it still streams."""
+    """Live, without a reload; the time to its first token while it still streams."""
     page.goto(f"{own.url}/dashboard#requests")
     page.get_by_text("No active requests.").wait_for()
     with answering(own, "counter"):
@@ -287,7 +287,7 @@ def test_a_server_that_is_gone_is_reported(browser, serving):
 
 
 def test_a_miss_shows_what_changed(browser, missed):
-    """S0-75: the change as a text diff."""
+    """The change as a text diff."""
     with watched(browser, missed.url) as page:
         page.goto(f"{missed.url}/dashboard#misses")
         item = page.locator("#missed li", has_text="clock").first
@@ -301,7 +301,7 @@ def test_a_miss_shows_what_changed(browser, missed):
 
 
 def test_it_asks_for_the_key_and_shows_no_more_than_it_opens(browser, serving):
-    """S0-75: no data without a key, and no other key's data with one."""
+    """No data without a key, and no other key's data with one."""
     with serving(api_keys="a,b", admin_key="admin") as live:
         ask(live, LONG, "alice", **A)
         ask(live, LONG, "bob", **B)

@@ -43,7 +43,7 @@ def two(serving):
 
 
 def test_the_page_needs_no_key_and_holds_no_data(two):
-    """S0-75: static files are open to everyone; data needs a key."""
+    """Static files are open to everyone; data needs a key."""
     for path in ("/dashboard", *(f"/dashboard/{file.name}" for file in FILES.iterdir())):
         answer = two.get(path)
         assert answer.status_code == 200
@@ -57,7 +57,7 @@ def test_the_page_needs_no_key_and_holds_no_data(two):
 
 
 def test_the_page_uses_no_other_host():
-    """S0-75: no other host, no inline script or style."""
+    """No other host, no inline script or style."""
     assert "unsafe" not in POLICY
     for file in FILES.iterdir():
         text = file.read_text().replace('"http://www.w3.org/2000/svg"', "")
@@ -125,7 +125,7 @@ def test_memory_by_budget(live):
 
 
 def test_savings_by_tier(serving):
-    """S0-75: hit rate by tier, tokens and seconds not recomputed, writes per day."""
+    """Hit rate by tier, tokens and seconds not recomputed, writes per day."""
     with serving() as live:
         cold = ask(live, LONG)
         warm = ask(live, LONG)
@@ -150,7 +150,7 @@ def over_time(saved):
 
 
 def test_sums_survive_a_restart(serving, tmp_path):
-    """S0-75: today and in total; the new process continues the stored counts."""
+    """Today and in total; the new process continues the stored counts."""
     with serving(home=tmp_path) as live:
         ask(live, LONG)
         ask(live, LONG)
@@ -188,7 +188,7 @@ def test_so_many_hours(live, hours, status):
 
 
 def test_agents_share_and_diverge(serving):
-    """S0-29, S0-75: shared runs, forks, tiers, pins."""
+    """Shared runs, forks, tiers, pins."""
     with serving() as live:
         ask(live, LONG, "one")
         assert live.post("/v1/agents/one/fork", {"id": "two"}).status_code == 200
@@ -212,7 +212,7 @@ def test_agents_share_and_diverge(serving):
 
 
 def test_a_miss_shows_the_change_as_text(live):
-    """S0-75: where the prompt changed, the earlier text, and the cost."""
+    """Where the prompt changed, the earlier text, and the cost."""
     mark = uuid.uuid4().hex[:6]
     ask(live, f"{mark} It is nine. {LONG}")
     receipt = ask(live, f"{mark} It is ten. {LONG}", "late")
@@ -232,7 +232,7 @@ def test_a_miss_shows_the_change_as_text(live):
 
 
 def test_a_key_sees_its_own_alone(two):
-    """S0-75: of other keys it sees only the number of blocks and running requests."""
+    """Of other keys it sees only the number of blocks and running requests."""
     for own, other, key in (("alice", "bob", A), ("bob", "alice", B)):
         views = ("now", "forest", "misses", "requests", "agents")
         told = {what: show(two, what, **key) for what in views}
@@ -248,7 +248,7 @@ def test_a_key_sees_its_own_alone(two):
 
 
 def test_text_is_for_its_owner_alone(two):
-    """S0-75: not even an admin reads another's prompts."""
+    """Not even an admin reads another's prompts."""
     (mine,) = show(two, "misses", **A)["data"]
     path = f"/v1/dashboard/misses/{mine['number']}"
     assert "ten" in str(show(two, f"misses/{mine['number']}", **A))
@@ -300,7 +300,7 @@ def sums_of(live, **headers):
 
 
 def test_what_is_counted_over_all_keys_is_for_the_admin(two):
-    """S0-75: totals do not reveal to one key what another does."""
+    """Totals do not reveal to one key what another does."""
     assert set(sums_of(two, **A).values()) == {False}
     assert set(sums_of(two, **ADMIN).values()) == {True}
     for path in COUNTED:
@@ -333,7 +333,7 @@ def test_keys_that_share_a_cache_read_no_texts(serving):
 
 
 def test_a_bigger_budget_is_tried_out(serving):
-    """S0-75: replays the lookups of this server."""
+    """Replays the lookups of this server."""
     with serving(disk_bytes=1 << 30) as live:
         assert show(live, "what-if")["lookups"] == 0
         ask(live, LONG)

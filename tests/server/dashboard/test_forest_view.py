@@ -82,7 +82,7 @@ def crowd(serving):
 
 
 def test_ten_thousand_blocks_of_a_hundred_agents(browser, crowd):
-    """S0-75: drawing, searching and selecting take less than a second; rows stay readable."""
+    """Drawing, searching and selecting take less than a second; rows stay readable."""
     with watched(browser, crowd.url) as page:
         page.goto(f"{crowd.url}/dashboard#forest")
         page.get_by_text("10,000 blocks in").wait_for()

@@ -22,7 +22,7 @@ def give(page, key):
 
 
 def test_totals_are_shown_to_the_admin_key_only(browser, serving):
-    """S0-75: the page requests only what its key may see, also after the key is changed."""
+    """The page requests only what its key may see, also after the key is changed."""
     with (
         serving(api_keys="a,b", admin_key="admin") as live,
         watched(browser, live.url, allowed="401") as page,

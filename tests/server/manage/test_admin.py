@@ -74,7 +74,7 @@ def test_another_model_takes_its_place(admin, other, verb):
 
 
 def test_the_first_is_gone_when_the_second_comes(checkpoint, other, tmp_path):
-    """S2-01, S2-02: one model is resident at a time, so it is the least recently used one."""
+    """One model is resident at a time, so it is the least recently used one."""
     settings = config.load({"KEEPWARM_HOME": str(tmp_path)}, allow_model_paths=True)
     with Store(settings=settings) as store:
         host = EngineHost(start_engine(load(str(checkpoint), settings), store, settings), "first")

@@ -197,7 +197,7 @@ def test_a_key_cannot_see_how_warm_anothers_prompt_is(serving):
 
 
 def test_verify_finds_what_is_damaged(serving):
-    """S0-57: the server can check its records."""
+    """The server can check its records."""
     with serving(admin_key="admin") as live:
         ask(live, prompt(), **{"X-Keepwarm-Cache": "durable"})
         assert live.post("/v1/cache/verify", {}).status_code == 403

@@ -38,7 +38,7 @@ def sequence(serving, tmp_path):
 
 
 def test_the_figures_are_the_same_everywhere(sequence, tmp_path):
-    """S0-59, D8: and follow from the receipts."""
+    """And follow from the receipts."""
     live, receipts = sequence
     figures = live.get("/v1/cache").json()["prompts"]
     n_prompt = sum(receipt["prompt_tokens"] for receipt in receipts)
@@ -117,7 +117,7 @@ def test_a_failed_restore_is_exported_with_its_reason(serving):
 
 
 def test_verify_says_the_same_by_http_and_by_command(serving, tmp_path):
-    """S0-57: every bad record and agent by name."""
+    """Every bad record and agent by name."""
     with serving(home=tmp_path, admin_key="admin") as live:
         body = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2}
         for agent in ("kept", "torn"):

@@ -1,4 +1,4 @@
-"""S0-59: metrics exist, count correctly, and are documented."""
+"""Metrics exist, count correctly, and are documented."""
 
 import re
 import uuid
@@ -97,7 +97,7 @@ def test_times_are_counted_once(live):
 
 
 def test_no_answer_is_lost_between_two_readings(serving):
-    """S0-59: more answers than the engine's journal holds; each is counted once."""
+    """More answers than the engine's journal holds; each is counted once."""
     prompts = [[token] for token in range(10, 10 + MAX_ANSWERS)]
     body = {"prompt": prompts, "max_tokens": 2, "keepwarm": {"cache": "no-store"}, **ENDLESS}
     with serving() as live:

@@ -67,7 +67,7 @@ def test_a_whole_answer(client):
 
 
 def test_the_same_again_is_warm_and_says_so(client):
-    """S0-01: what was read once is reported as cached, in usage, header and body."""
+    """What was read once is reported as cached, in usage, header and body."""
     messages = [{"role": "user", "content": "How warm is the dog under the tree? " * 40}]
     first = ask(client, messages)
     raw = client.chat.completions.with_raw_response.create(
@@ -83,7 +83,7 @@ def test_the_same_again_is_warm_and_says_so(client):
 
 
 def test_a_stream_says_what_a_whole_answer_says(client):
-    """S4-03: streamed and whole answers take the same path."""
+    """Streamed and whole answers take the same path."""
     whole = ask(client)
     chunks = list(ask(client, stream=True, stream_options={"include_usage": True}))
     assert joined(chunks) == whole.choices[0].message.content
@@ -258,7 +258,7 @@ def test_what_the_cache_may_do_is_asked_by_header_or_body(client):
     ],
 )
 def test_an_agent_is_known_by_header_body_or_the_clients_own_field(live, client, name, options):
-    """S2-18: whichever way a conversation is named, it is kept under that name."""
+    """Whichever way a conversation is named, it is kept under that name."""
     ask(client, **options)
     agents = live.host.engine.store.on_disk.agents
     wait_until(lambda: name in [agent.id for agent in agents.all()])
@@ -434,7 +434,7 @@ def test_another_models_name(serving):
 
 
 def test_a_restart_finds_what_was_read(serving, tmp_path):
-    """S0-24: the same conversation, another process' worth of server, the same prefix."""
+    """The same conversation, another process' worth of server, the same prefix."""
     messages = [{"role": "user", "content": "What is kept is warm tomorrow. " * 30}]
     with serving(home=tmp_path) as live, live.openai() as client:
         before = ask(client, messages)

@@ -97,7 +97,7 @@ def test_calls_results_and_reasoning_are_kept():
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url"])
 def test_media_are_refused_by_name_and_place(kind):
-    """S4-18: a text model is never given media, so media never reuse a text prefix."""
+    """A text model is never given media, so media never reuse a text prefix."""
     parts = [{"type": "text", "text": "see"}, {"type": kind, kind: {"url": "http://x/y.png"}}]
     with pytest.raises(BadField, match=kind) as refused:
         asked(messages=[{"role": "user", "content": parts}])

@@ -52,7 +52,7 @@ def test_a_whole_answer(client):
 
 
 def test_the_same_again_is_warm_and_says_so(client):
-    """S0-01: what was read once is reported as cached, in usage and in the receipt."""
+    """What was read once is reported as cached, in usage and in the receipt."""
     words = "How warm is the dog under the tree in responses? " * 20
     first, second = ask(client, words), ask(client, words)
     assert second.output_text == first.output_text
@@ -63,7 +63,7 @@ def test_the_same_again_is_warm_and_says_so(client):
 
 
 def test_a_stream_says_what_a_whole_answer_says(client):
-    """S4-03: streamed and whole answers take the same path."""
+    """Streamed and whole answers take the same path."""
     whole = ask(client)
     with client.responses.stream(model="x", input=WORDS, max_output_tokens=8) as stream:
         events = list(stream)

@@ -1,4 +1,4 @@
-"""S0-69: threads and processes share one directory, while one of them is killed again and again."""
+"""Threads and processes share one directory, while one of them is killed again and again."""
 
 from __future__ import annotations
 
@@ -96,13 +96,13 @@ def check_share(store_root: Path, seconds: float) -> None:
 
 
 def test_threads_and_processes_share_a_directory(tmp_path: Path) -> None:
-    """S0-69: every value is right, nothing acknowledged is lost, index and files agree."""
+    """Every value is right, nothing acknowledged is lost, index and files agree."""
     check_share(tmp_path, seconds=12)
 
 
 @pytest.mark.soak
 def test_threads_and_processes_share_a_directory_for_a_minute(tmp_path: Path) -> None:
-    """S0-69: the same for long."""
+    """The same for long."""
     check_share(tmp_path, seconds=60)
 
 

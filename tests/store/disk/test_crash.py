@@ -1,4 +1,4 @@
-"""S0-24: a process killed at any moment leaves a store that is right after the next start.
+"""A process killed at any moment leaves a store that is right after the next start.
 
 Kills come at every step of publishing, deleting, evicting, removing agents, collecting what is old
 and starting, and at random moments.
@@ -362,7 +362,7 @@ def kill_at_random(
 
 @pytest.mark.parametrize("scenario", STEP_KILLS)
 def test_a_kill_at_any_step_loses_nothing(server: Server, memory: Path, scenario: str) -> None:
-    """S0-24: each file operation and each change of the index, one after the other."""
+    """Each file operation and each change of the index, one after the other."""
     assert kill_at_steps(server, memory, scenario) >= STEP_KILLS[scenario]
 
 
@@ -370,23 +370,22 @@ def test_a_kill_at_any_step_loses_nothing(server: Server, memory: Path, scenario
 def test_a_kill_loses_nothing_of_an_encrypted_store(
     server: Server, memory: Path, scenario: str
 ) -> None:
-    """S0-24: the same steps with everything sealed, every ninth of them."""
+    """The same steps with everything sealed, every ninth of them."""
     assert kill_at_steps(server, memory, scenario, every=9, secret=crash.KEY) >= 5
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_kill_at_a_random_moment_loses_nothing(server: Server, tmp_path: Path, seed: int) -> None:
-    """S0-24: whatever the store was doing, again and again in one directory."""
+    """Whatever the store was doing, again and again in one directory."""
     kill_at_random(server, tmp_path, seed, n_kills=RANDOM_KILLS)
 
 
 def test_random_kills_lose_nothing_of_an_encrypted_store(server: Server, tmp_path: Path) -> None:
-    """S0-24."""
     kill_at_random(server, tmp_path, seed=7, n_kills=15, secret=crash.KEY)
 
 
 def test_there_are_as_many_kills_as_were_promised() -> None:
-    """S0-24: three hundred, and two thousand in the soak; each test counts its own."""
+    """Three hundred, and two thousand in the soak; each test counts its own."""
     assert sum(STEP_KILLS.values()) + 3 * RANDOM_KILLS >= 300
     assert SOAK_RUNS * SOAK_KILLS >= 2000
 
@@ -394,5 +393,4 @@ def test_there_are_as_many_kills_as_were_promised() -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(100, 100 + SOAK_RUNS))
 def test_thousands_of_kills_lose_nothing(server: Server, tmp_path: Path, seed: int) -> None:
-    """S0-24."""
     kill_at_random(server, tmp_path, seed, n_kills=SOAK_KILLS)

@@ -55,7 +55,7 @@ def assert_all_read(tier, records):
 
 @pytest.mark.parametrize(("n_bytes", "n_puts"), [(1_000, 80), (40_000, 80), (300_000, 25)])
 def test_the_cap_holds_after_every_put(n_bytes, n_puts, open_tier, store):
-    """S0-68: every byte under the root, index and log among them."""
+    """Every byte under the root, index and log among them."""
     cap = 3 * MIB
     tier = open_tier(cap)
     pick = random.Random(n_bytes)
@@ -129,7 +129,7 @@ def test_a_cap_smaller_than_before_is_reached_by_the_next_put(open_tier, store):
 
 
 def test_the_disk_is_never_filled(open_tier):
-    """S0-68: the free-disk guard; no put while less is free than must be."""
+    """The free-disk guard; no put while less is free than must be."""
     tier = open_tier(min_free_bytes=shutil.disk_usage("/").total * 2)
     put = tier.put(chain_of(1)[0])
     assert not put.stored
@@ -173,7 +173,6 @@ def test_files_are_for_their_owner_only(open_tier, store):
 
 
 def test_everything_is_found_after_a_restart(open_tier):
-    """S0-24."""
     made = chain_of(4)
     tier = open_tier()
     put_all(tier, made)
@@ -257,7 +256,7 @@ def test_a_damaged_index_is_rebuilt_from_the_files(damage, open_tier, store):
 
 
 def test_the_store_of_a_newer_keepwarm_is_not_touched(open_tier, store):
-    """S0-54: neither its index nor a record; one sentence says what to do."""
+    """Neither its index nor a record; one sentence says what to do."""
     tier = open_tier()
     put_all(tier, chain_of(2))
     tier.close()
@@ -279,7 +278,7 @@ def newer_record(tier, one):
 
 
 def test_a_newer_record_is_a_miss_and_is_left_alone(open_tier, store):
-    """S0-54: not quarantined, not replaced, not counted as bad."""
+    """Not quarantined, not replaced, not counted as bad."""
     one, two = made = chain_of(2)
     tier = open_tier()
     put_all(tier, made)
@@ -295,7 +294,7 @@ def test_a_newer_record_is_a_miss_and_is_left_alone(open_tier, store):
 
 
 def test_a_newer_record_is_not_adopted_but_counts(open_tier, store):
-    """S0-54: with the index lost it counts as a file that is not a record."""
+    """With the index lost it counts as a file that is not a record."""
     one, two = made = chain_of(2, n_bytes=100_000)
     tier = open_tier()
     put_all(tier, made)
@@ -547,7 +546,7 @@ def test_a_record_replaced_while_it_is_opened_is_not_bad(open_tier, monkeypatch)
     ids=lambda wrong: next(iter(wrong)),
 )
 def test_a_record_must_be_the_one_that_was_asked_for(wrong):
-    """S0-63: its key is the hash of namespace, parent and tokens: none can be another's."""
+    """Its key is the hash of namespace, parent and tokens: none can be another's."""
     (ref,) = refs_of(1)
     header = record(ref).header
     check_identity(header, ref.key, Part.DELTA)

@@ -24,7 +24,7 @@ def wrongs(tier, **options):
 @pytest.mark.parametrize("fix", [False, True])
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
 def test_a_record_that_cannot_be_read_is_named_and_not_moved(code, fix, tier, store):
-    """S0-57: it cannot be judged good or bad."""
+    """It cannot be judged good or bad."""
     keys = [stored.key for stored in tier.walk()]
     tier.files.break_(code, "open")
     found = wrongs(tier, fix=fix)

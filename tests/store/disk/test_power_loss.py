@@ -1,4 +1,4 @@
-"""S0-24: what was acknowledged is found after a power cut, whatever the disk had not written yet.
+"""What was acknowledged is found after a power cut, whatever the disk had not written yet.
 
 The system calls of a real store are recorded, those of SQLite too (`syscalls.c`). For points of the
 record the states that a disk may show after a cut are built (`power.py`), opened, and compared with
@@ -237,7 +237,7 @@ SECRETS = {"encrypt": KEY}
 def test_what_was_acknowledged_survives_a_power_cut(
     scenario: str, library: Path, memory: Path
 ) -> None:
-    """S0-24: blocks, evictions, an encrypted store, agents with pins and their removal."""
+    """Blocks, evictions, an encrypted store, agents with pins and their removal."""
     calls = work(library, memory, scenario)
     n_states = cut_everywhere(calls, memory / "work", memory, SECRETS.get(scenario))
     assert n_states > 60

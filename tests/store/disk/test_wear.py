@@ -24,7 +24,7 @@ def root(tmp_path):
 
 
 def test_processes_together_stay_within_the_budget(root):
-    """S0-68: each asks for 40 of the 50 pieces that there are."""
+    """Each asks for 40 of the 50 pieces that there are."""
     command = [sys.executable, "-c", TAKER, str(root)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     takers = [subprocess.Popen(command, **pipes) for _ in range(3)]

@@ -44,7 +44,7 @@ class VerifyOut(TypedDict):
 
 
 class Verification:
-    """One check of every record and agent, as `keepwarm cache verify` does it (S0-57)."""
+    """One check of every record and agent, as `keepwarm cache verify` does it."""
 
     def __init__(self, disk_store: DiskStore, fix: bool) -> None:
         self._disk_store = disk_store
