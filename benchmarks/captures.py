@@ -31,7 +31,6 @@ import xxhash
 
 from benchmarks.shapes import SHAPES, build, make_tokenizer
 from keepwarm import config, kv
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore import manager as capturing
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.reading import Reader
@@ -44,6 +43,7 @@ from keepwarm.kv.buffers import to_buffer
 from keepwarm.kv.slabs import SlabPool
 from keepwarm.kv.slices import Block, Rows, cut_blocks, offload_blocks
 from keepwarm.prefix.blocks import BLOCK_TOKENS
+from keepwarm.prefix.policy import Policy
 from keepwarm.store.tiers import Tiers
 from keepwarm.text.request import Progress, Request, Sampling
 

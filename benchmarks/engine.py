@@ -28,7 +28,6 @@ import numpy as np
 from benchmarks.measure import GIB, Figure, pinned_gb_per_s
 from benchmarks.shapes import build, make_tokenizer
 from keepwarm import config, kv
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.store import Budgets, Store
 from keepwarm.device import kernels
 from keepwarm.engine.admission import EngineConfig
@@ -37,6 +36,7 @@ from keepwarm.engine.engine import Engine
 from keepwarm.engine.start.compilation import compile_kernels
 from keepwarm.errors import Cancelled
 from keepwarm.models.load import Model
+from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import Delta, Progress, Request, Sampling
 
 SLICE = 2048

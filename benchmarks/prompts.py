@@ -19,8 +19,8 @@ import typer
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from keepwarm import config
-from keepwarm.cache.policy import Policy
 from keepwarm.models.catalog import locate
+from keepwarm.prefix.policy import Policy
 from keepwarm.text.bounds.deadline import PrepareDeadline
 from keepwarm.text.bounds.isolation import BenchRecipe, Isolation
 from keepwarm.text.past_answers import Splicer, encode

@@ -28,7 +28,6 @@ from rich.table import Table
 
 from benchmarks.rivals import Cache, Fifo, Sessions, TailFirst
 from keepwarm.bench.recorded import RecordedRequest, load, requests
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.planning import Plan
 from keepwarm.cache.restore.reading import Reader
@@ -37,6 +36,7 @@ from keepwarm.errors import BadInput, KeepwarmError
 from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import LayerSpec, Layout
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, block_key, pack, root
+from keepwarm.prefix.policy import Policy
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Header, Part, Record, Tensor
 from keepwarm.store.tiers import Tiers

@@ -29,14 +29,13 @@ LEVELS = {
     "prefix": 1,
     **dict.fromkeys(("kv", "store", "device"), 2),
     "models": 3,
-    "cache": 4,
-    "text": 5,
-    "engine": 6,
-    "session": 7,
-    "server": 8,
-    "bench": 9,
-    "cli": 10,
-    **dict.fromkeys(("__init__", "__main__"), 11),
+    **dict.fromkeys(("cache", "text"), 4),
+    "engine": 5,
+    "session": 6,
+    "server": 7,
+    "bench": 8,
+    "cli": 9,
+    **dict.fromkeys(("__init__", "__main__"), 10),
 }
 
 # `prefix` is pure: it computes, and reads and writes nothing.

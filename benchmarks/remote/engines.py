@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from keepwarm import config
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.store import Budgets, Store
 from keepwarm.engine.engine import Engine
 from keepwarm.models.load import Model
+from keepwarm.prefix.policy import Policy
 from keepwarm.store.remote.tier import RemoteTier
 from keepwarm.text.request import Delta, Receipt, Request, Sampling
 

@@ -19,10 +19,10 @@ from tests.kit.redis_server import redis_server
 from benchmarks.remote.engines import engine_at, first_ms, tier_of
 from benchmarks.remote.lines import slow_lines
 from benchmarks.shapes import SHAPES, build, make_tokenizer
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.engine.engine import Engine
 from keepwarm.models.load import Model
+from keepwarm.prefix.policy import Policy
 
 SHAPE = "small"
 RATES = (5, 50, 500)  # MB/s

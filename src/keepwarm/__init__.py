@@ -10,7 +10,6 @@ __version__ = "0.1.0.dev0"
 
 # Imported on first use: `import keepwarm` and `keepwarm --help` must not wait for MLX.
 _HOMES = {
-    "keepwarm.cache.policy": "Policy",
     "keepwarm.cache.attached": "AttachedModel",
     "keepwarm.cache.store": "Budgets Store",
     "keepwarm.config": "Settings",
@@ -27,6 +26,7 @@ _HOMES = {
     ),
     "keepwarm.kv.files.prompt_cache": "PromptCacheFile export_prompt_cache import_prompt_cache",
     "keepwarm.models.load": "Model load",
+    "keepwarm.prefix.policy": "Policy",
     "keepwarm.session.compaction": "Compacted",
     "keepwarm.session.session": "Session Stream forget",
     "keepwarm.session.tool_functions": "ToolResult",

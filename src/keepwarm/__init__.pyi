@@ -1,5 +1,4 @@
 from keepwarm.cache.attached import AttachedModel as AttachedModel
-from keepwarm.cache.policy import Policy as Policy
 from keepwarm.cache.store import Budgets as Budgets
 from keepwarm.cache.store import Store as Store
 from keepwarm.config import Settings as Settings
@@ -40,6 +39,7 @@ from keepwarm.kv.files.prompt_cache import export_prompt_cache as export_prompt_
 from keepwarm.kv.files.prompt_cache import import_prompt_cache as import_prompt_cache
 from keepwarm.models.load import Model as Model
 from keepwarm.models.load import load as load
+from keepwarm.prefix.policy import Policy as Policy
 from keepwarm.session.compaction import Compacted as Compacted
 from keepwarm.session.session import Session as Session
 from keepwarm.session.session import Stream as Stream

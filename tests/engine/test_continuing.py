@@ -8,11 +8,12 @@ import pytest
 
 import keepwarm
 from keepwarm.cache.agents.branch import Branch
-from keepwarm.cache.policy import Policy
-from keepwarm.cache.texts.turns import KeptTurn, TurnBook
+from keepwarm.cache.texts.turns import TurnBook
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput, Cancelled, StoreFailed, UnknownAgent
 from keepwarm.prefix.blocks import BlockKey
+from keepwarm.prefix.policy import Policy
+from keepwarm.prefix.turn import KeptTurn
 from keepwarm.text.bounds.size import HEAVY_MESSAGES
 from keepwarm.text.request import Delta, KVOptions, Request, Result, Sampling
 from tests.kit.checkpoints import write_checkpoint

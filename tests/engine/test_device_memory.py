@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from keepwarm.cache.policy import Policy
 from keepwarm.kv.slabs import SlabPool
+from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import Delta
 from tests.kit.engines import Exam, Models, ask, engine_on, tokens_of
 from tests.kit.runs import prompt_of

@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 
-from keepwarm.cache.policy import Policy
 from keepwarm.engine.intake import MAX_OWN_ROWS
+from keepwarm.prefix.policy import Policy
 from tests.kit.devices import CPU, DEVICES, H200, M1, M4_MAX, Device, Simulation, p95, simulated
 
 LONG = 8192

@@ -6,9 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from keepwarm.cache.policy import Policy
 from keepwarm.engine.prefill import unit_vector
 from keepwarm.errors import BadInput, UnsupportedModel
+from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import KVOptions, Request, Sampling
 from tests.kit.engines import engine_on, held
 from tests.kit.runs import FedCounter, prompt_of

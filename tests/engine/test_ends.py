@@ -12,13 +12,13 @@ from itertools import count
 
 import pytest
 
-from keepwarm.cache.policy import Policy
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.jobs import RunningSequence
 from keepwarm.engine.lane import Lane
 from keepwarm.errors import Cancelled, InsufficientResources, Stopping
 from keepwarm.prefix.blocks import chain
+from keepwarm.prefix.policy import Policy
 from keepwarm.text.bounds.deadline import PrepareDeadline
 from keepwarm.text.prepare import PreparedRequest
 from keepwarm.text.request import Delta, Request

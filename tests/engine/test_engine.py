@@ -13,7 +13,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from keepwarm.cache.policy import Policy
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import (
@@ -25,6 +24,7 @@ from keepwarm.errors import (
     Stopping,
     TimedOut,
 )
+from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import (
     Delta,
     Done,

@@ -10,13 +10,13 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from keepwarm.cache.policy import Policy
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.lane import Lane
 from keepwarm.engine.sampling import Sampler
 from keepwarm.errors import KeepwarmError
 from keepwarm.models.load import Model
+from keepwarm.prefix.policy import Policy
 from keepwarm.text.prepare import PreparedRequest
 from keepwarm.text.request import Delta, Request, Result, Started
 from tests.kit.engines import Exam, Models, ask, engine_on, held, tokens_of

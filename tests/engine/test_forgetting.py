@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from keepwarm.cache.disk_store import DiskStore
-from keepwarm.cache.policy import Policy
 from keepwarm.engine.engine import Engine
+from keepwarm.prefix.policy import Policy
 from keepwarm.store.disk.disk import DiskLimits
 from keepwarm.text.request import Request, Sampling, Started
 from tests.kit.engines import ask, engine_on, tokens_of

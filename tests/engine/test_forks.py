@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import keepwarm
-from keepwarm.cache.policy import Policy
 from keepwarm.errors import BadInput
+from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import Sampling
 from tests.kit.engines import ask, engine_on, tokens_of
 from tests.kit.runs import prompt_of

@@ -15,11 +15,11 @@ import mlx.core as mx
 import psutil
 import pytest
 
-from keepwarm.cache.policy import Policy
 from keepwarm.device.limits import MemoryScopes
 from keepwarm.device.memory import MIB, trim_heap
 from keepwarm.device.pressure import Watcher
 from keepwarm.errors import Cancelled, EngineFailed
+from keepwarm.prefix.policy import Policy
 from tests.engine.test_gates import FAULT, FaultyTokenizer
 from tests.kit.engines import ask, engine_on, memory
 from tests.kit.runs import prompt_of

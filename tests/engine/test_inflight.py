@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from keepwarm.cache.policy import Policy
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import Cancelled
+from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import Request, Sampling, Started
 from tests.kit.engines import Exam, ask, engine_on, held, tokens_of
 from tests.kit.runs import prompt_of

@@ -7,8 +7,8 @@ from typing import get_args
 
 import pytest
 
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.store import Budgets
+from keepwarm.prefix.policy import Policy
 from keepwarm.store.record import Part
 from keepwarm.text.request import Miss, MissCause
 from tests.engine.test_restore_failures import Broken, flip, rewritten, with_extra_head

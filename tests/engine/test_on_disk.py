@@ -4,9 +4,9 @@ import errno
 
 import pytest
 
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.store import Budgets
 from keepwarm.engine.engine import Engine
+from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import KVOptions, Request, Result
 from tests.kit.engines import Exam, ask, engine_on, memory, tokens_of
 from tests.kit.runs import prompt_of

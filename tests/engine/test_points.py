@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from keepwarm.cache.policy import Policy
 from keepwarm.engine.engine import Engine
+from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import KVOptions, Result
 from tests.kit.engines import Exam, ask, engine_on, tokens_of
 from tests.kit.models import ARCHITECTURES

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from keepwarm.cache.policy import Policy
 from keepwarm.models.load import Model
+from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import Choice, KVOptions
 from tests.kit.engines import N_CONTEXT, ask, engine_on, held, tokens_of, write_tiny
 from tests.kit.models import tiny

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.store import Budgets
+from keepwarm.prefix.policy import Policy
 from keepwarm.store.record import encode_record, open_record, read_record
 from tests.kit.engines import ask, engine_on, tokens_of
 from tests.kit.runs import prompt_of

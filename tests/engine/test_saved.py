@@ -8,10 +8,10 @@ import pytest
 
 import keepwarm
 from keepwarm import kv
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.records import records_of
 from keepwarm.kv.slices import cut_blocks
 from keepwarm.prefix.blocks import Namespace, chain
+from keepwarm.prefix.policy import Policy
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.engines import ask, engine_on, tokens_of
 from tests.kit.runs import Job, batched, prompt_of

@@ -11,8 +11,8 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from keepwarm.cache.policy import Policy
 from keepwarm.prefix.blocks import BLOCK_TOKENS
+from keepwarm.prefix.policy import Policy
 from keepwarm.store.blobs.backend import Listed
 from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.blobs.opening import open_backend

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from keepwarm.cache.policy import Policy
+from keepwarm.prefix.policy import Policy
 from tests.kit.engines import ask, engine_on, tokens_of
 from tests.kit.runs import prompt_of
 

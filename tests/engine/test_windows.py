@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.store import Budgets
 from keepwarm.engine.engine import Engine
 from keepwarm.kv.kinds import Kind
 from keepwarm.models.load import Model
 from keepwarm.prefix.blocks import BLOCK_TOKENS
+from keepwarm.prefix.policy import Policy
 from keepwarm.store.record import Part
 from keepwarm.text.request import Message, Request, Sampling
 from tests.kit.engines import N_CONTEXT, Exam, ask, engine_on, tokens_of, write_tiny

@@ -17,10 +17,10 @@ from typing import Any
 
 import keepwarm
 from keepwarm import config
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.store import Budgets, Store
 from keepwarm.engine.admission import EngineConfig
 from keepwarm.engine.engine import Engine
+from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import KVOptions, Request, Sampling
 from tests.kit.engines import FixedRates, memory
 

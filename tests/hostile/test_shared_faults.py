@@ -23,13 +23,13 @@ from urllib.parse import urlsplit
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.restore.reading import Reader
 from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.kv.layout import probe
 from keepwarm.prefix.blocks import Namespace, chain
+from keepwarm.prefix.policy import Policy
 from keepwarm.store.blobs import directory
 from keepwarm.store.blobs.backend import Listed, Looked, Near
 from keepwarm.store.blobs.opening import open_backend

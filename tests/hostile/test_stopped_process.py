@@ -16,9 +16,9 @@ from contextlib import contextmanager
 import pytest
 
 from keepwarm.cache.disk_store import DiskStore
-from keepwarm.cache.policy import Policy
 from keepwarm.errors import Busy, StoreFailed
 from keepwarm.prefix.blocks import BlockKey
+from keepwarm.prefix.policy import Policy
 from keepwarm.store import atomic
 from keepwarm.store.disk import fsck
 from keepwarm.store.disk.disk import DiskLimits, DiskTier

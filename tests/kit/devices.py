@@ -19,7 +19,6 @@ from typing import Any
 import mlx.core as mx
 
 from keepwarm import config, kv
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.live import Live
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.restore.reading import PendingReads, Reader, Use
@@ -34,6 +33,7 @@ from keepwarm.errors import Cancelled
 from keepwarm.models.load import Model
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.prefix.fingerprint import Identity
+from keepwarm.prefix.policy import Policy
 from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.text.prepare import Preparer

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from keepwarm import config
-from keepwarm.cache.policy import Policy
+from keepwarm.prefix.policy import Policy
 from keepwarm.server.anthropic import request as messages
 from keepwarm.server.anthropic.shapes import MessagesRequest
 from keepwarm.server.http import scrub

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from keepwarm.cache.texts.turns import KeptTurn
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import common_prefix
+from keepwarm.prefix.turn import KeptTurn
 from keepwarm.text.past_answers import Splicer
 from keepwarm.text.prepare import PreparedRequest
 from keepwarm.text.prompt import Prompter

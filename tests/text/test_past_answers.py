@@ -15,9 +15,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from keepwarm import config
 from keepwarm.cache.continuations import continuations
-from keepwarm.cache.policy import Policy
 from keepwarm.models.catalog import locate
 from keepwarm.prefix.blocks import chain, common_prefix
+from keepwarm.prefix.policy import Policy
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tiers import Tiers
 from keepwarm.text.detokenize import decode

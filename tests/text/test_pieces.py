@@ -17,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from keepwarm.cache.policy import Policy
+from keepwarm.prefix.policy import Policy
 from keepwarm.text.bounds.plain import PlainTokenizer
 from keepwarm.text.past_answers import Splicer, encode
 from keepwarm.text.prompt import Prompter

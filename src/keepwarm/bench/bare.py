@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from keepwarm import config
 from keepwarm.bench.client import BenchRequest, TimedReply
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.store import Store
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.insight.stats import Stats
 from keepwarm.errors import EngineFailed
 from keepwarm.models.load import Model, load
+from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import Delta, Done, Request, Sampling
 
 

@@ -34,11 +34,12 @@ from keepwarm.cache.agents.signing import NO_KEYS, BundleKeys, SigningKey
 from keepwarm.cache.counts import CountBook
 from keepwarm.cache.shared.tombstones import Tombstones, delete_everywhere
 from keepwarm.cache.shared.unsharing import Erase, Unsharing
-from keepwarm.cache.texts.turns import AgentTurn, KeptTurn
+from keepwarm.cache.texts.turns import AgentTurn
 from keepwarm.errors import BadCacheFile, BadInput, BadRecord, Busy
 from keepwarm.files import replacing
 from keepwarm.prefix.blocks import Namespace, unpack
 from keepwarm.prefix.fingerprint import Identity, namespace
+from keepwarm.prefix.turn import KeptTurn
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.disk.staging import StagedRecords
 from keepwarm.store.disk.upkeep import (

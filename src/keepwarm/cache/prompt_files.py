@@ -20,7 +20,6 @@ from keepwarm.cache.agents.agent import Agent
 from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.attached import AttachedModel
 from keepwarm.cache.identity import make_options_in
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.store import Store
 from keepwarm.errors import BadCacheFile, BadInput, UnknownAgent
 from keepwarm.kv.files.dialects import Dialect
@@ -31,6 +30,7 @@ from keepwarm.kv.files.prompt_cache import (
 )
 from keepwarm.models.load import Model
 from keepwarm.prefix.fingerprint import Identity
+from keepwarm.prefix.policy import Policy
 
 TOKENS = "keepwarm-tokens"  # in the metadata: a JSON list of token ids
 MAX_TOKEN = 1 << 31

@@ -20,7 +20,6 @@ from keepwarm.cache.counts import CountBook
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.identity import identity_of
 from keepwarm.cache.padding import RowSharing, padding_book
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.failures import RestoreFailures
 from keepwarm.cache.restore.forgetting import Forget, Forgetting
 from keepwarm.cache.restore.manager import Manager
@@ -33,6 +32,7 @@ from keepwarm.device.memory import MemoryConfig
 from keepwarm.errors import BadInput, StoreFailed, UnknownAgent
 from keepwarm.kv.slabs import SlabPool
 from keepwarm.prefix.fingerprint import Identity, namespace
+from keepwarm.prefix.policy import Policy
 from keepwarm.store.disk.disk import DiskLimits
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.remote.mark import agree_on_mark

@@ -1,4 +1,4 @@
 """The command line: one verb, one file.
 
-Imports `bench`, `cache`, `device`, `engine`, `models`, `server`, `store`, `text`.
+Imports `bench`, `cache`, `device`, `engine`, `models`, `prefix`, `server`, `store`, `text`.
 """

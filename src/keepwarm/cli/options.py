@@ -58,7 +58,7 @@ def make_request(
 
     Its KV options are the engine's, which are those of the settings.
     """
-    from keepwarm.cache.policy import Policy
+    from keepwarm.prefix.policy import Policy
     from keepwarm.text.request import Request, Sampling
     from keepwarm.text.sampling_rules import check_sampling
 

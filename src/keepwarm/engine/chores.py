@@ -14,10 +14,10 @@ from typing import TypeAlias
 from keepwarm.cache.counts import PromptCounts
 from keepwarm.cache.restore.manager import Capture
 from keepwarm.cache.store import Store
-from keepwarm.cache.texts.turns import KeptTurn
 from keepwarm.engine.jobs import Job, RunningSequence
 from keepwarm.engine.lane import Lane
 from keepwarm.errors import BadInput, KeepwarmError, StoreFailed, UnknownAgent
+from keepwarm.prefix.turn import KeptTurn
 from keepwarm.text.rendering.continuing import with_kept_options
 from keepwarm.text.request import KnownHistory, Request
 

@@ -218,7 +218,7 @@ def _opened(
 
 
 def _can_share(task: PrefillTask, job: Job) -> bool:
-    leads = task.job.request.policy.leads and not task.capture.claim.is_forgotten
+    leads = task.job.request.policy.can_prefill_for_others and not task.capture.claim.is_forgotten
     return leads and task.lane.shares_blocks_with(job.lane)
 
 

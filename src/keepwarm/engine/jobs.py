@@ -19,7 +19,6 @@ import mlx.core as mx
 
 from keepwarm.cache.restore.loading import Loading
 from keepwarm.cache.restore.manager import Capture
-from keepwarm.cache.texts.turns import KeptTurn
 from keepwarm.engine.admission import Lease
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.batch import Row
@@ -29,6 +28,7 @@ from keepwarm.engine.sampling import Sampler
 from keepwarm.errors import KeepwarmError, TimedOut
 from keepwarm.kv import Caches
 from keepwarm.prefix.blocks import pack
+from keepwarm.prefix.turn import KeptTurn
 from keepwarm.text.calls.begun import CallPiece
 from keepwarm.text.parsing import AnswerReader, Piece, ReasoningText, continued_message, message_of
 from keepwarm.text.prepare import PreparedRequest

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from keepwarm import kv
 from keepwarm.cache.continuations import continuations
 from keepwarm.cache.padding import RowSharing
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.failures import Fault
 from keepwarm.cache.restore.live import Live, copy_without
 from keepwarm.cache.restore.loading import EMPTY, Loading
@@ -24,6 +23,7 @@ from keepwarm.engine.admission import kv_bytes
 from keepwarm.models.load import Model
 from keepwarm.prefix.blocks import Namespace
 from keepwarm.prefix.fingerprint import Identity, salt_of
+from keepwarm.prefix.policy import Policy
 from keepwarm.text.past_answers import Continuations
 from keepwarm.text.request import Inexact, KVOptions
 

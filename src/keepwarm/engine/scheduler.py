@@ -17,7 +17,6 @@ from collections.abc import Callable, Hashable
 import mlx.core as mx
 
 from keepwarm import kv
-from keepwarm.cache.policy import Policy
 from keepwarm.engine.admission import Admission
 from keepwarm.engine.batch import Batch
 from keepwarm.engine.intake import Intake, Places
@@ -26,6 +25,7 @@ from keepwarm.engine.keeper import Keeper, OnKept
 from keepwarm.engine.lane import Lane
 from keepwarm.engine.prefill import Clock, Prefill, SliceSizer, Stopwatch
 from keepwarm.errors import CacheMismatch, EngineFailed, KeepwarmError
+from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import Progress
 
 LOG = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from keepwarm.cache.policy import Policy
 from keepwarm.errors import BadField, Cancelled, ContextTooLong, EngineFailed
 from keepwarm.prefix.blocks import common_prefix
+from keepwarm.prefix.policy import Policy
 from keepwarm.server.host import EngineHost, ObservedAnswer
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.http.turns import Turn

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import takewhile
 
-from keepwarm.cache.policy import Policy
-from keepwarm.cache.texts.turns import KeptTurn
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import chain, common_prefix
+from keepwarm.prefix.policy import Policy
+from keepwarm.prefix.turn import KeptTurn
 from keepwarm.text.request import Message, Receipt, Request, Result, ToolChoice
 
 INSTRUCTION = (

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from keepwarm.cache.texts.turns import KeptTurn
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import UnknownAgent
+from keepwarm.prefix.turn import KeptTurn
 from keepwarm.text.prepare import PreparedRequest
 from keepwarm.text.request import KnownHistory, Message, Request, Result
 

@@ -14,10 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Self, TypeAlias
 
-from keepwarm.cache.policy import Policy
 from keepwarm.engine.answer import collect
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput, Stopping, UnknownAgent
+from keepwarm.prefix.policy import Policy
 from keepwarm.session.compaction import Compacted, Compaction, before_question
 from keepwarm.session.gate import Gate, Rule
 from keepwarm.session.known import KnownConversation

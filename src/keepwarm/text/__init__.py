@@ -1,5 +1,4 @@
 """Messages to tokens and tokens to text, tools, grammars, sampling rules; no device work.
 
-Imports `cache`, `models`, `prefix`, `text.bounds`, `text.calls`,
-`text.rendering`.
+Imports `models`, `prefix`, `text.bounds`, `text.calls`, `text.rendering`.
 """

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from keepwarm.cache.policy import Policy
-from keepwarm.cache.texts.turns import KeptTurn
 from keepwarm.errors import BadInput, KeepwarmError
+from keepwarm.prefix.policy import Policy
+from keepwarm.prefix.turn import KeptTurn
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,10 +13,11 @@ from keepwarm.cache.agents.agents import MAX_SIDES
 from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.agents.reach import MAX_UNCHECKED_LEFT, dropped_by_rewind
 from keepwarm.cache.disk_store import DiskStore
-from keepwarm.cache.texts.turns import AgentTurn, KeptTurn
+from keepwarm.cache.texts.turns import AgentTurn
 from keepwarm.errors import BadCacheFile, BadInput, BadRecord, StoreFailed, UnknownAgent
 from keepwarm.prefix.blocks import BlockKey, chain, pack
 from keepwarm.prefix.fingerprint import Identity, namespace
+from keepwarm.prefix.turn import KeptTurn
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.index import database
 from keepwarm.store.record import Part

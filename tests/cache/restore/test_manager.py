@@ -7,7 +7,6 @@ from functools import cache
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.manager import WORTH_SAVING, Manager
 from keepwarm.cache.restore.plan import Point
 from keepwarm.cache.restore.planning import Plan
@@ -17,6 +16,7 @@ from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import probe
 from keepwarm.prefix.blocks import Namespace
+from keepwarm.prefix.policy import Policy
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tiers import Tiers

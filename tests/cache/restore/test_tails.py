@@ -5,9 +5,9 @@ import pytest
 from keepwarm.cache.agents.agents import MAX_SIDES
 from keepwarm.cache.agents.reach import MAX_UNCHECKED_LEFT
 from keepwarm.cache.disk_store import DiskStore
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.writing import Writer
 from keepwarm.prefix.blocks import chain
+from keepwarm.prefix.policy import Policy
 from keepwarm.store.disk.disk import DiskLimits
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.writing import WRITE_BACKOFF_S, MemorySaver, Writer
+from keepwarm.prefix.policy import Policy
 from keepwarm.store.disk.wear import Wear
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part, ReadBuffer

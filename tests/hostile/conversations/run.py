@@ -13,12 +13,12 @@ from typing import Any
 from benchmarks.zoo.findings import DRIFT
 from benchmarks.zoo.trials import drift_of
 
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.store import Budgets
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput, Cancelled, KeepwarmError
 from keepwarm.models.load import Model
+from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import Choice, Request, Result
 from tests.hostile.conversations.damage import copy_running, damage_closed, damage_records
 from tests.hostile.conversations.forest import Asked, Forest

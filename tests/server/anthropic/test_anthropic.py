@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from keepwarm import config
-from keepwarm.cache.policy import Policy
 from keepwarm.errors import BadField
+from keepwarm.prefix.policy import Policy
 from keepwarm.server.anthropic.events import (
     CachedPrefix,
     MessageMeta,

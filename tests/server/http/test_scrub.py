@@ -8,8 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from keepwarm import config
-from keepwarm.cache.policy import Policy
 from keepwarm.errors import BadInput
+from keepwarm.prefix.policy import Policy
 from keepwarm.server.anthropic import request as messages
 from keepwarm.server.anthropic.shapes import CountRequest
 from keepwarm.server.http import scrub

@@ -7,8 +7,8 @@ import openai
 import pytest
 
 from keepwarm import config
-from keepwarm.cache.policy import Policy
 from keepwarm.errors import BadField
+from keepwarm.prefix.policy import Policy
 from keepwarm.server.anthropic import request as messages
 from keepwarm.server.anthropic.shapes import MessagesRequest
 from keepwarm.server.http.content import NOTE

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
 from keepwarm import config
-from keepwarm.cache.policy import Policy
 from keepwarm.errors import BadField, EngineFailed
+from keepwarm.prefix.policy import Policy
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.http.sse import LineStream
 from keepwarm.server.ollama import request as requests

@@ -13,10 +13,10 @@ import pytest
 from tokenizers import processors
 
 from keepwarm import config
-from keepwarm.cache.policy import Policy
 from keepwarm.errors import Cancelled
 from keepwarm.models.load import load
 from keepwarm.prefix.blocks import common_prefix
+from keepwarm.prefix.policy import Policy
 from keepwarm.server import embedding
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.text.request import KVOptions

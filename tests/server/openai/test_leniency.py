@@ -10,9 +10,9 @@ from openai.types.chat import ChatCompletion
 from transformers import PreTrainedTokenizerFast
 
 from keepwarm import config
-from keepwarm.cache.policy import Policy
 from keepwarm.errors import BadField
 from keepwarm.models.load import load
+from keepwarm.prefix.policy import Policy
 from keepwarm.server.anthropic import request as messages
 from keepwarm.server.anthropic.shapes import MessageIn, MessagesRequest
 from keepwarm.server.http.body import LEAST_TOP_P, ignored_fields

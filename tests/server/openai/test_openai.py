@@ -9,8 +9,8 @@ from fastapi.testclient import TestClient
 from transformers import PreTrainedTokenizerFast
 
 from keepwarm import config
-from keepwarm.cache.policy import Policy
 from keepwarm.errors import BadField
+from keepwarm.prefix.policy import Policy
 from keepwarm.server.http.problems import validation_problem
 from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.request_fields import RequestFields, agent_id

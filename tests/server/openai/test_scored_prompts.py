@@ -3,8 +3,8 @@
 import mlx.core as mx
 import pytest
 
-from keepwarm.cache.policy import Policy
 from keepwarm.errors import BadInput
+from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import Request, Sampling
 
 PROMPT = "The fox said that it had seen a dog near the river. " * 4  # more than one slice

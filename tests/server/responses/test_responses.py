@@ -10,9 +10,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from keepwarm import config
-from keepwarm.cache.policy import Policy
 from keepwarm.engine.answer import Answer
 from keepwarm.errors import BadField, UnknownResponse
+from keepwarm.prefix.policy import Policy
 from keepwarm.server.http.problems import Problem
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.responses.events import (

@@ -14,7 +14,7 @@ import pytest
 from keepwarm import files
 from keepwarm.cache.agents.agents import Agents
 from keepwarm.cache.agents.branch import Branch
-from keepwarm.cache.policy import Policy
+from keepwarm.prefix.policy import Policy
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from tests.kit.engines import ask, engine_on
 from tests.kit.runs import prompt_of

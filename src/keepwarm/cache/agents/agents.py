@@ -25,9 +25,10 @@ from keepwarm.cache.agents.reach import (
     used_by,
 )
 from keepwarm.cache.texts.files import AgentTexts
-from keepwarm.cache.texts.turns import KeptTurn, TurnBook
+from keepwarm.cache.texts.turns import TurnBook
 from keepwarm.errors import BadInput, BadRecord, NewerFormat, UnknownAgent
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, chain
+from keepwarm.prefix.turn import KeptTurn
 from keepwarm.store.atomic import SharedLock
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.disk.upkeep import (

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from keepwarm.cache.agents.signing import Signature, SigningKey
-from keepwarm.cache.texts.turns import KeptTurn
 from keepwarm.errors import BadCacheFile, BadRecord
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.prefix.fingerprint import Identity, digest, tenant_of
+from keepwarm.prefix.turn import KeptTurn
 
 VERSION = 1
 

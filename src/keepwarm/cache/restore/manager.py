@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.failures import Fault, RestoreFailures
 from keepwarm.cache.restore.forgetting import Forgetting, RequestClaim
 from keepwarm.cache.restore.loading import EMPTY, Loading, RestoredPrefix
@@ -38,6 +37,7 @@ from keepwarm.prefix.blocks import (
     pack,
     root,
 )
+from keepwarm.prefix.policy import Policy
 from keepwarm.store.record import Part
 from keepwarm.store.tiers import SHARED, Tiers
 

@@ -16,9 +16,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.forgetting import Deletions, Share, Unclaimed
 from keepwarm.prefix.blocks import BlockKey
+from keepwarm.prefix.policy import Policy
 from keepwarm.store.disk.wear import Wear
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Header, Part, Record

@@ -10,9 +10,9 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from keepwarm.cache.policy import Policy
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.jobs import Job, RunningSequence
+from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import Delta, Done, Finished, Outcome, Request, ToolCalled
 
 AUDIT_PRIORITY = -1_000_000  # after all requests of clients

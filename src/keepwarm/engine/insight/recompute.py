@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from keepwarm.cache.agents.agent import Agent
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.live import Live
 from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.engine.answer import collect
@@ -21,6 +20,7 @@ from keepwarm.engine.engine import Engine
 from keepwarm.engine.lane import Lane
 from keepwarm.errors import BadCacheFile, BadInput, InsufficientResources, KeepwarmError
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, chain
+from keepwarm.prefix.policy import Policy
 from keepwarm.store.disk.upkeep import Progress as Count
 from keepwarm.store.disk.upkeep import no_progress
 from keepwarm.store.header import HasBytes

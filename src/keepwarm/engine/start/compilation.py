@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable
 from itertools import count
 
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.store import Store
 from keepwarm.config import Settings
 from keepwarm.device import kernels
@@ -20,6 +19,7 @@ from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import KeepwarmError
 from keepwarm.models.load import Model
+from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import Format, Request, Sampling
 
 LOG = logging.getLogger(__name__)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.store import Budgets, Store
 from keepwarm.config import Settings
 from keepwarm.engine.engine import Engine
 from keepwarm.models.load import load
+from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import Request, Sampling
 
 LENGTHS = (300, 300, 600)  # tokens; the first also compiles kernels

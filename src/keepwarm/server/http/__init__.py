@@ -1,4 +1,4 @@
 """What all APIs share: bodies, limits, errors, streams, receipts, logs, scrubbing.
 
-Imports `cache`, `server`, `server.models`, `text`.
+Imports `prefix`, `server`, `server.models`, `text`.
 """

@@ -10,9 +10,9 @@ from typing import Annotated, Literal, NamedTuple
 from fastapi import Depends, Request
 from pydantic import Field
 
-from keepwarm.cache.policy import Policy
 from keepwarm.config import Settings
 from keepwarm.errors import BadField
+from keepwarm.prefix.policy import Policy
 from keepwarm.server.clients import AGENT_HEADER
 from keepwarm.server.http.body import JsonInput, given_body, ignored_fields
 from keepwarm.server.http.turns import Turn

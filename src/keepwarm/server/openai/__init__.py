@@ -1,4 +1,4 @@
 """OpenAI's chat completions and text completions.
 
-Imports `cache`, `engine`, `server`, `server.http`, `server.models`, `text`.
+Imports `engine`, `prefix`, `server`, `server.http`, `server.models`, `text`.
 """

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from keepwarm.cache.policy import Policy
 from keepwarm.config import Settings
 from keepwarm.errors import BadField
+from keepwarm.prefix.policy import Policy
 from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.openai.chat import sampling_of

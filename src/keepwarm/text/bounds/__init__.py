@@ -1,4 +1,4 @@
 """What preparing a request may cost: sizes, a deadline, and a process that can be ended.
 
-Imports `cache`, `text`, `text.rendering`.
+Imports `prefix`, `text`, `text.rendering`.
 """

@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from keepwarm.cache.policy import Policy
 from keepwarm.errors import BadInput, TimedOut
+from keepwarm.prefix.policy import Policy
 from keepwarm.text.bounds.deadline import PrepareDeadline
 from keepwarm.text.bounds.forks import Channel
 from keepwarm.text.bounds.plain import PlainTokenizer

@@ -1,4 +1,4 @@
 """Parts of rendering a prompt: text to tokens with boundaries, conversations that are continued.
 
-Imports `cache.texts`, `prefix`, `text`, `text.bounds`.
+Imports `prefix`, `text`, `text.bounds`.
 """

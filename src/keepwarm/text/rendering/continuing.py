@@ -11,8 +11,8 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from keepwarm.cache.texts.turns import KeptTurn
 from keepwarm.errors import BadInput
+from keepwarm.prefix.turn import KeptTurn
 from keepwarm.text.rendering.behind import LastAnswer
 from keepwarm.text.request import KnownHistory, Message, Request
 from keepwarm.text.template import normalise

@@ -27,6 +27,6 @@ class Policy(StrEnum):
         return self in (Policy.READ_WRITE, Policy.DURABLE)
 
     @property
-    def leads(self) -> bool:
+    def can_prefill_for_others(self) -> bool:
         """Whether other requests may wait for what this one computes."""
         return self.writes
