@@ -32,8 +32,8 @@ from keepwarm.cache.store import Budgets, Store
 from keepwarm.device import kernels
 from keepwarm.engine.admission import EngineConfig
 from keepwarm.engine.answer import Answer
+from keepwarm.engine.compilation import compile_kernels
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.start.compilation import compile_kernels
 from keepwarm.errors import Cancelled
 from keepwarm.models.load import Model
 from keepwarm.prefix.policy import Policy

@@ -23,10 +23,10 @@ import numpy as np
 from benchmarks.shapes import SHAPES, build
 from keepwarm import config, kv
 from keepwarm.bench.measure import drop_files
-from keepwarm.cache.restore.live import Live
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.reading import Reader
 from keepwarm.cache.store import Budgets, Store
+from keepwarm.engine.live import Live
 from keepwarm.engine.prefill import Prefill
 from keepwarm.models.load import Model
 from keepwarm.store.disk.disk import DiskTier

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
 from benchmarks.zoo.findings import EXACT, EXACT_IN_BATCH, UNTOLD, Findings, Results
-from keepwarm.cache.padding_trial import MAX_APART_16, MAX_APART_32
+from keepwarm.engine.padding import MAX_APART_16, MAX_APART_32
 
 REUSES = (
     *("again", "next turn", "fork", "rewind", "rewind again"),

@@ -17,7 +17,7 @@ _HOMES = {
     "keepwarm.engine.admission": "EngineConfig",
     "keepwarm.engine.answer": "Answer",
     "keepwarm.engine.engine": "Engine",
-    "keepwarm.engine.start.warm": "Warmer",
+    "keepwarm.engine.warm": "Warmer",
     "keepwarm.errors": (
         "BadCacheFile BadInput BadModelFile BadRecord Busy CacheError CacheMismatch Cancelled "
         "ContextTooLong CorruptBlock EngineFailed InsufficientResources KeepwarmError NewerFormat "

@@ -6,7 +6,7 @@ from keepwarm.device.memory import MemoryConfig as MemoryConfig
 from keepwarm.engine.admission import EngineConfig as EngineConfig
 from keepwarm.engine.answer import Answer as Answer
 from keepwarm.engine.engine import Engine as Engine
-from keepwarm.engine.start.warm import Warmer as Warmer
+from keepwarm.engine.warm import Warmer as Warmer
 from keepwarm.errors import BadCacheFile as BadCacheFile
 from keepwarm.errors import BadInput as BadInput
 from keepwarm.errors import BadModelFile as BadModelFile

@@ -12,11 +12,10 @@ import pytest
 from keepwarm import __version__, blas, config
 from keepwarm.bench.summary import LINES
 from keepwarm.cache.break_even import break_even, describe, remembered_costs
-from keepwarm.cache.padding import KnownVerdict, padding_book
-from keepwarm.cache.padding_trial import Verdict
 from keepwarm.cache.shared.opening import RemoteReport, measure_remotes
 from keepwarm.cli.doctor import MeasuredRemote, _tiers_page
 from keepwarm.device.machine import Machine, _advice_on_blas
+from keepwarm.engine.padding import KnownVerdict, Verdict, padding_book
 from keepwarm.store.remote.mark import MARK
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.redis_server import redis_server

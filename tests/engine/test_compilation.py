@@ -10,7 +10,7 @@ from keepwarm import config
 from keepwarm.cache.store import Store
 from keepwarm.device import kernels
 from keepwarm.engine.admission import EngineConfig
-from keepwarm.engine.start.compilation import compile_kernels_if_needed
+from keepwarm.engine.compilation import compile_kernels_if_needed
 from tests.kit.engines import memory
 
 

@@ -1,14 +1,11 @@
 """Sequences share a batch only if each gets there what it gets alone."""
 
-import sqlite3
-from contextlib import closing
 from functools import partial
 
 import pytest
 
-from keepwarm.cache.disk_store import ROWS_TRUSTED
-from keepwarm.cache.padding_trial import PROMPT
 from keepwarm.engine.engine import Engine
+from keepwarm.engine.padding import PROMPT
 from tests.kit import engines
 from tests.kit.engines import Exam, ask, held
 from tests.kit.runs import prompt_of
@@ -33,13 +30,6 @@ def tried(model) -> bool:
 
 def widest(model) -> int:
     return max(rows for rows, _ in model.module.shapes)
-
-
-def forget_trials(home) -> None:
-    """Make a store look as if a version had written it that tried no batches."""
-    (home / "padding.json").unlink(missing_ok=True)
-    with closing(sqlite3.connect(home / "store" / "index.sqlite")) as db, db:
-        assert db.execute("DELETE FROM counts WHERE name LIKE ?", (ROWS_TRUSTED + "%",)).rowcount
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -110,22 +100,6 @@ def test_a_model_that_fails_in_a_batch_runs_alone(models, tmp_path, caplog):
     exam.check()
     assert "fails in a batch" in caplog.text
     assert not (tmp_path / "padding.json").exists()  # it may have been lack of memory
-
-
-@pytest.mark.parametrize(("name", "is_served"), [("minimax_m3_vl", False), ("llama", True)])
-def test_blocks_of_untried_batches_are_served_only_if_rows_are_equal(
-    models, tmp_path, name, is_served
-):
-    model = models.of(name)
-    with engine_on(model, tmp_path) as engine:
-        engine.submit(ask(PROMPTS[0], 2)).result()
-        engine.settle()
-    forget_trials(tmp_path)
-    for known in (is_served, True):
-        with engine_on(model, tmp_path) as engine:
-            receipt = engine.submit(ask(PROMPTS[0], 2)).result().receipt
-            assert bool(receipt.cached_tokens) == known
-            assert engine.stats().shares_batches == is_served
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "kimi_k3", "plamo3"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from keepwarm.cache.restore.costs import SliceCosts
+from keepwarm.cache.restore.rates import SliceCosts
 from keepwarm.engine.prefill import (
     FIRST_SLICE,
     MIN_SLICE,

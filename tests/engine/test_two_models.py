@@ -1,4 +1,4 @@
-"""Engines of two models in one process: one store, turns at the device, memory divided."""
+"""Engines of two models in one process: one store, one device, memory divided."""
 
 import threading
 from contextlib import contextmanager
@@ -7,10 +7,9 @@ from itertools import count, pairwise
 import pytest
 
 from keepwarm import config
-from keepwarm.cache.restore.costs import SliceCosts
+from keepwarm.cache.restore.rates import SliceCosts
 from keepwarm.cache.store import Budgets, Store
-from keepwarm.device.turns import DeviceTurns
-from keepwarm.engine.admission import EngineConfig
+from keepwarm.engine.admission import DeviceLock, EngineConfig
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import InsufficientResources
 from tests.kit.engines import Exam, FixedRates, TrustingBook, ask, held, memory
@@ -19,8 +18,8 @@ from tests.kit.runs import prompt_of
 NAMES = ("llama", "mamba2")
 
 
-class LoggedTurns(DeviceTurns):
-    """Notes who took each turn, and whether another waited when it ended."""
+class LoggedLock(DeviceLock):
+    """Notes who computed each time, and whether another waited when it ended."""
 
     def __init__(self):
         super().__init__()
@@ -37,16 +36,16 @@ class LoggedTurns(DeviceTurns):
 def pair(models, tmp_path):
     """Two engines on one store."""
     settings = config.load({"KEEPWARM_HOME": str(tmp_path)})
-    turns, numbers = LoggedTurns(), count(1)
+    device, numbers = LoggedLock(), count(1)
     with Store(budgets=Budgets(min_free_disk_bytes=0), settings=settings) as store:
-        store._padding = TrustingBook(tmp_path / "padding.json")
-        options = {"settings": settings, "turns": turns, "numbers": numbers}
+        options = {"settings": settings, "device": device, "numbers": numbers}
         chosen = EngineConfig(memory=memory())
         with (
             Engine(models.of(NAMES[0]), store, chosen, **options) as one,
             Engine(models.of(NAMES[1]), store, chosen, **options) as two,
         ):
             for engine in (one, two):
+                engine._lanes.padding = TrustingBook(tmp_path / "padding.json")
                 engine.lane_of().manager.rates = FixedRates()
                 engine._scheduler.slice_sizer.max_slice = 32
             yield one, two
@@ -66,7 +65,7 @@ def test_both_answer_at_once_in_turns_and_each_finds_its_own_blocks(pair, models
             assert result.receipt.cached_tokens == (len(prompt) - 1 if is_warm else 0)
     for exam in exams:
         exam.check()
-    log = pair[0]._turns.log
+    log = pair[0]._device.log
     after_a_wait = [(one, two) for (one, waited), (two, _) in pairwise(log) if waited]
     assert len(after_a_wait) > 10
     assert all(one != two for one, two in after_a_wait)
@@ -81,13 +80,13 @@ def test_requests_have_numbers_of_their_own(pair):
 
 def test_slices_are_short_while_another_engine_waits(pair):
     engine = pair[0]
-    sizer, lane, turns = engine._scheduler.slice_sizer, engine.lane_of(), engine._turns
+    sizer, lane, device = engine._scheduler.slice_sizer, engine.lane_of(), engine._device
     sizer.max_slice = 512
     lane.manager.rates.slices = SliceCosts([(512, 0, 1.0)])  # alone a slice may take 1.5 s
     assert engine._scheduler._slice_tokens(lane, 0, 4000) == 512
-    turns._waiting.append(threading.Event())
+    device._waiting.append(threading.Event())
     n_tokens = engine._scheduler._slice_tokens(lane, 0, 4000)
-    turns._waiting.clear()
+    device._waiting.clear()
     assert n_tokens < 256
 
 

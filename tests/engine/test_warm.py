@@ -10,7 +10,7 @@ import pytest
 
 from keepwarm.cache.store import Budgets
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.start.warm import WarmedConversation, Warmer
+from keepwarm.engine.warm import WarmedConversation, Warmer
 from keepwarm.text.request import Breakpoint, KVOptions, Request, Sampling
 from tests.kit.engines import Models, ask, engine_on, memory, tokens_of
 from tests.kit.runs import prompt_of

@@ -19,7 +19,6 @@ from typing import Any
 import mlx.core as mx
 
 from keepwarm import config, kv
-from keepwarm.cache.restore.live import Live
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.restore.reading import PendingReads, Reader, Use
 from keepwarm.cache.store import Budgets, Store
@@ -27,6 +26,7 @@ from keepwarm.engine.admission import Admission
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.jobs import Job
 from keepwarm.engine.lane import Lane
+from keepwarm.engine.live import Live
 from keepwarm.engine.prefill import SliceSizer
 from keepwarm.engine.scheduler import Scheduler
 from keepwarm.errors import Cancelled

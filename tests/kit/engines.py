@@ -19,14 +19,12 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from keepwarm import config
-from keepwarm.cache.padding import PaddingBook
-from keepwarm.cache.padding_trial import Verdict
-from keepwarm.cache.restore.costs import SliceCosts
-from keepwarm.cache.restore.rates import Rates
+from keepwarm.cache.restore.rates import Rates, SliceCosts
 from keepwarm.cache.store import Budgets, Store
 from keepwarm.device.memory import MemoryConfig
 from keepwarm.engine.admission import EngineConfig
 from keepwarm.engine.engine import Engine
+from keepwarm.engine.padding import PaddingBook, Verdict
 from keepwarm.models.load import Model
 from keepwarm.text.request import Choice, Request, Sampling
 from tests.kit.checkpoints import CORPUS, EOS, SPECIALS, tokenizer_config
@@ -142,10 +140,10 @@ def engine_on(
     budgets = budgets or Budgets(min_free_disk_bytes=0)
     with ExitStack() as stack:
         store = stack.enter_context(Store(budgets=budgets, settings=settings))
-        if not tries_padding:
-            store._padding = TrustingBook(home / "padding.json")
         chosen = EngineConfig(**options)
         engine = stack.enter_context(engine_class(model, store, chosen, settings=settings))
+        if not tries_padding:
+            engine._lanes.padding = TrustingBook(home / "padding.json")
         lane = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result()
         if fixed_rates:
             lane.manager.rates = FixedRates()

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from keepwarm import kv
-from keepwarm.cache.padding import RowSharing
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.errors import BadInput
 from keepwarm.prefix.fingerprint import Identity
@@ -28,13 +27,11 @@ class AttachedModel:
         identity: Identity,
         manager: Manager,
         kv_options: dict[str, Any],
-        sharing: RowSharing,
     ) -> None:
         self._model = model
         self._kv_options = kv_options
         self.identity = identity
         self.manager = manager
-        self.sharing = sharing
 
     def restore(self, tokens: Sequence[int]) -> RestoredPrompt:
         """Caches for the longest stored prefix, or empty ones."""

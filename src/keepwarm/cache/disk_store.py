@@ -55,7 +55,6 @@ from keepwarm.store.seal import stored_namespace
 from keepwarm.store.tier import as_store_errors
 from keepwarm.store.unlock import unlock
 
-ROWS_TRUSTED = "rows trusted "  # noted with each namespace whose blocks no untried batch wrote
 PINS_MADE = "pins made"  # noted in the index once agents' pins are in it
 
 
@@ -111,22 +110,7 @@ class DiskStore:
         path = self._identity_path(name)
         if not path.exists():
             write_file(self.disk, path, json.dumps(identity.to_json()).encode())
-            self.trust_rows(name)
         return name
-
-    def trust_rows(self, name: Namespace) -> None:
-        """Note that no wrong row of a batch is among the blocks of this namespace."""
-        with as_store_errors(self.disk, "note a model"):
-            self.disk.index.database.set_flag(self._trust_flag(name))
-
-    def trusts_rows(self, name: Namespace) -> bool:
-        """Not if an earlier version, which tried no model's batches, wrote blocks here."""
-        with as_store_errors(self.disk, "look up a model"):
-            return self.disk.index.database.has_flag(self._trust_flag(name))
-
-    def _trust_flag(self, name: Namespace) -> str:
-        """In an encrypted store the namespace is secret, so it is called as its file is."""
-        return f"{ROWS_TRUSTED}{self._identity_path(name).name}"
 
     def identity_of(self, name: Namespace) -> Identity:
         try:

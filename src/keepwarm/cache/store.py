@@ -19,7 +19,6 @@ from keepwarm.cache.attached import AttachedModel
 from keepwarm.cache.counts import CountBook
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.identity import identity_of
-from keepwarm.cache.padding import RowSharing, padding_book
 from keepwarm.cache.restore.failures import RestoreFailures
 from keepwarm.cache.restore.forgetting import Forget, Forgetting
 from keepwarm.cache.restore.manager import Manager
@@ -38,8 +37,6 @@ from keepwarm.store.memory import MemoryTier
 from keepwarm.store.remote.mark import agree_on_mark
 from keepwarm.store.tier import StoredBlock, Tier, TierStats
 from keepwarm.store.tiers import SHARED, Tiers
-
-ROWS_ALONE = "rows_alone"  # in the identity of blocks that replace those of a wrong batch
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,6 @@ class Store:
         self.settings = settings or config.load(store=path)
         budgets = budgets or Budgets.of(self.settings)
         self._rates = RateBook.of_home(self.settings.home)
-        self._padding = padding_book(self.settings.home)
         self._is_memory_fixed = budgets.memory_bytes is not None
         self.memory = MemoryTier(_memory_bytes(budgets))
         self.saver: Saver = MemorySaver(self.memory)
@@ -169,24 +165,10 @@ class Store:
             salt=salt,
             **kv_options,
         )
-        sharing = RowSharing(model, kv_options, identity, source, self._padding)
-        identity = self._trusted(identity, sharing)
         manager = self.make_manager(identity, layout)
         everyones = namespace(replace(identity, salt="", origin=""))
         manager.rates = self._rates.of(everyones, PointSizes(layout).to_load(str(source)))
-        return AttachedModel(model, identity, manager, kv_options, sharing)
-
-    def _trusted(self, identity: Identity, sharing: RowSharing) -> Identity:
-        """The identity, or another one if blocks of this one may hold wrong rows of a batch."""
-        if self._on_disk is None:
-            return identity
-        name = self._on_disk.register(identity)
-        if self._on_disk.trusts_rows(name):
-            return identity
-        if not sharing.can_batch or sharing.run():
-            self._on_disk.trust_rows(name)
-            return identity
-        return replace(identity, kv_options={**identity.kv_options, ROWS_ALONE: 1})
+        return AttachedModel(model, identity, manager, kv_options)
 
     def make_manager(self, identity: Identity, layout: kv.Layout) -> Manager:
         """The manager of one model with one set of KV options."""

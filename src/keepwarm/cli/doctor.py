@@ -43,8 +43,8 @@ def doctor(
         return
     if quick:
         raise BadInput("--quick shortens --report; name the page to write with --report FILE.")
-    from keepwarm.cache.padding import padding_book
     from keepwarm.device.machine import snapshot  # imports MLX
+    from keepwarm.engine.padding import padding_book
 
     settings = config.load()
     machine = snapshot(settings)
@@ -109,7 +109,7 @@ def _costs(settings: config.Settings) -> ModelCosts | None:
 
     known = remembered_costs(settings)
     if known is None and is_here(settings):
-        from keepwarm.engine.start.speed import measure_model
+        from keepwarm.engine.compilation import measure_model
 
         try:
             measure_model(settings)

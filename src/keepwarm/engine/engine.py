@@ -19,15 +19,13 @@ from itertools import count
 from typing import Self, TypeAlias, TypeVar
 
 from keepwarm import blas
-from keepwarm.cache.restore.live import Live
 from keepwarm.cache.store import Store
 from keepwarm.config import Settings
 from keepwarm.config import load as load_settings
 from keepwarm.device.limits import MemoryScopes, scopes_of_process
 from keepwarm.device.memory import MemoryConfig, memories
 from keepwarm.device.pressure import Watcher, make_guards
-from keepwarm.device.turns import DeviceTurns
-from keepwarm.engine.admission import Admission, EngineConfig
+from keepwarm.engine.admission import Admission, DeviceLock, EngineConfig
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.chores import Chores
 from keepwarm.engine.insight.audit import Auditor
@@ -39,6 +37,8 @@ from keepwarm.engine.insight.texts import RememberedTexts
 from keepwarm.engine.insight.whatif import LookupLog
 from keepwarm.engine.jobs import Job, RunningSequence
 from keepwarm.engine.lane import Lane, Lanes, exact_options, make_options
+from keepwarm.engine.live import Live
+from keepwarm.engine.padding import padding_book
 from keepwarm.engine.prefill import SliceSizer
 from keepwarm.engine.scheduler import Scheduler
 from keepwarm.errors import Busy, Cancelled, KeepwarmError, Stopping
@@ -70,7 +70,7 @@ class Engine:
         *,
         settings: Settings | None = None,
         scopes: MemoryScopes | None = None,
-        turns: DeviceTurns | None = None,  # shared by the engines of several models
+        device: DeviceLock | None = None,  # shared by the engines of several models
         numbers: Iterator[int] | None = None,  # of requests: these too
     ) -> None:
         """Without `store` the store of the settings is opened, and closed with the engine."""
@@ -92,17 +92,17 @@ class Engine:
         self.lookup_log = LookupLog()
         self._auditor = Auditor(self.config.audit_share)
         self._numbers = numbers or count(1)
-        self._turns = turns or DeviceTurns()
+        self._device = device or DeviceLock()
         probe = run_probe(model.module, make_caches(model.module))
         self.preparer = Preparer.of(model, probe.n_logits, recent, settings, self.config.isolated)
         self._texts = RememberedTexts(recent, self.misses, self.preparer, self._post)
-        self._lanes = Lanes(model, self.store, self.live, probe.layout)
+        self._lanes = Lanes(model, self.store, self.live, probe.layout, padding_book(settings.home))
         self._admission = Admission(memory.batch_bytes)
         self._chores = Chores(self.store, lambda job: self._post(partial(self._scheduler.end, job)))
         self._scheduler = Scheduler(
             *(self._admission, SliceSizer.for_this_device(), self._on_kept),
             end_durably=self._chores.end_durably,
-            others_wait=self._turns.others_wait,
+            others_wait=self._device.others_wait,
         )
         self._scopes = scopes or scopes_of_process()
         self._joined = self._scopes.join(memory)  # last: nothing after it fails
@@ -310,7 +310,7 @@ class Engine:
 
     def _step(self) -> bool:
         try:
-            with self._turns.take():
+            with self._device.take():
                 return self._scheduler.step() or bool(self._commands)
         except Exception as error:
             LOG.exception("the scheduler failed; all requests end")

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 from keepwarm import kv
 from keepwarm.cache.continuations import continuations
-from keepwarm.cache.padding import RowSharing
 from keepwarm.cache.restore.failures import Fault
-from keepwarm.cache.restore.live import Live, copy_without
 from keepwarm.cache.restore.loading import EMPTY, Loading
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.planning import SMALL_LOAD_S
 from keepwarm.cache.store import Store
 from keepwarm.engine.admission import kv_bytes
+from keepwarm.engine.live import Live, copy_without
+from keepwarm.engine.padding import PaddingBook, RowSharing
 from keepwarm.models.load import Model
 from keepwarm.prefix.blocks import Namespace
 from keepwarm.prefix.fingerprint import Identity, salt_of
@@ -253,6 +253,7 @@ class Lanes:
     store: Store
     live: Live
     layout: kv.Layout  # with the default KV options
+    padding: PaddingBook
     _made: dict[tuple[KVOptions, str], Lane] = field(default_factory=dict)
 
     def find(self, options: KVOptions, tenant: str) -> Lane | None:
@@ -292,7 +293,7 @@ class Lanes:
             attached.identity,
             attached.manager,
             self.live,
-            attached.sharing,
+            RowSharing(self.model.module, given, attached.identity, self.model.path, self.padding),
             exact_lane=None if is_exact or not start else self.get(exact_options(options), tenant),
         )
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from keepwarm import kv
-from keepwarm.cache.restore.costs import SliceCosts
+from keepwarm.cache.restore.rates import SliceCosts
 from keepwarm.engine.sampling import PromptScores
 from keepwarm.errors import UnsupportedModel
 from keepwarm.prefix.blocks import BLOCK_TOKENS

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from keepwarm.device.memory import MemoryConfig
     from keepwarm.engine.answer import Answer
     from keepwarm.engine.engine import Engine
-    from keepwarm.engine.start.warm import Warmer
+    from keepwarm.engine.warm import Warmer
     from keepwarm.models.load import Model
     from keepwarm.server.http.turns import Turn
     from keepwarm.text.bounds.deadline import PrepareDeadline
@@ -56,8 +56,8 @@ def start_engine(
     `shared` is what engines of several models share.
     """
     from keepwarm.engine.admission import EngineConfig
+    from keepwarm.engine.compilation import compile_kernels_if_needed
     from keepwarm.engine.engine import Engine  # loads MLX
-    from keepwarm.engine.start.compilation import compile_kernels_if_needed
 
     config = EngineConfig.of(settings, isolated=True)
     config = replace(config, memory=memory or config.memory)
@@ -75,7 +75,7 @@ def start_engine(
 
 def _start_warmer(engine: Engine) -> Warmer:
     """While the engine is idle, load conversations from disk that will likely continue."""
-    from keepwarm.engine.start.warm import Warmer
+    from keepwarm.engine.warm import Warmer
 
     return Warmer(engine).run_in_background()
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from keepwarm.cache.counts import PromptCounts
-from keepwarm.cache.restore.live import LiveStats
 from keepwarm.cache.restore.writing import WriteStats
 from keepwarm.engine.insight import history as module
 from keepwarm.engine.insight.history import History, day_name, minute_name, recording
 from keepwarm.engine.insight.latency import latency_name, percentile_ms
 from keepwarm.engine.insight.stats import Stats
+from keepwarm.engine.live import LiveStats
 from tests.kit.waiting import wait_until
 
 NOON = 1_700_000_000.0 // 86400 * 86400 + 12 * 3600

@@ -1,16 +1,160 @@
-"""Measured speeds, to choose between loading and prefilling; kept between starts."""
+"""What prefilling and loading cost, as measured, to choose between them; kept between starts."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain, combinations, count
+from math import log2
 from pathlib import Path
+from statistics import median_low
 from typing import Any, NamedTuple
 
-from keepwarm.cache.restore.costs import SliceCosts
 from keepwarm.files import write_atomically
 from keepwarm.prefix.blocks import Namespace
+
+LATEST = 5  # slices of each power of two that are remembered
+ENOUGH = 3  # of them outvote a disturbed one
+MIN_APART = 512  # tokens between two contexts that show what a longer one costs
+LONG_SHARE = 8  # and their slices are no shorter than the longest one divided by this
+
+
+class TimedSlice(NamedTuple):
+    n_tokens: int
+    context: int  # tokens before it
+    seconds: float
+    number: int  # the later, the higher
+
+    def lever(self, other: TimedSlice) -> int:
+        return self.n_tokens * abs(self.context - other.context)
+
+
+class CurvePoint(NamedTuple):
+    n_tokens: int
+    seconds: float
+    n_measured: int
+    latest: int  # the number of its latest slice
+
+
+class SliceCosts:
+    """Seconds that a slice takes: a curve over its length, and a share for the context.
+
+    The curve has a point for every power of two that was measured, and is linear between them. The
+    share of the context is proportional to the tokens of the slice times those before it.
+    """
+
+    def __init__(self, slices: Iterable[Sequence[float]] = ()) -> None:
+        self._latest: dict[int, deque[TimedSlice]] = {}  # by power of two
+        self._numbers = count()
+        self._curve: list[CurvePoint] | None = None  # None: not drawn
+        self._context_s = 0.0
+        for n_tokens, context, seconds in slices:
+            self.add(int(n_tokens), int(context), float(seconds))
+
+    def __bool__(self) -> bool:
+        return bool(self._latest)
+
+    @property
+    def slices(self) -> list[tuple[int, int, float]]:
+        """What it is learned from: tokens, context and seconds, the earliest first."""
+        timed = sorted(chain(*self._latest.values()), key=lambda timed: timed.number)
+        return [(one.n_tokens, one.context, one.seconds) for one in timed]
+
+    @property
+    def longest(self) -> int:
+        return max((timed.n_tokens for timed in chain(*self._latest.values())), default=0)
+
+    def knows(self, n_tokens: int) -> bool:
+        """Whether a slice of about this length was measured."""
+        return round(log2(n_tokens)) in self._latest
+
+    def add(self, n_tokens: int, context: int, seconds: float) -> None:
+        latest = self._latest.setdefault(round(log2(n_tokens)), deque(maxlen=LATEST))
+        latest.append(TimedSlice(n_tokens, context, seconds, next(self._numbers)))
+        self._curve = None
+
+    def seconds(self, n_tokens: int, context: int = 0) -> float:
+        """Of one slice; something must have been measured."""
+        curve = self._drawn()
+        return _on(curve, n_tokens) + self._context_s * n_tokens * context
+
+    def prefill_s(self, start: int, end: int) -> float:
+        """From one token of a prompt to another, in slices as long as any measured."""
+        n_tokens, longest = end - start, self.longest
+        n_whole, rest = divmod(n_tokens, longest)
+        without_context = n_whole * self.seconds(longest) + (self.seconds(rest) if rest else 0.0)
+        before = start + max(0, n_tokens - longest) / 2  # on average
+        return without_context + self._context_s * n_tokens * before
+
+    def _drawn(self) -> list[CurvePoint]:
+        if self._curve is None:
+            self._context_s = _context_s(self._latest.values())
+            points = [_point(latest, self._context_s) for latest in self._latest.values()]
+            self._curve = _corrected(sorted(points))
+        return self._curve
+
+
+def _context_s(groups: Iterable[Iterable[TimedSlice]]) -> float:
+    """Seconds for each token of a slice and each before it, from slices of equal length.
+
+    The median of what pairs show. The farther two contexts are apart, the more a pair counts: of
+    near ones the difference is mostly noise. Short slices say nothing of long ones: a GPU reads the
+    context for one token in the time for a thousand.
+    """
+    groups = list(groups)
+    shortest = max((one.n_tokens for one in chain(*groups)), default=0) / LONG_SHARE
+    slopes = sorted(
+        ((a.seconds - b.seconds) / (a.n_tokens * (a.context - b.context)), a.lever(b))
+        for group in groups
+        for a, b in combinations(group, 2)
+        if a.n_tokens == b.n_tokens >= shortest and abs(a.context - b.context) >= MIN_APART
+    )
+    half = sum(lever for _, lever in slopes) / 2
+    below = accumulate(lever for _, lever in slopes)
+    middle = next(
+        (slope for (slope, _), so_far in zip(slopes, below, strict=True) if so_far >= half), 0.0
+    )
+    return max(0.0, middle)
+
+
+def _point(latest: Sequence[TimedSlice], context_s: float) -> CurvePoint:
+    """A slice of about this length without context."""
+    seconds = median_low(t.seconds - context_s * t.n_tokens * t.context for t in latest)
+    n_tokens = median_low(t.n_tokens for t in latest)
+    return CurvePoint(n_tokens, max(seconds, 1e-6), len(latest), latest[-1].number)
+
+
+def _corrected(points: list[CurvePoint]) -> list[CurvePoint]:
+    """The same, but what was hardly measured, or before its neighbour, takes no more time than a
+    longer slice, and no more for each token than a shorter one.
+
+    Else what seems too slow would never be measured again.
+    """
+    for i in reversed(range(len(points) - 1)):
+        points[i] = _at_most(points[i], points[i + 1].seconds, points[i + 1])
+    for i in range(1, len(points)):
+        shorter = points[i - 1]
+        seconds = shorter.seconds * points[i].n_tokens / shorter.n_tokens
+        points[i] = _at_most(points[i], seconds, shorter)
+    return points
+
+
+def _at_most(point: CurvePoint, seconds: float, neighbour: CurvePoint) -> CurvePoint:
+    if point.n_measured >= ENOUGH and point.latest > neighbour.latest:
+        return point
+    return point._replace(seconds=min(point.seconds, seconds))
+
+
+def _on(curve: Sequence[CurvePoint], n_tokens: int) -> float:
+    """Below its first point in proportion, above its last on the line through the last two."""
+    i = min(bisect_left(curve, n_tokens, key=lambda point: point.n_tokens), len(curve) - 1)
+    more, above = curve[i][:2]
+    fewer, below = curve[i - 1][:2] if i else (0, 0.0)
+    slope = (above - below) / (more - fewer)
+    return above + (max(slope, 0.0) if n_tokens > more else slope) * (n_tokens - more)
 
 
 class LoadSize(NamedTuple):

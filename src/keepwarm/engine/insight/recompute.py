@@ -13,11 +13,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from keepwarm.cache.agents.agent import Agent
-from keepwarm.cache.restore.live import Live
 from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.engine.answer import collect
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.lane import Lane
+from keepwarm.engine.live import Live
 from keepwarm.errors import BadCacheFile, BadInput, InsufficientResources, KeepwarmError
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, chain
 from keepwarm.prefix.policy import Policy

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from keepwarm.cache.counts import PromptCounts
-from keepwarm.cache.restore.live import Live, LiveStats
 from keepwarm.cache.restore.writing import WriteStats
 from keepwarm.cache.store import Store
 from keepwarm.device.memory import MemoryConfig
 from keepwarm.engine.admission import Admission
 from keepwarm.engine.lane import Lanes
+from keepwarm.engine.live import Live, LiveStats
 from keepwarm.engine.scheduler import Scheduler
 from keepwarm.store.tier import TierStats
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple, TypeAlias
 
-from keepwarm.cache.restore.live import Live
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.store import Store
+from keepwarm.engine.live import Live
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, chain_packed
 from keepwarm.store.record import Part
 from keepwarm.store.tier import TierStats

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepwarm.config import Settings
-from keepwarm.device.turns import DeviceTurns
+from keepwarm.engine.admission import DeviceLock
 from keepwarm.errors import (
     EngineFailed,
     InsufficientResources,
@@ -82,7 +82,7 @@ class Slots:
         self._changed = threading.Condition()
         self._is_closing = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="keepwarm-models")
-        self._turns = DeviceTurns()
+        self._device = DeviceLock()
         self._numbers = count(1)
 
     # leases
@@ -175,7 +175,7 @@ class Slots:
         return start_engine(
             *(model, self.store, self._settings, report),
             memory=memory,
-            turns=self._turns,
+            device=self._device,
             numbers=self._numbers,
         )
 

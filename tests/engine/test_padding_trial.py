@@ -1,4 +1,5 @@
-"""Padded rows compared with single ones, on models that are right and on models that are not."""
+"""Padded rows compared with single ones, on models that are right and on models that are not; the
+verdicts on disk, which are best effort."""
 
 import sys
 
@@ -7,7 +8,15 @@ import pytest
 from benchmarks.zoo.models import build
 
 from keepwarm import kv
-from keepwarm.cache.padding_trial import LENGTHS, PROMPT, STEPS, try_padding
+from keepwarm.engine.padding import (
+    LENGTHS,
+    PROMPT,
+    STEPS,
+    KnownVerdict,
+    PaddingBook,
+    Verdict,
+    try_padding,
+)
 from tests.kit.runs import FedCounter
 
 GIB = 1 << 30
@@ -74,3 +83,35 @@ def test_its_rows_fit_into_the_models_context(tiny_model):
     """With the tokens that are decoded behind them."""
     verdict, _ = run(tiny_model("llama"), max_tokens=500)
     assert verdict.n_tokens + len(STEPS[0]) == 500
+
+
+RIGHT = KnownVerdict("right", "0.32.2", Verdict(True, 0.0, 0.0, 4111))
+WRONG = KnownVerdict("wrong", "0.32.2", Verdict(False, 0.5, 0.0, 97))
+
+
+def test_verdicts_of_two_processes_are_both_kept(tmp_path):
+    path = tmp_path / "home" / "padding.json"
+    first, second = PaddingBook(path), PaddingBook(path)
+    first.put("a", RIGHT, keep=True)
+    second.put("b", WRONG, keep=True)
+    again = PaddingBook(path)
+    assert (again.get("a"), again.get("b"), again.get("c")) == (RIGHT.verdict, WRONG.verdict, None)
+    assert again.alone() == [WRONG]
+
+
+def test_what_is_not_to_be_kept_holds_for_this_process(tmp_path):
+    path = tmp_path / "padding.json"
+    book = PaddingBook(path)
+    book.put("a", WRONG, keep=False)
+    assert book.get("a") == WRONG.verdict
+    assert PaddingBook(path).get("a") is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', '{"a": {"model": "m", "mlx_lm": "1"}}'])
+def test_a_damaged_file_is_no_verdict(tmp_path, text):
+    path = tmp_path / "padding.json"
+    path.write_text(text)
+    book = PaddingBook(path)
+    assert book.get("a") is None
+    book.put("a", RIGHT, keep=True)
+    assert PaddingBook(path).get("a") == RIGHT.verdict

@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from keepwarm.cache.restore.costs import SliceCosts
-from keepwarm.cache.restore.rates import RateBook, Rates
+from keepwarm.cache.restore.rates import RateBook, Rates, SliceCosts
 from keepwarm.prefix.blocks import Namespace
 
 NAME = Namespace(bytes(32))

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from keepwarm import kv
-from keepwarm.cache.restore.live import Live, LiveHit
+from keepwarm.engine.live import Live, LiveHit
 from keepwarm.errors import CacheMismatch
 from keepwarm.prefix.blocks import Namespace
 from tests.kit.compare import assert_differs, assert_same
