@@ -13,7 +13,7 @@ PIP := $(BIN)/python deploy/pip_progress.py
 LOCK := requirements$(if $(filter cuda,$(BACKEND)),-cuda).lock
 LOCKED := $(PIP) --require-hashes --only-binary :all: --requirement
 
-.PHONY: run chat test lint format docs bench soak mutants install tools lock backend clean
+.PHONY: run chat demo test lint format docs bench soak mutants install tools lock backend clean
 
 run: install
 	$(BIN)/keepwarm pull smollm2
@@ -22,6 +22,10 @@ run: install
 chat: install
 	$(BIN)/keepwarm pull smollm2
 	$(BIN)/keepwarm chat $(ARGS)
+
+demo: install
+	$(BIN)/keepwarm pull smollm2
+	$(BIN)/keepwarm demo
 
 test: tools
 	PYTHONDONTWRITEBYTECODE= MLX_DISABLE_COMPILE=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
@@ -40,7 +44,7 @@ docs: tools
 	$(BIN)/python .ci/docs_site.py build/docs $(URL)
 
 bench: install
-	$(BIN)/keepwarm bench $(ARGS)
+	$(BIN)/python -m benchmarks.requests $(ARGS)
 
 soak: tools
 	$(PIP) --no-deps --group soak

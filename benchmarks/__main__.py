@@ -17,7 +17,7 @@ from rich.progress import Progress
 from benchmarks import batch, kv, store
 from benchmarks.measure import Cost, Record, Task
 from benchmarks.report import Report, show, write_json
-from keepwarm.bench.measure import describe_machine
+from benchmarks.requests.measure import describe_machine
 from keepwarm.errors import BadInput, KeepwarmError
 
 

@@ -14,8 +14,8 @@ from mlx_lm.models.cache import dynamic_roll as mlx_lm_roll
 from benchmarks.caches import Shape, random_rows
 from benchmarks.kv import copy_into, repeats_for
 from benchmarks.measure import Density, Record, Skipped, Speed, Task, reason_to_skip, seconds_of
+from benchmarks.requests.measure import release_memory
 from keepwarm import kv
-from keepwarm.bench.measure import release_memory
 
 Measured: TypeAlias = Callable[[str, float, Callable[[], object]], Record]
 Roll: TypeAlias = Callable[[mx.array, mx.array, int], mx.array]

@@ -30,7 +30,7 @@ import httpx
 import typer
 
 from benchmarks.attacks import ATTACKS, CHAT, Attack
-from keepwarm.bench.measure import describe_machine
+from benchmarks.requests.measure import describe_machine
 
 CONNECTIONS = 8  # of the attacking key
 PROMPT = "Name a fruit and a colour, please: number {}."

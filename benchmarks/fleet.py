@@ -1,6 +1,6 @@
 """`python -m benchmarks.fleet`: agent traffic over 2, 8 and 64 servers, simulated in tokens.
 
-360 conversations of coding agents (keepwarm/bench/data/README.md), four at a time on each server.
+360 conversations of coding agents (benchmarks/requests/data/README.md), four at a time a server.
 A router keeps a conversation on one server, or spreads requests in turn; servers share blocks or
 not. Queues are not simulated: a first token comes after loading and computing its own prompt.
 """
@@ -20,8 +20,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.requests.recorded import RecordedConversation, RecordedRequest, load, requests
 from benchmarks.traces import TOKEN_BYTES
-from keepwarm.bench.recorded import RecordedConversation, RecordedRequest, load, requests
 
 SERVERS = (2, 8, 64)
 SLOTS = 4  # conversations at a time on each server

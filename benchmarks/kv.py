@@ -26,8 +26,8 @@ from benchmarks.measure import (
     reason_to_skip,
     seconds_of,
 )
+from benchmarks.requests.measure import in_child, release_memory
 from keepwarm import kv
-from keepwarm.bench.measure import in_child, release_memory
 from keepwarm.errors import KeepwarmError
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 

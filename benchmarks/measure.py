@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from keepwarm.bench.measure import release_memory
+from benchmarks.requests.measure import release_memory
 from keepwarm.units import format_bytes
 
 if sys.platform != "win32":

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Protocol
 
-from keepwarm.bench.recorded import RecordedRequest
+from benchmarks.requests.recorded import RecordedRequest
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 
 

@@ -20,13 +20,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from benchmarks.requests import files
+from benchmarks.requests.measure import describe_machine
+from benchmarks.requests.prompts import with_answer
+from benchmarks.requests.run import Sizes, WorkloadRun
+from benchmarks.requests.suite import run_factory
+from benchmarks.requests.targets import keepwarm_server, mlx_lm_server
 from keepwarm import config
-from keepwarm.bench import files
-from keepwarm.bench.measure import describe_machine
-from keepwarm.bench.prompts import with_answer
-from keepwarm.bench.run import Sizes, WorkloadRun
-from keepwarm.bench.suite import run_factory
-from keepwarm.bench.targets import keepwarm_server, mlx_lm_server
 
 Runs: TypeAlias = Sequence[WorkloadRun]  # one for each server
 Seconds: TypeAlias = dict[str, list[float]]  # of every sample, by server

@@ -20,9 +20,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from benchmarks.requests.measure import drop_files
 from benchmarks.shapes import SHAPES, build
 from keepwarm import config, kv
-from keepwarm.bench.measure import drop_files
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.reading import Reader
 from keepwarm.cache.store import Budgets, Store

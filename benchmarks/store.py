@@ -31,8 +31,8 @@ from benchmarks.measure import (
     seconds_of,
     touch_memory,
 )
+from benchmarks.requests.measure import drop_files, in_child, release_memory
 from keepwarm import kv
-from keepwarm.bench.measure import drop_files, in_child, release_memory
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.restore.reading import Reader

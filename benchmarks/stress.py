@@ -28,7 +28,7 @@ import httpx
 import psutil
 import typer
 
-from keepwarm.bench.measure import describe_machine
+from benchmarks.requests.measure import describe_machine
 
 CLIENTS = 8
 SETTLED = 200  # requests after which memory is compared with the end

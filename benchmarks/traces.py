@@ -1,6 +1,6 @@
 """`python -m benchmarks.traces`: recorded agent traffic through the real look-up and eviction.
 
-360 conversations of coding agents (keepwarm/bench/data/README.md), eight at a time by their
+360 conversations of coding agents (benchmarks/requests/data/README.md), eight at a time by their
 timestamps. Keys, index, plan and eviction are the real ones at full size; tensors are stand-ins
 that report their true size and hold no data.
 """
@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.requests.recorded import RecordedRequest, load, requests
 from benchmarks.rivals import Cache, Fifo, Sessions, TailFirst
-from keepwarm.bench.recorded import RecordedRequest, load, requests
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.planning import Plan
 from keepwarm.cache.restore.reading import Reader

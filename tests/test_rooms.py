@@ -33,7 +33,6 @@ LEVELS = {
     "engine": 5,
     "session": 6,
     "server": 7,
-    "bench": 8,
     "cli": 9,
     **dict.fromkeys(("__init__", "__main__"), 10),
 }

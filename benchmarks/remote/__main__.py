@@ -21,7 +21,7 @@ from tests.kit.redis_server import redis_server
 from tests.kit.s3_server import weed_server
 
 from benchmarks.remote import speed, throttled, unreachable
-from keepwarm.bench.measure import describe_machine
+from benchmarks.requests.measure import describe_machine
 
 QUICK = speed.RecordSize(4, 1 << 20, 8)
 

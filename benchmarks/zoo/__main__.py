@@ -20,11 +20,11 @@ from typing import Annotated, ParamSpec
 import mlx.core as mx
 import typer
 
+from benchmarks.requests.measure import describe_machine
 from benchmarks.zoo.findings import Findings, Results
 from benchmarks.zoo.models import model_types
 from benchmarks.zoo.page import summary
 from benchmarks.zoo.trials import DTYPES, first_process, next_process
-from keepwarm.bench.measure import describe_machine
 
 P = ParamSpec("P")
 

@@ -1,8 +1,7 @@
 """The simulation of a fleet counts what it says."""
 
 from benchmarks.fleet import Rates, simulate, simulate_all
-
-from keepwarm.bench.recorded import RecordedConversation
+from benchmarks.requests.recorded import RecordedConversation
 
 RATES = Rates(prefill_tokens=1000, network_bytes=1e12)
 TALK = RecordedConversation([(0.0, 0, 1000, 0), (1.0, 1000, 1100, 0), (2.0, 1100, 1200, 0)])

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from benchmarks.caches import GEMMA_12B, LLAMA_8B, SMALL, Shape
 from benchmarks.measure import Peak, Skipped, peak_growth, reason_to_skip
+from benchmarks.requests.measure import in_child
 
 from benchmarks import batch, store
 from benchmarks import kv as single
 from keepwarm import kv
-from keepwarm.bench.measure import in_child
 
 # Both kinds of layer: 2 that keep all of 8,192 tokens and 10 with a window, 218 MB together.
 MEDIUM = Shape("medium", n_layers=12, n_heads=8, width=256, window=1024, global_every=6)

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from benchmarks.requests.run import QUICK
+from benchmarks.requests.suite import run_factory
+from benchmarks.requests.targets import InProcess
 from benchmarks.servers import ratios, turns
 
-from keepwarm.bench.run import QUICK
-from keepwarm.bench.suite import run_factory
-from keepwarm.bench.targets import InProcess
 from tests.kit.checkpoints import write_checkpoint
 
 SIZES = replace(QUICK, samples=2, turns=2)

@@ -8,9 +8,9 @@ import pytest
 from benchmarks.caches import Shape
 from benchmarks.kv import arrays_of, raw_bytes
 from benchmarks.measure import Cost, Peak, Speed
+from benchmarks.requests.measure import drop_files, in_child
 
 from benchmarks import store
-from keepwarm.bench.measure import drop_files, in_child
 from keepwarm.cache.restore.reading import Reader
 from keepwarm.prefix.blocks import chain
 from keepwarm.store.disk.disk import DiskLimits, DiskTier

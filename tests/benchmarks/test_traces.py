@@ -7,6 +7,7 @@ from itertools import islice
 
 import mlx.core as mx
 import pytest
+from benchmarks.requests.recorded import RecordedRequest, load, requests
 from benchmarks.rivals import Fifo, Sessions, TailFirst, reusable
 from benchmarks.traces import (
     BUDGETS,
@@ -28,7 +29,6 @@ from benchmarks.traces import (
 from mlx_lm.models.cache import KVCache, LRUPromptCache
 from rich.console import Console
 
-from keepwarm.bench.recorded import RecordedRequest, load, requests
 from keepwarm.errors import BadInput
 
 SMALL = [budget // 16 for budget in BUDGETS]

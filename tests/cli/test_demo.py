@@ -1,15 +1,15 @@
-"""`keepwarm demo`: no arguments, a server that is really killed, answers that stay the same."""
+"""`keepwarm demo`: no arguments, a process that is really killed, answers that stay the same."""
 
 import re
 
 import pytest
 
-from keepwarm.bench.client import TimedReply
-from keepwarm.bench.demo import (
+from keepwarm.cli.demo import (
     BAR,
     EIGHTHS,
     FIRST,
     TURNS,
+    DemoReply,
     DemoTurn,
     bar,
     comparison,
@@ -65,7 +65,7 @@ def test_answers_are_the_same(shown):
 
 
 def reply(text, n_prompt=100, seconds=1.0):
-    return TimedReply(text, (seconds,), seconds, n_prompt, 0, 1, {})
+    return DemoReply(text, seconds, n_prompt, {})
 
 
 def test_another_answer_is_seen():

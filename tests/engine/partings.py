@@ -1,6 +1,6 @@
 """`python -m tests.engine.partings`: what is computed again where prompts part, by layer kind.
 
-Recorded conversations (keepwarm/bench/data/README.md) and new sessions of published coding agents
+Recorded conversations (benchmarks/requests/data/README.md) and new sessions of coding agents
 (docs/results/sessions.json), their lengths divided, as raw prompts for tiny models: without
 messages nothing says beforehand where another prompt may part. A prompt *parts at a known place*
 where an earlier one has parted from the same tokens. A place less than NEAR tokens behind another
@@ -20,9 +20,9 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 import typer
+from benchmarks.requests.recorded import load, requests
 
 from keepwarm import blas
-from keepwarm.bench.recorded import load, requests
 from keepwarm.prefix.blocks import common_tokens, pack
 from keepwarm.store.thinning import NEAR
 from tests.kit.engines import Models, ask, engine_on, memory

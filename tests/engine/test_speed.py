@@ -1,4 +1,4 @@
-"""What reuse is worth in seconds, as ratios within one run; `keepwarm bench` does it at length."""
+"""What reuse is worth in seconds, as ratios; `benchmarks.requests` measures at length."""
 
 from __future__ import annotations
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from benchmarks.requests.files import llama_shapes
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-from keepwarm.bench.files import llama_shapes
 
 CHATML = (
     "{% for message in messages %}"

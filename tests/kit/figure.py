@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from keepwarm.bench.report.results import Results, Series
-from keepwarm.bench.summary import COLUMNS
-from keepwarm.bench.workloads import lengths
+from benchmarks.requests.report.results import Results, Series
+from benchmarks.requests.summary import COLUMNS
+from benchmarks.requests.workloads import lengths
 
 N_TOKENS = 2048
 BARS = {"mlx-lm": "other", "keepwarm": "ours"}  # by target, from the top; the class of its bar

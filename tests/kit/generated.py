@@ -1,6 +1,6 @@
 """Pages generated from code and results: the public API, the command line's help, the table of
-settings, models by memory, the results of `keepwarm bench`, the README's figure and table of them,
-and the pages of the zoo, of the conversations, of coding agents and of
+settings, models by memory, the results of `benchmarks.requests`, the README's
+figure and table of them, and the pages of the zoo, of the conversations, of coding agents and of
 other projects' tests.
 
 `python -m tests.kit.generated` writes them; tests compare them with the code.
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import typer.main
+from benchmarks.requests.report import tables
+from benchmarks.requests.report.results import Results
+from benchmarks.requests.summary import summary
 from benchmarks.zoo.findings import Results as ZooResults
 from benchmarks.zoo.page import page as zoo_page
 from typer.testing import CliRunner
 
-from keepwarm.bench.report import tables
-from keepwarm.bench.report.results import Results
-from keepwarm.bench.summary import summary
 from keepwarm.cli import main
 from keepwarm.config import Settings
 from keepwarm.models.choices import LEAST_TOKENS, ModelChoice, all_choices

@@ -8,10 +8,10 @@ from math import prod
 
 import mlx.core as mx
 import pytest
+from benchmarks.requests.files import llama_shapes
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from keepwarm.bench.files import llama_shapes
 from keepwarm.device import space
 from keepwarm.errors import (
     BadModelFile,

@@ -1,4 +1,4 @@
 """The command line: one verb, one file.
 
-Imports `bench`, `cache`, `device`, `engine`, `models`, `prefix`, `server`, `store`, `text`.
+Imports `cache`, `device`, `engine`, `models`, `prefix`, `server`, `store`, `text`.
 """

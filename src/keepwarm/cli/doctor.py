@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+import statistics
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 import typer
@@ -22,6 +28,9 @@ if TYPE_CHECKING:
     from keepwarm.cache.break_even import ModelCosts
     from keepwarm.cache.shared.opening import RemoteReport
     from keepwarm.device.machine import Machine
+    from keepwarm.engine.answer import Answer
+    from keepwarm.engine.engine import Engine
+    from keepwarm.models.load import Model
 
 
 def doctor(
@@ -29,12 +38,12 @@ def doctor(
     report: Annotated[
         Path | None,
         typer.Option(
-            help="Measure this machine against mlx_lm.server, which takes from minutes (GPU) to an "
-            "hour (CPU), and write a page to paste: machine, versions, the README's table."
+            help="Measure the model on this machine, which takes minutes, and write a page to "
+            "paste: versions, time to first token cold and restored, decoding speed."
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="With --report: short prompts, two samples.")
+        bool, typer.Option("--quick", help="With --report: short prompts, one sample.")
     ] = False,
 ) -> None:
     """Show backend, BLAS, speed, memory, disk, versions and advice."""
@@ -119,18 +128,121 @@ def _costs(settings: config.Settings) -> ModelCosts | None:
     return known
 
 
-def _write_report(path: Path, quick: bool) -> None:
-    from keepwarm.bench import suite
-    from keepwarm.bench.run import QUICK, Sizes
-    from keepwarm.bench.summary import COLUMNS, WORKLOADS, machine_page
+class Lengths(NamedTuple):
+    """What `--report` measures: prompts of these many tokens, and samples of each."""
 
+    prompts: tuple[int, ...]
+    samples: int
+
+
+FULL, QUICK = Lengths((512, 2048, 8192), 3), Lengths((64, 256), 1)
+N_DECODED = 64  # tokens of each answer whose speed is measured
+STREAMS = (1, 4)
+Prompts: TypeAlias = dict[int, list[list[int]]]  # token ids, by length
+
+
+class Figures(NamedTuple):
+    """Seconds to the first token by prompt length, and decoded tokens per second by streams."""
+
+    first_token_s: dict[str, dict[int, float]]
+    tokens_per_s: dict[int, float]
+
+
+def _write_report(path: Path, quick: bool) -> None:
     check_parents(path)
+    from keepwarm.device.machine import snapshot
+
+    settings = config.load()
+    remotes = _measure_remotes(settings)
+    figures = _measure_engine(replace(settings, remote=""), QUICK if quick else FULL)
     command = f"keepwarm doctor --report {path.name}{' --quick' * quick}"
-    settings, sizes = config.load(), QUICK if quick else Sizes()
-    results = suite.measure(WORKLOADS, list(COLUMNS), settings.model, sizes, command)
-    page = machine_page(results, quick) + _tiers_page(_measure_remotes(settings))
-    path.write_text(page)
-    print(page)
+    about = f"{Path(settings.model).name}, medians: `{command}`\n"
+    page = "\n".join([_machine_page(snapshot(settings)), _figures_page(figures), about])
+    path.write_text(page + _tiers_page(remotes))
+    print(path.read_text())
+
+
+def _measure_engine(settings: config.Settings, lengths: Lengths) -> Figures:
+    """Cold, again, and again by an engine that has opened the same store anew."""
+    from keepwarm.models.load import load
+
+    model = load(settings.model, settings)
+    prompts = {
+        n: [_prompt(n, seed) for seed in range(lengths.samples)]
+        for n in lengths.prompts
+        if n + N_DECODED <= model.n_context
+    }
+    with tempfile.TemporaryDirectory(prefix="keepwarm-report-") as folder:
+        with _opened(model, Path(folder), settings) as engine:
+            first = {name: _first_tokens_s(engine, prompts) for name in ("cold", "from memory")}
+        with _opened(model, Path(folder), settings) as engine:
+            first["from disk"] = _first_tokens_s(engine, prompts)
+            return Figures(first, {n: _tokens_per_s(engine, n) for n in STREAMS})
+
+
+@contextmanager
+def _opened(model: Model, folder: Path, settings: config.Settings) -> Iterator[Engine]:
+    from keepwarm.cache.store import Store
+    from keepwarm.engine.engine import Engine
+
+    with Store(folder, settings=settings) as store, Engine(model, store, settings=settings) as made:
+        _answer(made, _prompt(8, seed=-1), 2).result()  # compiles kernels
+        yield made
+
+
+def _prompt(n_tokens: int, seed: int) -> list[int]:
+    """Token ids; the first one differs by seed and length, so that prompts share no prefix."""
+    return [1 + (i + 5 * seed + n_tokens // 32) % 97 for i in range(n_tokens)]
+
+
+def _first_tokens_s(engine: Engine, prompts: Prompts) -> dict[int, float]:
+    return {
+        n: statistics.median(_seconds(_answer(engine, prompt, 1).result) for prompt in sample)
+        for n, sample in prompts.items()
+    }
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _tokens_per_s(engine: Engine, n_streams: int) -> float:
+    """Of all streams together, their short prefills included."""
+    answers = [_answer(engine, _prompt(16, seed), N_DECODED) for seed in range(n_streams)]
+    seconds = _seconds(lambda: [answer.result() for answer in answers])
+    return n_streams * N_DECODED / seconds
+
+
+def _answer(engine: Engine, prompt: list[int], n_tokens: int) -> Answer:
+    from keepwarm.text.request import Request, Sampling
+
+    stops = dict.fromkeys(engine.model.tokenizer.eos_token_ids, -100.0)
+    sampling = Sampling(max_tokens=n_tokens, temperature=0, logit_bias=stops)
+    return engine.submit(Request(prompt=prompt, sampling=sampling))
+
+
+def _machine_page(machine: Machine) -> str:
+    """Machine and versions; no host name and no path."""
+    rows = _rows(machine)
+    for name in ("Home", "Block store", "Advice"):
+        del rows[name]
+    lines = "\n".join(f"- {name}: {value}" for name, value in rows.items())
+    return f"# Keepwarm on {machine.device}\n\n{lines}\n"
+
+
+def _figures_page(figures: Figures) -> str:
+    lengths = list(figures.first_token_s["cold"])
+    lines = [
+        "| Time to first token (s) | " + " | ".join(f"{n:,} tokens" for n in lengths) + " |",
+        "|---|" + "--:|" * len(lengths),
+    ]
+    for name, seconds in figures.first_token_s.items():
+        lines.append(f"| {name} | " + " | ".join(f"{s:.3f}" for s in seconds.values()) + " |")
+    lines.append("")
+    lines += [f"- {n} at once: {x:.1f} tokens/s" for n, x in figures.tokens_per_s.items()]
+    return "\n".join(lines) + "\n"
 
 
 def _tiers_page(remotes: list[MeasuredRemote]) -> str:

@@ -11,7 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from keepwarm.bench.measure import describe_machine
+from benchmarks.requests.measure import describe_machine
+
 from tests.clients.coders.page import table
 from tests.clients.coders.programs import PROGRAMS, arguments, install
 from tests.clients.coders.walk import Walk

@@ -20,7 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from keepwarm.bench.measure import describe_machine
+from benchmarks.requests.measure import describe_machine
+
 from tests.clients.coders.model import FILE, NOTE, PLAIN, SAID, TEMPLATE, write_model
 from tests.clients.coders.page import goes_on, journeys_table
 from tests.clients.coders.programs import EVERY, Ended, Place, Program, arguments, install

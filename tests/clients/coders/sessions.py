@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.requests.measure import describe_machine
 from tokenizers import Tokenizer
 
 from keepwarm import config
-from keepwarm.bench.measure import describe_machine
 from keepwarm.models.load import load
 from tests.clients.coders.model import FILE, NOTE
 from tests.clients.coders.page import sessions_table

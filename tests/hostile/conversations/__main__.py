@@ -15,8 +15,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.requests.measure import describe_machine
+
 from keepwarm import blas
-from keepwarm.bench.measure import describe_machine
 
 
 def main() -> int:

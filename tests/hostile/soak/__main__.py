@@ -10,7 +10,8 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from keepwarm.bench.measure import describe_machine
+from benchmarks.requests.measure import describe_machine
+
 from tests.hostile.soak.run import Soak
 from tests.kit.checkpoints import write_checkpoint
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
+from benchmarks.requests.targets import free_port
 
-from keepwarm.bench.targets import free_port
 from tests.kit.waiting import wait_until
 
 DEPLOY = Path(__file__).parents[3] / "deploy"

@@ -8,8 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from benchmarks.requests.measure import drop_files
 
-from keepwarm.bench.measure import drop_files
 from keepwarm.store.atomic import Files
 from keepwarm.store.disk import pages
 from keepwarm.store.disk.disk import DiskLimits, DiskTier

@@ -1,0 +1,1 @@
+"""Results as tables and a page, compared with a baseline."""

@@ -1,4 +1,0 @@
-"""Results as tables and a page, compared with a baseline.
-
-Imports the ground floor.
-"""

@@ -1,4 +1,0 @@
-"""The workloads that `keepwarm bench` runs, one file each.
-
-Imports `bench`, `bench.report`, `prefix`.
-"""

@@ -1,0 +1,124 @@
+"""The stored baseline: what it must contain, and what the pages quote from it."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from benchmarks.requests.report import tables
+from benchmarks.requests.report.results import Results, Series
+from benchmarks.requests.run import Sizes
+from benchmarks.requests.summary import LINES
+
+from tests.kit import figure, generated
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+ONE_PASS = {"trace", "stress"}  # their samples are requests
+# Headings of the README's table that the file of figures calls otherwise.
+LABELS = {
+    "cold": "prefill, nothing kept",
+    "from disk, page cache dropped": "from disk, pages dropped",
+    "from disk, page cache warm": "from disk, pages warm",
+}
+AT_THE_END = "at the end of the workload"  # measured once
+
+
+@pytest.fixture(scope="module")
+def kept():
+    return Results.read(RESULTS / "baseline.json")
+
+
+def ours(kept, workload, what):
+    """Keepwarm's medians by x."""
+    found = kept.of(workload, what)
+    return {series.x: series.median for series in found if series.target == "keepwarm"}
+
+
+def test_the_baseline_is_that_of_the_page(kept):
+    """Every sample is recorded, with machine and versions."""
+    page = (RESULTS / "bench.md").read_text()
+    assert tables.markdown(kept).strip() in page
+    assert kept.samples >= 3
+    sampled = [series for series in kept.series if series.workload not in ONE_PASS]
+    sampled = [series for series in sampled if AT_THE_END not in series.how]
+    assert all(len(series.samples) >= kept.samples for series in sampled)
+    assert {"mlx", "mlx-lm", "python"} <= kept.machine["versions"].keys()
+
+
+def test_a_long_prompt_that_is_known_starts_more_than_twice_as_soon(kept):
+    """With the default model, repeated and after kill -9."""
+    assert Sizes().chat > 512
+    (cold,) = ours(kept, "chat", "cold").values()
+    for what in ("exact repeat", "after a restart"):
+        (warm,) = ours(kept, "chat", what).values()
+        assert cold > 2 * warm
+        (cached,) = ours(kept, "chat", f"cached, {what}").values()
+        assert cached > 512
+
+
+def test_tokens_a_second_and_first_tokens_are_in_it(kept):
+    """For both servers, so that later runs can be compared with either."""
+    for target in ("keepwarm", "mlx-lm"):
+        units = {series.unit for series in kept.series if series.target == target}
+        assert {"s", "tokens/s", "tokens"} <= units
+
+
+def test_more_streams_give_more_tokens_a_second(kept):
+    """1, 2, 4 and 8 at once."""
+    rate = ours(kept, "streams", "throughput")
+    assert set(rate) == {1, 2, 4, 8}
+    assert rate[8] > rate[4] > rate[1]
+    assert rate[8] > 2 * rate[1]
+
+
+# What the README quotes.
+
+
+def test_what_the_readme_says_was_measured():
+    """Every figure of its table is in the baseline's page."""
+    page = generated.README.read_text()
+    assert generated.MEASURED.search(page)
+    assert page == generated.readme(page), "run: python -m tests.kit.generated"
+    shown = generated.RESULTS.read_text()
+    figures = re.findall(r"[\d.,]+ ±\d+%", generated.MEASURED.search(page)[0])
+    assert figures
+    assert [figure for figure in figures if f"| {figure} " not in shown] == []
+
+
+def test_the_figure_is_of_these_results(kept):
+    """Its bars are as long as the measured seconds, on one scale."""
+    assert generated.FIGURE.read_text() == figure.svg(kept), "run: python -m tests.kit.generated"
+    widths = re.findall(r'width="([\d.]+)" height="24"', figure.svg(kept))
+    seconds = re.findall(r">([\d.]+)</text>$", figure.svg(kept), re.MULTILINE)
+    assert [float(width) / 480 for width in widths] == pytest.approx(
+        [float(one) / max(map(float, seconds)) for one in seconds], abs=0.001
+    )
+    assert f"]({generated.FIGURE.relative_to(generated.ROOT)})" in generated.README.read_text()
+
+
+def test_rows_without_measurements_are_left_out(kept):
+    """A full run fills all rows; a partial run only some."""
+    none = generated.measured_table(replace(kept, records=[]))
+    assert "±" not in none.partition("\n\n")[0]
+    full = [
+        Series(line.workload, "keepwarm", line.what, "s", (1.0, 1.5, 2.0), line.x) for line in LINES
+    ]
+    table = generated.measured_table(replace(kept, records=full))
+    assert table.count("| 1.5 ±67% |  |\n") == len(LINES)
+
+
+def test_the_figures_of_the_gpu_are_those_of_its_files():
+    results = json.loads((RESULTS / "shaped-h200-llama-8b.json").read_text())
+    medians = {found["what"]: found["median_ms"] for found in results if found["n_tokens"] == 32768}
+    engine = json.loads((RESULTS / "engine-h200.json").read_text())
+    measured = {found["what"]: found["value"] for found in engine["figures"]}
+    medians["prefill, nothing kept"] = measured["32,768 cold, no-store ÷ bare loop"]
+    medians["from memory"] = measured["32,768 from memory ÷ pinned copy"]
+    heads, row = re.search(
+        r"^\| (cold \|.+) \|\n\|[-|]+\|\n\| (.+) \|$",
+        generated.README.read_text(),
+        re.MULTILINE,
+    ).groups()
+    names = [LABELS.get(head, head) for head in heads.split(" | ")]
+    assert row.split(" | ") == [f"{medians[name] / 1000:.2f}" for name in names]

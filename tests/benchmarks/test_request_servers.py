@@ -1,0 +1,105 @@
+"""`benchmarks.requests` on servers: one that it starts, and a running one given by its URL."""
+
+from dataclasses import replace
+
+import pytest
+from benchmarks.requests import suite
+from benchmarks.requests.report import page
+from benchmarks.requests.report.results import Note, Results
+from benchmarks.requests.run import QUICK
+from benchmarks.requests.targets import disk_bytes, keepwarm_server, make
+
+from keepwarm import config
+from keepwarm.models.load import load
+from tests.bench.test_results import MACHINE
+from tests.kit.checkpoints import write_checkpoint
+from tests.server.conftest import serve
+
+SIZES = replace(QUICK, samples=1, lengths=(64,))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("model"), n_context=16384)
+
+
+@pytest.fixture(scope="module")
+def make_run(model, tmp_path_factory):
+    return suite.run_factory(model, tmp_path_factory.mktemp("bench"), SIZES)
+
+
+@pytest.fixture
+def url(model, tmp_path):
+    """A server that requires a key."""
+    settings = config.load({"KEEPWARM_HOME": str(tmp_path)}, api_keys="secret")
+    with serve(load(str(model), settings), settings) as live:
+        yield f"{live.url}/v1"
+
+
+@pytest.fixture
+def measure(url, make_run, tmp_path):
+    """Run workloads on that server, under a name."""
+
+    def run(*workloads):
+        target = make(f"mine={url}", tmp_path, tmp_path)
+        records = suite.run_all([(name, target) for name in workloads], make_run)
+        target.close()
+        return Results("", "", "tiny", SIZES.samples, {}, {"mine": target.about}, records)
+
+    return run
+
+
+def test_any_base_url_can_be_measured(measure, monkeypatch):
+    """Under its name and with its key; restarts are skipped, and no goal is checked."""
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    found = measure("agents", "lengths", "streams")
+    assert {record.target for record in found.records} == {"mine"}
+    assert found.notes == [Note("lengths", "mine", "cannot be restarted by the bench")]
+    (again,) = found.of("lengths", "cached, identical prompt again")
+    assert again.samples == (63,)
+    assert [series.what for series in found.series if "restart" in series.what] == []
+    assert min(series.median for series in found.of("streams", "throughput")) > 0
+    prefills = {c.what: c for c in found.claims if c.what.startswith("times the shared")}
+    assert all(0.9 < claim.value <= 1.02 for claim in prefills.values())
+    assert {claim.holds for claim in found.claims} == {None}
+
+
+def test_a_server_that_refuses_is_a_note(measure, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "wrong")
+    (note,) = measure("late").records
+    assert "401" in note.text
+
+
+def test_our_own_server_says_what_its_tiers_hold(model, make_run, tmp_path, monkeypatch):
+    """All tiers are drawn, also with the engine in another process."""
+    monkeypatch.setenv("KEEPWARM_BLAS", "none")  # skips choosing one
+    target = keepwarm_server(model, tmp_path)
+    assert target.held_bytes() == {}  # not running yet
+    with suite.started([target]):
+        records = suite.run_all([("agents", target)], make_run)
+        on_disk = disk_bytes(target.store)
+    found = Results("", "", "tiny", 1, MACHINE, {"keepwarm": ""}, records)
+    held = {series.what: series.median for series in found.of("agents") if series.unit == "bytes"}
+    assert held["memory tier"] > 0
+    assert held["live caches"] > 0
+    assert 0 < held["disk tier"] <= on_disk
+    drawn = page.html(found)
+    for tier in ("memory tier", "disk tier", "live caches"):
+        assert f"keepwarm, agents: {tier}</text>" in drawn
+
+
+@pytest.mark.parametrize("kind", ["keepwarm", "engine"])
+def test_tiers_that_machines_share_are_left_alone(kind, model, tmp_path, monkeypatch):
+    """A benchmark is about this machine, whatever the environment and config.toml name."""
+    file, variable = tmp_path / "from-file", tmp_path / "from-variable"
+    for place in (file, variable):
+        place.mkdir()
+    (tmp_path / "config.toml").write_text(f'remote = "{file.as_uri()}"')
+    monkeypatch.setenv("KEEPWARM_HOME", str(tmp_path))
+    for named, used in ((None, file), (variable.as_uri(), variable)):
+        monkeypatch.delenv("KEEPWARM_REMOTE", raising=False)
+        if named:
+            monkeypatch.setenv("KEEPWARM_REMOTE", named)
+        assert config.load().remotes == [used.as_uri()]
+        with suite.started([make(kind, model, tmp_path)]):
+            assert list(used.iterdir()) == []

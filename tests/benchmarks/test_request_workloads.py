@@ -1,0 +1,274 @@
+"""The workloads of `benchmarks.requests` on a tiny model: their figures are consistent."""
+
+import re
+from dataclasses import replace
+from statistics import median
+
+import pytest
+from benchmarks.requests import files, suite
+from benchmarks.requests.bare import DecodeTimes
+from benchmarks.requests.client import BenchRequest
+from benchmarks.requests.prompts import PromptGenerator, system, user
+from benchmarks.requests.report.results import Note, Results, Series
+from benchmarks.requests.run import QUICK, Sizes
+from benchmarks.requests.summary import LINES
+from benchmarks.requests.targets import InProcess, Remote, disk_bytes, free_port, make
+from benchmarks.requests.workloads import lengths, overhead
+
+from keepwarm.errors import BadInput
+from tests.kit.checkpoints import write_checkpoint
+
+IN_PROCESS = [name for name, workload in suite.WORKLOADS.items() if not workload.has_own_targets]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("model"), n_context=16384)
+
+
+class SettledInProcess(InProcess):
+    """Returns a reply once its blocks can be found.
+
+    Answers of a random model hold broken characters. Those are not remembered by their text, so the
+    next turn finds their tokens in the store, which the engine fills after it has sent the reply.
+    """
+
+    def ask(self, ask):
+        reply = super().ask(ask)
+        self.engine._engine.settle()
+        return reply
+
+
+@pytest.fixture(scope="module")
+def engine(model, tmp_path_factory):
+    target = SettledInProcess("engine", model, tmp_path_factory.mktemp("store"))
+    target.start()
+    yield target
+    target.close()
+
+
+@pytest.fixture(scope="module")
+def make_run(model, tmp_path_factory):
+    return suite.run_factory(model, tmp_path_factory.mktemp("bench"), QUICK)
+
+
+@pytest.fixture(scope="module")
+def found(engine, make_run):
+    """Every workload that needs no server, once."""
+    records = suite.run_all([(name, engine) for name in IN_PROCESS], make_run)
+    return Results("", "", "tiny", QUICK.samples, {}, {"engine": ""}, records)
+
+
+def claim(found, workload, what):
+    (one,) = [c for c in found.claims if (c.workload, c.what) == (workload, what)]
+    return one
+
+
+def test_every_workload_is_measured_and_none_failed(found):
+    assert found.workloads == IN_PROCESS
+    assert found.notes == []
+    assert all(series.samples for series in found.series)
+    assert all(min(series.samples) > 0 for series in found.series if series.unit == "s")
+
+
+def test_lengths_are_as_asked_and_known_to_the_last_token(found):
+    """All but the last token of an identical prompt are cached, also after a restart."""
+    for what in ("identical prompt again", "after a restart"):
+        for series in found.of("lengths", f"cached, {what}"):
+            assert series.samples == (series.x - 1,) * QUICK.samples
+    for n_tokens in QUICK.lengths:
+        cold = next(s for s in found.of("lengths", "cold") if s.x == n_tokens)
+        again = next(s for s in found.of("lengths", "identical prompt again") if s.x == n_tokens)
+        ratio = claim(found, "lengths", f"cold ÷ identical prompt again, {n_tokens} tokens")
+        assert ratio.value == pytest.approx(median(cold.samples) / median(again.samples))
+
+
+PAGES = {"after a restart": "page cache", "page cache dropped": "pages were dropped"}
+REPEATS = {"after a restart", "again", "exact repeat", "page cache dropped"}
+
+
+def test_claims_say_their_conditions(found):
+    """Every series gives its conditions; after a restart also the state of the page cache."""
+    assert [series for series in found.series if not series.how] == []
+    named = [series for series in found.series if not series.what.startswith("ready")]
+    for series in named:
+        last = re.split(", | prompt ", series.what)[-1]
+        assert PAGES.get(last, "") in series.how
+        assert (last in REPEATS) == ("identical prompt" in series.how), series
+    restarted = {series.workload for series in named if "restart" in series.what}
+    assert restarted == {"lengths", "chat"}
+
+
+def test_the_overhead_says_its_conditions(engine, make_run):
+    run = make_run("overhead", engine, lambda _: None)
+    decoded = DecodeTimes([0.002], [0.001])
+    for part in (overhead.times, overhead.processor):
+        series = [record for record in part(run, decoded, decoded) if isinstance(record, Series)]
+        assert all("identical prompt" in one.how for one in series)
+        assert len(series) == 2
+
+
+def test_pages_that_cannot_be_dropped_are_skipped(engine, make_run):
+    """Without a system call for it the series is skipped with a note."""
+    run = make_run("lengths", engine, lambda _: None)
+    sizes = replace(QUICK, samples=1, lengths=(64,))
+    records = list(lengths.run(replace(run, sizes=sizes, drops_pages=False)))
+    (note,) = [record for record in records if isinstance(record, Note)]
+    assert "cannot drop it" in note.text
+    whats = {record.what for record in records if isinstance(record, Series)}
+    assert lengths.RESTARTED in whats
+    assert not [what for what in whats if lengths.DROPPED in what]
+
+
+def test_a_conversation_computes_what_is_new(found):
+    """Only new tokens from turn 2 on, and the same answers as without a cache."""
+    assert claim(found, "pipeline", "recomputed ÷ new tokens from turn 2").value <= 1.02
+    assert claim(found, "pipeline", "answers that differ from cache off").value == 0
+    (compared,) = found.of("pipeline", "answers compared")
+    assert min(compared.samples) >= 1  # the first turn, at least
+    first = {s.x: s for s in found.of("pipeline", "recomputed")}
+    assert max(first[2].samples) < min(first[1].samples)
+
+
+def test_agents_share_one_prefill(found):
+    """One after another and all at once."""
+    for how in ("one after another", "all at once"):
+        found_claim = claim(found, "agents", f"times the shared prompt is prefilled, {how}")
+        assert 0.9 < found_claim.value <= 1.02
+
+
+def test_recomputed_tokens_are_those_that_the_model_was_fed(engine, make_run):
+    """The replies' counts, against the engine's own counter."""
+    before = engine.engine.stats().counters["prefilled_tokens"]
+    run = make_run("agents", engine, lambda _: None)
+    run = replace(run, sizes=replace(QUICK, samples=1))
+    assert run.template_tokens > 0
+    n_frame = engine.engine.stats().counters["prefilled_tokens"] - before
+    records = list(suite.WORKLOADS["agents"].work(run))
+    told = sum(r.samples[0] for r in records if getattr(r, "what", "").startswith("recomputed"))
+    fed = engine.engine.stats().counters["prefilled_tokens"] - before - n_frame
+    assert told == fed > 0
+
+
+def test_a_trace_is_nearly_ideal(found):
+    assert 1 <= claim(found, "trace", "recomputed ÷ new tokens").value < 1.5
+    assert claim(found, "trace", "hit rate").value > 0.5
+
+
+def test_nothing_fails_under_stress(found):
+    assert claim(found, "stress", "failed requests").value == 0
+
+
+def test_bytes_are_those_on_disk(engine, found):
+    tiers = {series.what: series.median for series in found.of("agents") if series.unit == "bytes"}
+    assert {"memory tier", "disk tier", "live caches"} <= set(tiers)
+    assert 0 < tiers["disk tier"] <= disk_bytes(engine.store)
+    assert claim(found, "chat", "disk ÷ KV of distinct tokens").value > 0.9
+
+
+def test_goals_apply_to_full_runs_of_keepwarm(engine, make_run):
+    quick = make_run("late", engine, lambda _: None)
+    full = replace(quick, sizes=Sizes())
+    rival = replace(full, target=Remote("rival", "http://127.0.0.1:1/v1", ""))
+    runs = (quick, full, rival)
+    assert [run.claim("any", [1.0], 2.0).holds for run in runs] == [None, False, None]
+    rival.target.close()
+
+
+def test_a_target_that_does_not_answer_is_a_note(make_run):
+    silent = Remote("silent", f"http://127.0.0.1:{free_port()}/v1", "")
+    (note,) = suite.run_all([("late", silent)], make_run)
+    assert isinstance(note, Note)
+    assert "does not answer" in note.text
+    silent.close()
+
+
+class Impatient(InProcess):
+    """A target whose user presses Ctrl-C at its first question."""
+
+    def ask(self, ask):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_keeps_its_records(engine, make_run, model, tmp_path):
+    impatient = Impatient("impatient", model, tmp_path)
+    steps = [("late", engine), ("late", impatient), ("chat", engine)]
+    *records, note = suite.run_all(steps, make_run)
+    assert {record.target for record in records} == {"engine"}
+    assert (note.workload, note.target) == ("late", "impatient")
+    assert "not run" in note.text
+
+
+@pytest.mark.parametrize("wanted", ["", "vllm", "ftp://host/v1", "a=b"])
+def test_an_unknown_target_is_refused(wanted, tmp_path):
+    with pytest.raises(BadInput, match="is not a target"):
+        make(wanted, tmp_path, tmp_path)
+
+
+def test_urls_may_have_names(tmp_path):
+    for wanted, name in (("http://host:1/v1", "host:1"), ("mine=http://host:1/v1", "mine")):
+        target = make(wanted, tmp_path, tmp_path)
+        assert target.name == name
+        target.close()
+
+
+def test_text_has_the_length_that_was_asked_for(model):
+    """Nearly exactly: this vocabulary has words of one token."""
+    prompts = PromptGenerator(model)
+    for n_tokens in (1, 7, 64, 500):
+        assert abs(prompts.count(prompts.text(n_tokens, 1)) - n_tokens) <= 3
+    assert prompts.text(64, 1) == prompts.text(64, 1) != prompts.text(64, 2)
+
+
+def test_weights_are_widened_once_and_the_same(model, tmp_path):
+    """mlx-lm gets the fp32 weights Keepwarm runs; on narrow weights it is ten times slower."""
+    import mlx.core as mx
+
+    assert files.full_precision(model, tmp_path) == model
+    narrow = write_checkpoint(tmp_path / "narrow", dtype=mx.bfloat16)
+    wide = files.full_precision(narrow, tmp_path / "made")
+    before, after = (mx.load(str(path / "model.safetensors")) for path in (narrow, wide))
+    assert before.keys() == after.keys()
+    for name, array in after.items():
+        assert array.dtype == mx.float32
+        assert mx.array_equal(array, before[name].astype(mx.float32))
+
+
+def test_a_tiny_model_runs_under_a_real_tokenizer(model, tmp_path):
+    tiny = files.tiny_like(model, tmp_path)
+    target = InProcess("tiny", tiny, tmp_path / "store")
+    try:
+        target.start()
+        stops = files.stop_tokens(tiny)
+        reply = target.ask(BenchRequest([system("a"), user("b")], 20, forbidden=stops))
+        assert reply.completion_tokens == 20
+        assert len(reply.times) <= 20
+    finally:
+        target.close()
+
+
+def test_bytes_of_a_token_are_those_of_the_model(model, engine):
+    """K and V of two layers, two heads of 16 numbers of four bytes."""
+    assert files.kv_bytes_per_token(model) == 2 * 2 * 2 * 16 * 4
+
+
+def test_quick_asks_for_less():
+    full = Sizes()
+    assert all(a <= b for a, b in zip(QUICK.lengths, full.lengths, strict=False))
+    names = (
+        "samples",
+        "turns",
+        "n_agents",
+        "shared",
+        "long",
+        "stream",
+        "persisted",
+        "stress_requests",
+    )
+    assert all(getattr(QUICK, name) < getattr(full, name) for name in names)
+
+
+def test_rows_of_the_readme_are_measured(found):
+    """Every row of the README's table names a series that the workloads produce."""
+    known = {(record.workload, record.what) for record in (*found.series, *found.claims)}
+    assert {(line.workload, line.what) for line in LINES} <= known
