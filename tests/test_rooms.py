@@ -305,10 +305,13 @@ def _parsed(**modules: str) -> Trees:
         ("kv__codec", "def f():\n    from keepwarm.store import disk"),
         ("store__disk", "import keepwarm.kv.codec"),
         ("cache__io", "from keepwarm.engine import engine"),
+        ("text__prompt", "from keepwarm.cache import restore"),
     ],
 )
 def test_a_wrong_import_is_seen(importer, code):
-    others = dict.fromkeys(("prefix__blocks", "store__disk", "kv__codec", "engine__engine"), "")
+    others = dict.fromkeys(
+        ("prefix__blocks", "store__disk", "kv__codec", "engine__engine", "cache__restore"), ""
+    )
     assert len(wrong_ways(_parsed(**{**others, importer: code}))) == 1
 
 

@@ -1,6 +1,7 @@
 """The engine's default KV options, and the lane that a request runs in."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -47,9 +48,15 @@ class CountingLanes(Engine):
 
     n_lookups = 0
 
-    def _lane(self, request: Request) -> Lane:
-        self.n_lookups += 1
-        return super()._lane(request)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        lane_for = self._preparation.lane_for
+
+        def count(request: Request) -> Lane:
+            self.n_lookups += 1
+            return lane_for(request)
+
+        self._preparation.lane_for = count
 
 
 def test_the_lane_is_looked_up_once_a_request(models, tmp_path):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import count
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,6 @@ from keepwarm.engine.lane import Lane
 from keepwarm.errors import Cancelled, InsufficientResources, Stopping
 from keepwarm.prefix.blocks import chain
 from keepwarm.prefix.policy import Policy
-from keepwarm.text.bounds.deadline import PrepareDeadline
 from keepwarm.text.prepare import PreparedRequest
 from keepwarm.text.request import Delta, Request
 from tests.kit.engines import ask, engine_on, held, memory, tokens_of
@@ -37,13 +37,17 @@ class Slow(Engine):
     ready: threading.Event | None = None
     looking = threading.Event()
 
-    def _prepare(
-        self, request: Request, deadline: PrepareDeadline | None, lane: Lane | None = None
-    ) -> tuple[PreparedRequest, Lane]:
-        if self.ready is not None:
-            self.looking.set()
-            assert self.ready.wait(PATIENCE_S)
-        return super()._prepare(request, deadline, lane)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        prepare = self._preparation.prepare
+
+        def prepare_late(*given: Any) -> tuple[PreparedRequest, Lane]:
+            if self.ready is not None:
+                self.looking.set()
+                assert self.ready.wait(PATIENCE_S)
+            return prepare(*given)
+
+        self._preparation.prepare = prepare_late
 
 
 def test_an_answer_ends_though_its_end_cannot_be_recorded(models, tmp_path):

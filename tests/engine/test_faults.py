@@ -275,10 +275,16 @@ def test_detokenise(model_of, models, tmp_path, architecture):
 class WithRule(Engine):
     """Gives requests of agent `stuck` a rule that breaks."""
 
-    def _prepare(self, request: Request, *rest: Any) -> tuple[PreparedRequest, Lane]:
-        prepared, lane = super()._prepare(request, *rest)
-        is_stuck = request.agent == "stuck"
-        return replace(prepared, grammar=StuckRule()) if is_stuck else prepared, lane
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        prepare = self._preparation.prepare
+
+        def with_rule(request: Request, *rest: Any) -> tuple[PreparedRequest, Lane]:
+            prepared, lane = prepare(request, *rest)
+            is_stuck = request.agent == "stuck"
+            return replace(prepared, grammar=StuckRule()) if is_stuck else prepared, lane
+
+        self._preparation.prepare = with_rule
 
 
 @each_batched

@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from keepwarm import config
-from keepwarm.cache.continuations import continuations
+from keepwarm.engine.preparation import stored_continuations
 from keepwarm.models.catalog import locate
 from keepwarm.prefix.blocks import chain, common_prefix
 from keepwarm.prefix.policy import Policy
@@ -422,7 +422,7 @@ def store(tier, tokens):
 
 
 def stored(tier):
-    return partial(continuations, NAMESPACE, Tiers([("memory", tier)]))
+    return partial(stored_continuations, NAMESPACE, Tiers([("memory", tier)]))
 
 
 def restarted(tokenizer, tier, talk):

@@ -5,23 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
 
 from keepwarm.cache.counts import PromptCounts
 from keepwarm.cache.restore.manager import Capture
 from keepwarm.cache.store import Store
 from keepwarm.engine.jobs import Job, RunningSequence
-from keepwarm.engine.lane import Lane
-from keepwarm.errors import BadInput, KeepwarmError, StoreFailed, UnknownAgent
+from keepwarm.errors import KeepwarmError, StoreFailed
 from keepwarm.prefix.turn import KeptTurn
-from keepwarm.text.rendering.continuing import with_kept_options
-from keepwarm.text.request import KnownHistory, Request
+from keepwarm.text.request import Request
 
-Call: TypeAlias = Callable[[Callable[[], None]], Future[None]]
 EXPIRY_INTERVAL_S = 60.0
 GRACE_S = 600.0  # an agent's running request counts as a use only when it has ended
 CONFIRM_S = 600.0  # an agent is deleted if it is still expired then: the clock may have jumped
@@ -57,33 +53,15 @@ class Chores:
             return False
         return request.policy.to_disk or self._store.is_ephemeral(request.agent)
 
-    def with_history(self, request: Request, lane: Lane, call: Call) -> Request:
-        """A request with the conversation that it continues, if it does; from any thread.
-
-        `call` runs on the engine's thread.
-        """
-        if request.continues and request.history is None:
-            call(_nothing).result()  # answers are sent before they are kept
-            request = replace(request, history=self._history(request, lane))
-        return with_kept_options(request)
-
-    def _history(self, request: Request, lane: Lane) -> KnownHistory:
-        if request.agent is None or request.messages is None:
-            raise BadInput("To continue, a request needs an agent and messages; send both.")
-        if request.agent in self._unrecorded:
+    def wait_until_recorded(self, agent_id: str) -> None:
+        """Return once the latest turn of an agent is in the store; from any thread."""
+        if agent_id in self._unrecorded:
             self.settle()
-        if request.agent in self._unrecorded:
+        if agent_id in self._unrecorded:
             raise StoreFailed(
-                f"The latest turn of agent {request.agent!r} could not be recorded; look at the "
+                f"The latest turn of agent {agent_id!r} could not be recorded; look at the "
                 "store's disk, and send the whole conversation."
             )
-        latest = self._store.on_disk.latest_turn(request.agent)
-        if latest.namespace not in lane.namespaces and not latest.is_empty:
-            raise UnknownAgent(
-                f"There is no agent {request.agent!r} with this model and these KV options; use "
-                "those it was made with."
-            )
-        return KnownHistory(latest.tokens, latest.turn)
 
     def touch(self, job: Job) -> None:
         """Note a use of the blocks behind a live cache. Hashing a long prompt takes milliseconds,

@@ -36,10 +36,11 @@ from keepwarm.engine.insight.stats import MemoryUse, Stats, memory_uses, snapsho
 from keepwarm.engine.insight.texts import RememberedTexts
 from keepwarm.engine.insight.whatif import LookupLog
 from keepwarm.engine.jobs import Job, RunningSequence
-from keepwarm.engine.lane import Lane, Lanes, exact_options, make_options
+from keepwarm.engine.lane import Lane, Lanes, make_options
 from keepwarm.engine.live import Live
 from keepwarm.engine.padding import padding_book
 from keepwarm.engine.prefill import SliceSizer
+from keepwarm.engine.preparation import AnyRequest, Preparation
 from keepwarm.engine.scheduler import Scheduler
 from keepwarm.errors import Busy, Cancelled, KeepwarmError, Stopping
 from keepwarm.kv import make_caches, run_probe
@@ -53,7 +54,6 @@ from keepwarm.text.sampling_rules import default_rules
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 Command: TypeAlias = Callable[[], None]
-AnyRequest: TypeAlias = Request | PreparedRequest
 
 
 class Engine:
@@ -99,6 +99,10 @@ class Engine:
         self._lanes = Lanes(model, self.store, self.live, probe.layout, padding_book(settings.home))
         self._admission = Admission(memory.batch_bytes)
         self._chores = Chores(self.store, lambda job: self._post(partial(self._scheduler.end, job)))
+        self._preparation = Preparation(
+            *(self.config, self.sampling, self._lanes, self.preparer, self._chores),
+            call=self.call,
+        )
         self._scheduler = Scheduler(
             *(self._admission, SliceSizer.for_this_device(), self._on_kept),
             end_durably=self._chores.end_durably,
@@ -123,25 +127,27 @@ class Engine:
 
     def lane_of(self, tenant: str = "", agent: str | None = None) -> Lane:
         """The lane of a tenant's or an agent's requests that name no KV options."""
-        return self._lane(Request(tenant=tenant, agent=agent, kv=self.config.kv))
+        request = Request(tenant=tenant, agent=agent, kv=self.config.kv)
+        return self._preparation.lane_for(request)
 
     def prepare(self, request: Request, deadline: PrepareDeadline | None = None) -> PreparedRequest:
         """Render, tokenise and check a request. Runs nothing."""
-        return self._prepare(request, deadline)[0]
+        return self._preparation.prepare(request, deadline)[0]
+
+    def resolve(self, request: Request) -> tuple[Request, Lane]:
+        """A request with all its options and the conversation that it continues; its lane."""
+        return self._preparation.resolve(request)
 
     def count_tokens(self, request: Request, deadline: PrepareDeadline | None = None) -> int:
         """Tokens of a prompt, also of one that is too long for the model."""
-        request, lane = self.resolve(request)
-        return self.preparer.n_tokens(request, lane.continuations, deadline)
+        return self._preparation.count_tokens(request, deadline)
 
     def submit(
         self, request: AnyRequest, deadline: PrepareDeadline | None = None, lane: Lane | None = None
     ) -> Answer:
         """Run a request, in its own lane or in this one; a bad request is refused here."""
         self._check_open()
-        since = self.store.catch_up()
-        prepared, lane = self._prepare(request, deadline, lane)
-        lane.manager.ask(prepared.tokens, prepared.request.policy)
+        prepared, lane, since = self._preparation.make_ready(request, deadline, lane)
         job = Job(
             *(prepared.request, prepared, lane, Answer(self._cancel, prepared)),
             number=next(self._numbers),
@@ -165,7 +171,7 @@ class Engine:
 
     def lookup(self, request: Request, deadline: PrepareDeadline | None = None) -> Lookup:
         """How much of a prompt is warm. Nothing is loaded or changed."""
-        prepared, lane = self._prepare(request, deadline)
+        prepared, lane = self._preparation.prepare(request, deadline)
         return self.call(lambda: look_up(lane, prepared.tokens)).result()
 
     def call(self, work: Callable[[], T]) -> Future[T]:
@@ -324,24 +330,6 @@ class Engine:
             self._commands.append(command)
             self._changed.notify_all()
 
-    def _prepare(
-        self, request: AnyRequest, deadline: PrepareDeadline | None, lane: Lane | None = None
-    ) -> tuple[PreparedRequest, Lane]:
-        """A request as tokens, and the lane that it runs in."""
-        if isinstance(request, PreparedRequest):
-            return request, (lane or self._lane(request.request)).for_prompt(len(request.tokens))
-        request, lane = self.resolve(request, lane)
-        prepared = self.preparer.prepare(request, lane.continuations, deadline, lane.needs_cuts)
-        return prepared, lane.for_prompt(len(prepared.tokens))
-
-    def resolve(self, request: Request, lane: Lane | None = None) -> tuple[Request, Lane]:
-        """A request with all its options and the conversation that it continues; its lane."""
-        request = self.config.complete(request, self.sampling)
-        make_caches(self.model.module, **make_options(request.kv))  # refuses bad options
-        request = replace(request, policy=self.store.policy_for(request.agent, request.policy))
-        lane = lane or self._lane(request)
-        return self._chores.with_history(request, lane, self.call), lane
-
     def _check_open(self) -> None:
         if not self._accepting:
             raise Stopping("The engine is shutting down and takes no more requests.")
@@ -376,13 +364,6 @@ class Engine:
         if may_audit and self._auditor.wants(sequence):
             self._scheduler.add(self._auditor.job(sequence, self._scheduler.counters.add_audit))
         self._chores.record_sequence(sequence)
-
-    def _lane(self, request: Request) -> Lane:
-        """From any thread; a new lane is made on the engine's."""
-        options = exact_options(request.kv) if request.kv.kv_bits is None else request.kv
-        found = self._lanes.find(options, request.tenant)
-        lane = found or self.call(lambda: self._lanes.get(options, request.tenant)).result()
-        return self._lanes.of_agent(lane, request.agent)
 
     def _add(self, job: Job) -> None:
         self._scheduler.add(job)

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from keepwarm import kv
-from keepwarm.cache.continuations import continuations
 from keepwarm.cache.restore.failures import Fault
 from keepwarm.cache.restore.loading import EMPTY, Loading
 from keepwarm.cache.restore.manager import Manager
@@ -24,7 +22,6 @@ from keepwarm.models.load import Model
 from keepwarm.prefix.blocks import Namespace
 from keepwarm.prefix.fingerprint import Identity, salt_of
 from keepwarm.prefix.policy import Policy
-from keepwarm.text.past_answers import Continuations
 from keepwarm.text.request import Inexact, KVOptions
 
 LOG = logging.getLogger(__name__)
@@ -84,11 +81,6 @@ class Lane:
     def needs_cuts(self) -> bool:
         """Whether what is stored depends on where the messages of a prompt end."""
         return self.manager.needs.points
-
-    @property
-    def continuations(self) -> Continuations:
-        """What the store holds after a prompt."""
-        return partial(continuations, self.manager.namespace, self.manager.tiers)
 
     def of_import(self, origin: str, store: Store) -> Lane:
         """The same for an imported agent and its forks: a lane that shares blocks with no other."""

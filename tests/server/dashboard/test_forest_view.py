@@ -4,7 +4,6 @@ import pytest
 
 from keepwarm.cache.agents.branch import Branch
 from keepwarm.prefix.blocks import BLOCK_TOKENS, chain
-from keepwarm.text.request import Request
 from tests.kit.waiting import wait_until
 from tests.server.dashboard.browsers import watched
 from tests.server.dashboard.test_dashboard import LONG, ask
@@ -72,7 +71,7 @@ def crowd(serving):
     """100 agents whose 10,000 blocks begin with two shared ones."""
     with serving() as live:
         store = live.host.engine.store
-        name = live.host.engine._lane(Request()).manager.namespace
+        name = live.host.engine.lane_of().manager.namespace
         for seed in range(100):
             tokens = [1] * (2 * BLOCK_TOKENS) + [2 + seed] * (100 * BLOCK_TOKENS)
             for ref in chain(name, tokens):

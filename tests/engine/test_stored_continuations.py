@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from keepwarm.cache.continuations import continuations
+from keepwarm.engine.preparation import stored_continuations
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, chain
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
@@ -33,7 +33,7 @@ def put(tier, tokens, part=Part.DELTA):
 
 
 def follow(tier, tokens, *guesses, namespace=NAMESPACE):
-    return list(continuations(namespace, Tiers([("tier", tier)]), tokens, guesses or [[]]))
+    return list(stored_continuations(namespace, Tiers([("tier", tier)]), tokens, guesses or [[]]))
 
 
 def test_what_follows_a_prompt_to_the_end_of_its_block(tier):
