@@ -31,9 +31,9 @@ import xxhash
 
 from benchmarks.shapes import SHAPES, build, make_tokenizer
 from keepwarm import config, kv
-from keepwarm.cache.restore import manager as capturing
-from keepwarm.cache.restore.manager import Manager
-from keepwarm.cache.restore.reading import Reader
+from keepwarm.cache.restore import restorer as capturing
+from keepwarm.cache.restore.loading import Reader
+from keepwarm.cache.restore.restorer import Restorer
 from keepwarm.cache.store import Budgets, Store
 from keepwarm.device import kernels
 from keepwarm.engine.answer import Answer
@@ -205,12 +205,12 @@ def _events(answer: Answer) -> Iterator[Any]:
 def check_restores(engine: Engine, prompts: Sequence[Sequence[int]], findings: Findings) -> None:
     """Restore each prompt, from memory or disk, and compare its rows with those of a restore that
     reads the files without a slab."""
-    manager = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result().manager
-    tiers = Tiers([named for named in manager.tiers.named if named[0] == "disk"])
-    plain = replace(manager, tiers=tiers, reader=Reader(tiers))
+    restorer = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result().restorer
+    tiers = Tiers([named for named in restorer.tiers.named if named[0] == "disk"])
+    plain = replace(restorer, tiers=tiers, reader=Reader(tiers))
     for prompt in prompts:
         found, wanted = (
-            engine.call(partial(_row_digests, one, prompt)).result() for one in (manager, plain)
+            engine.call(partial(_row_digests, one, prompt)).result() for one in (restorer, plain)
         )
         pairs = list(zip(found, wanted, strict=False))  # disk may have fewer: saves can be dropped
         findings.restored_blocks += len(pairs)
@@ -218,8 +218,8 @@ def check_restores(engine: Engine, prompts: Sequence[Sequence[int]], findings: F
     plain.reader.close()
 
 
-def _row_digests(manager: Manager, prompt: Sequence[int]) -> list[str]:
-    restored = manager.restore([*prompt, 7])
+def _row_digests(restorer: Restorer, prompt: Sequence[int]) -> list[str]:
+    restored = restorer.restore([*prompt, 7])
     if restored.caches is None:
         return []
     whole = range(restored.n_tokens // BLOCK_TOKENS)

@@ -364,7 +364,7 @@ def measured(case: Case) -> dict[str, Any]:
         "bare_ms": bare,
         "pinned_gb_per_s": pinned,
         "slice_ms": {context: case.slices(context) for context in (0, unit)},
-        "learned": lane.manager.rates.slices.slices,
+        "learned": lane.restorer.rates.slices.slices,
         "figures": [asdict(f) | {"ratio": f.ratio, "holds": f.holds} for f in case.figures],
     }
 

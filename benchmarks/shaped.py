@@ -23,8 +23,8 @@ import numpy as np
 from benchmarks.requests.measure import drop_files
 from benchmarks.shapes import SHAPES, build
 from keepwarm import config, kv
-from keepwarm.cache.restore.manager import Manager
-from keepwarm.cache.restore.reading import Reader
+from keepwarm.cache.restore.loading import Reader
+from keepwarm.cache.restore.restorer import Restorer
 from keepwarm.cache.store import Budgets, Store
 from keepwarm.engine.live import Live
 from keepwarm.engine.prefill import Prefill
@@ -61,10 +61,10 @@ class Case:
         settings = config.load({"KEEPWARM_HOME": str(home)}, store=folder / "store")
         budgets = Budgets(memory_bytes=64 << 30, queue_bytes=64 << 30, min_free_disk_bytes=0)
         self.store = Store(budgets=budgets, settings=settings)
-        self.manager = self.store.attach(model.module, model.path).manager
-        self.manager.rates.load_bytes_per_s = 1e15  # always load
+        self.restorer = self.store.attach(model.module, model.path).restorer
+        self.restorer.rates.load_bytes_per_s = 1e15  # always load
         self.n_bytes = 0
-        self._alone: dict[str, Manager] = {}
+        self._alone: dict[str, Restorer] = {}
 
     def run(self) -> list[Sample]:
         with self.store:
@@ -113,13 +113,13 @@ class Case:
 
     def _saved(self) -> kv.Caches:
         """Prefill again, saving every block."""
-        capture = self.manager.open(self.tokens)
+        capture = self.restorer.open(self.tokens)
         started = time.perf_counter()
         caches = _prefilled(
             self.model,
             self.tokens,
             lambda checkpoint, prefill: capture.capture(prefill.caches, prefill.n_done, checkpoint),
-            self.manager.points(self.tokens, (), 0),
+            self.restorer.points(self.tokens, (), 0),
         )
         capture.finish(self.tokens, caches)
         seconds = (time.perf_counter() - started,)
@@ -129,7 +129,7 @@ class Case:
         return caches
 
     def _live(self) -> None:
-        live, namespace = Live(1 << 40), self.manager.namespace
+        live, namespace = Live(1 << 40), self.restorer.namespace
 
         def put() -> None:
             live.put(namespace, self.tokens, self._from("memory"))
@@ -151,18 +151,18 @@ class Case:
         assert restored.caches is not None
         return restored.caches
 
-    def _only(self, tier: str) -> Manager:
-        """A manager with one tier; its reader threads stay alive, as in a server."""
+    def _only(self, tier: str) -> Restorer:
+        """A restorer with one tier; its reader threads stay alive, as in a server."""
         if tier not in self._alone:
-            manager = self.manager
-            tiers = Tiers([named for named in manager.tiers.named if named[0] == tier])
-            self._alone[tier] = Manager(
-                manager.namespace,
-                manager.layout,
+            restorer = self.restorer
+            tiers = Tiers([named for named in restorer.tiers.named if named[0] == tier])
+            self._alone[tier] = Restorer(
+                restorer.namespace,
+                restorer.layout,
                 tiers,
-                Reader(tiers, manager.reader.slabs),
-                manager.writer,
-                manager.rates,
+                Reader(tiers, restorer.reader.slabs),
+                restorer.writer,
+                restorer.rates,
             )
         return self._alone[tier]
 

@@ -33,10 +33,10 @@ from benchmarks.measure import (
 )
 from benchmarks.requests.measure import drop_files, in_child, release_memory
 from keepwarm import kv
-from keepwarm.cache.restore.manager import Manager
+from keepwarm.cache.restore.loading import Reader
 from keepwarm.cache.restore.rates import Rates
-from keepwarm.cache.restore.reading import Reader
 from keepwarm.cache.restore.records import records_of
+from keepwarm.cache.restore.restorer import Restorer
 from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.errors import KeepwarmError
 from keepwarm.kv.slices import tensor_name
@@ -172,7 +172,7 @@ def restores(shape: Shape, n_tokens: int, root: Path) -> list[Record]:
     files = sorted((root / "blocks").rglob("*.safetensors"))
     disk = DiskTier(root, DiskLimits(min_free_bytes=0))
     reader = Reader(Tiers([("disk", disk)]))
-    restore = partial(restore_all, manager_of(shape, disk, reader), tokens_of(n_tokens))
+    restore = partial(restore_all, restorer_of(shape, disk, reader), tokens_of(n_tokens))
     read, read_by_many = (partial(read_all, files, n) for n in (1, reader.n_threads))
     warm, cold = (partial(_prepare, shape.live_bytes(n_tokens), disk, drop) for drop in ([], files))
     restore()  # warm up
@@ -203,14 +203,14 @@ def _prepare(live: int, disk: DiskTier, drop: Sequence[Path]) -> None:
     touch_memory(2 * live)
 
 
-def manager_of(shape: Shape, disk: DiskTier, reader: Reader) -> Manager:
+def restorer_of(shape: Shape, disk: DiskTier, reader: Reader) -> Restorer:
     tiers, saver = Tiers([("disk", disk)]), MemorySaver(MemoryTier(0))
-    return Manager(NAMESPACE, shape.layout(), tiers, reader, saver, LOAD_ANYWAY)
+    return Restorer(NAMESPACE, shape.layout(), tiers, reader, saver, LOAD_ANYWAY)
 
 
-def restore_all(manager: Manager, prompt: Sequence[int]) -> kv.Caches:
+def restore_all(restorer: Restorer, prompt: Sequence[int]) -> kv.Caches:
     """Restore every token from the store."""
-    found = manager.restore([*prompt, 0])
+    found = restorer.restore([*prompt, 0])
     if found.caches is None or found.n_tokens != len(prompt):
         raise KeepwarmError(f"Only {found.n_tokens} of {len(prompt)} tokens could be restored.")
     return found.caches
@@ -218,10 +218,10 @@ def restore_all(manager: Manager, prompt: Sequence[int]) -> kv.Caches:
 
 def restore_growth(shape: Shape, n_tokens: int, root: Path) -> int:
     disk = DiskTier(root, DiskLimits(min_free_bytes=0))
-    manager = manager_of(shape, disk, Reader(Tiers([("disk", disk)])))
+    restorer = restorer_of(shape, disk, Reader(Tiers([("disk", disk)])))
     release_memory()
     prompt = tokens_of(n_tokens)
-    return peak_growth(lambda: restore_all(manager, prompt))
+    return peak_growth(lambda: restore_all(restorer, prompt))
 
 
 def load_and_assemble(shape: Shape, n_tokens: int, files: Sequence[Path]) -> list[list[mx.array]]:
@@ -270,13 +270,13 @@ def sample_costs(root: Path, n_blocks: int) -> dict[str, tuple[float, ...]]:
     limits = DiskLimits(min_free_bytes=0)
     disk = DiskTier(root, limits)
     prompt = tokens_of(PROMPT_TOKENS)
-    plan = manager_of(FLAT, disk, Reader(Tiers([("disk", disk)]))).plan(prompt)
+    plan = restorer_of(FLAT, disk, Reader(Tiers([("disk", disk)]))).plan(prompt)
     grown = psutil.Process().memory_info().rss - before
-    manager = server_manager(disk, prompt)
+    restorer = server_restorer(disk, prompt)
     keys = [read.key for read in plan.point.reads]
     works = {
         "open": lambda: DiskTier(root, limits).close(),
-        f"look up {PROMPT_TOKENS:,} tokens": lambda: manager.plan(prompt),
+        f"look up {PROMPT_TOKENS:,} tokens": lambda: restorer.plan(prompt),
         "mark found blocks as used": lambda: disk.touch(keys),
         "put one and delete it": lambda: _put_and_delete(disk),
     }
@@ -284,14 +284,14 @@ def sample_costs(root: Path, n_blocks: int) -> dict[str, tuple[float, ...]]:
     return seconds | {MEMORY: (grown / n_blocks,)}
 
 
-def server_manager(disk: DiskTier, prompt: Sequence[int]) -> Manager:
-    """A manager with a server's tiers; the prompt is also in memory, the queue is empty."""
+def server_restorer(disk: DiskTier, prompt: Sequence[int]) -> Restorer:
+    """A restorer with a server's tiers; the prompt is also in memory, the queue is empty."""
     memory = MemoryTier(1 << 30)
     for ref in chain(NAMESPACE, prompt):
         memory.put(_small_record(ref))
     tiers = Tiers([("memory", memory), ("queue", MemoryTier(1 << 30)), ("disk", disk)])
     saver = MemorySaver(memory)
-    return Manager(NAMESPACE, FLAT.layout(), tiers, Reader(tiers), saver, LOAD_ANYWAY)
+    return Restorer(NAMESPACE, FLAT.layout(), tiers, Reader(tiers), saver, LOAD_ANYWAY)
 
 
 def _put_and_delete(disk: DiskTier) -> None:

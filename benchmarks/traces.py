@@ -28,9 +28,8 @@ from rich.table import Table
 
 from benchmarks.requests.recorded import RecordedRequest, load, requests
 from benchmarks.rivals import Cache, Fifo, Sessions, TailFirst
-from keepwarm.cache.restore.manager import Manager
-from keepwarm.cache.restore.planning import Plan
-from keepwarm.cache.restore.reading import Reader
+from keepwarm.cache.restore.loading import Reader
+from keepwarm.cache.restore.restorer import Plan, Restorer
 from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.errors import BadInput, KeepwarmError
 from keepwarm.kv.kinds import Kind
@@ -72,13 +71,13 @@ class Task:
 
 
 class Shipped:
-    """The real manager over a memory tier, with stand-ins for tensors."""
+    """The real restorer over a memory tier, with stand-ins for tensors."""
 
     def __init__(self, n_tokens: int) -> None:
         self._now = 0.0
         self.tier = MemoryTier(n_tokens * TOKEN_BYTES, clock=lambda: self._now)
         tiers = Tiers([("memory", self.tier)])
-        self._manager = Manager(
+        self._restorer = Restorer(
             NAMESPACE, DELTA_ONLY, tiers, Reader(tiers, n_threads=1), MemorySaver(self.tier)
         )
         self._tokens: dict[int, array[int]] = {}
@@ -87,8 +86,8 @@ class Shipped:
     def serve(self, request: RecordedRequest) -> int:
         self._now = request.now
         tokens = self._make_tokens(request)
-        plan = self._manager.plan(tokens[: request.n_input])
-        self._manager.tiers.touch([read.key for read in plan.point.reads])
+        plan = self._restorer.plan(tokens[: request.n_input])
+        self._restorer.tiers.touch([read.key for read in plan.point.reads])
         self._keep(tokens, plan)
         return plan.n_tokens
 
@@ -108,7 +107,9 @@ class Shipped:
             words = pack(tokens[start : start + BLOCK_TOKENS])
             key = block_key(NAMESPACE, parent, words)
             header = Header(NAMESPACE, key, parent, Part.DELTA, number, words)
-            self._manager.writer.put(Record(header, (stand_in(len(words) // 4),)), Policy.EPHEMERAL)
+            self._restorer.writer.put(
+                Record(header, (stand_in(len(words) // 4),)), Policy.EPHEMERAL
+            )
             parent = key
 
 

@@ -25,7 +25,7 @@ def engine_at(model: Model, home: Path, remote: str = "") -> Iterator[Engine]:
 
 
 def tier_of(engine: Engine) -> RemoteTier:
-    (tier,) = engine.lane_of().manager.tiers.shared
+    (tier,) = engine.lane_of().restorer.tiers.shared
     return tier
 
 

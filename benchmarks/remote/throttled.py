@@ -71,8 +71,8 @@ class Trio:
 
     def __init__(self, always: Engine, never: Engine, chosen: Engine) -> None:
         self._always, self._never, self._chosen = always, never, chosen
-        manager = always.lane_of().manager
-        manager.rates = AlwaysLoad(**vars(manager.rates))
+        restorer = always.lane_of().restorer
+        restorer.rates = AlwaysLoad(**vars(restorer.rates))
         self.always_ms: list[float] = []
         self.never_ms: list[float] = []
         self.chosen_ms: list[float] = []
@@ -90,12 +90,12 @@ class Trio:
             variants[(number + n) % 3](prompt)
 
     def _always_loads(self, prompt: Sequence[int]) -> None:
-        manager, tier = self._always.lane_of().manager, tier_of(self._always)
+        restorer, tier = self._always.lane_of().restorer, tier_of(self._always)
         until = time.monotonic() + SOON
-        while (manager.n_shared(prompt) or 0) < len(prompt) - 1:  # a question may be late
+        while (restorer.n_shared(prompt) or 0) < len(prompt) - 1:  # a question may be late
             if time.monotonic() > until:
                 raise RuntimeError("What was shared is not found.")
-            manager.ask(prompt, Policy.READ_ONLY)
+            restorer.ask(prompt, Policy.READ_ONLY)
         tier.speed.bytes_per_s = PATIENT
         taken_ms, receipt = first_ms(self._always, prompt, Policy.READ_ONLY)
         if receipt.reused.get("shared") != len(prompt) - 1:
@@ -155,10 +155,10 @@ def _prompt(seed: int) -> list[int]:
 
 def _share(model: Model, home: Path, url: str, prompts: Sequence[Sequence[int]]) -> None:
     with engine_at(model, home, url) as first:
-        manager = first.lane_of().manager
+        restorer = first.lane_of().restorer
         for prompt in prompts:
             first_ms(first, prompt, Policy.DURABLE)
-            if (tried := manager.share(prompt[:-1])) is not None:
+            if (tried := restorer.share(prompt[:-1])) is not None:
                 tried.result(SOON)
-            if (manager.n_shared(prompt) or 0) < len(prompt) - 1:
+            if (restorer.n_shared(prompt) or 0) < len(prompt) - 1:
                 raise RuntimeError("It does not keep what is shared.")

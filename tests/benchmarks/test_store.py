@@ -11,7 +11,7 @@ from benchmarks.measure import Cost, Peak, Speed
 from benchmarks.requests.measure import drop_files, in_child
 
 from benchmarks import store
-from keepwarm.cache.restore.reading import Reader
+from keepwarm.cache.restore.loading import Reader
 from keepwarm.prefix.blocks import chain
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.names import path_of
@@ -39,7 +39,7 @@ def tiny(tmp_path):
 def test_the_rival_assembles_the_same_bytes(tiny):
     """Both sides do the same work."""
     reader = Reader(Tiers([("disk", tiny)]))
-    ours = store.restore_all(store.manager_of(TINY, tiny, reader), store.tokens_of(600))
+    ours = store.restore_all(store.restorer_of(TINY, tiny, reader), store.tokens_of(600))
     files = sorted((tiny.root / "blocks").rglob("*.safetensors"))
     theirs = store.load_and_assemble(TINY, 600, files)
     for cache, pair in zip(ours, theirs, strict=True):

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from keepwarm.cache.restore.manager import Manager
+from keepwarm.cache.restore.restorer import Restorer
 from keepwarm.engine import chores
 from keepwarm.prefix.blocks import chain
 from keepwarm.text.request import Breakpoint, Request, Sampling
@@ -54,13 +54,13 @@ def test_breakpoints_are_pinned_and_no_agent_is_made_of_nobody(models, tmp_path,
 
 def test_a_use_of_a_live_cache_is_noted_beside_the_engine(models, tmp_path, monkeypatch):
     """Hashing a long prompt takes milliseconds, in which no answer would go on."""
-    touch, threads = Manager.touch, []
+    touch, threads = Restorer.touch, []
 
-    def touch_and_note(manager, tokens, *keys):
+    def touch_and_note(restorer, tokens, *keys):
         threads.append((threading.current_thread().name, len(tokens)))
-        touch(manager, tokens, *keys)
+        touch(restorer, tokens, *keys)
 
-    monkeypatch.setattr(Manager, "touch", touch_and_note)
+    monkeypatch.setattr(Restorer, "touch", touch_and_note)
     prompt = prompt_of(300)
     with engine_on(models.of("llama"), tmp_path) as engine:
         for _ in range(2):

@@ -37,7 +37,7 @@ def test_trial_requests_leave_rates_and_nothing_else(model, store, monkeypatch, 
     said = compiled(model, store)
     assert said == [f"compiling kernels, {number} of 9" for number in range(1, 10)]
     assert [use.blocks for use in store.tier_stats().values()] == [0, 0]
-    rates = store.attach(model.module, model.path).manager.rates
+    rates = store.attach(model.module, model.path).restorer.rates
     assert rates.slices.knows(256)
     assert "failed" not in caplog.text
 

@@ -141,7 +141,7 @@ def test_who_cannot_be_continued(llama, tmp_path):
 
 def test_an_agent_that_was_only_created_begins_with_its_first_messages(llama, tmp_path):
     with engine_on(llama, tmp_path) as engine:
-        agents(engine).create("ops", Branch(engine.lane_of().manager.namespace))
+        agents(engine).create("ops", Branch(engine.lane_of().restorer.namespace))
         first = go_on(engine, SYSTEM, ASK)
         assert first.receipt.continued == 0
         assert first.usage.prompt_tokens == len(prompt_of(engine, SYSTEM, ASK))
@@ -293,6 +293,6 @@ def test_what_was_asked_of_the_agent_is_its_head_whatever_its_tokens(llama, tmp_
     with engine_on(llama, tmp_path) as engine:
         ask(engine, SYSTEM, ASK)
         go_on(engine, NEXT)
-        book, namespace = agents(engine), engine.lane_of().manager.namespace
+        book, namespace = agents(engine), engine.lane_of().restorer.namespace
         assert book.advance("ops", namespace, [9, 8, 7]).n_tokens > 3  # control: a side branch
         assert book.advance("ops", namespace, [5, 6, 7], continues=True).n_tokens == 3

@@ -160,7 +160,7 @@ def test_a_lane_of_the_default_options_needs_no_run_of_the_model(models, tmp_pat
     model = models.of("llama")
     with engine_on(model, tmp_path) as engine:
         n_runs = len(model.module.shapes)
-        assert engine.lane_of("first").manager.layout == engine.lane_of("second").manager.layout
+        assert engine.lane_of("first").restorer.layout == engine.lane_of("second").restorer.layout
         assert len(model.module.shapes) == n_runs
         engine.prepare(ask([1, 2], kv=KVOptions(max_kv_size=64)))
         assert len(model.module.shapes) == n_runs + 1

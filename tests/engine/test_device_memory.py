@@ -55,7 +55,7 @@ def test_a_restore_in_pieces_beside_answers(tier: str, models: Models, tmp_path:
         if tier == "disk":
             engine.store.clear_memory()
         lane = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result()
-        lane.manager.rates.load_bytes_per_s, lane.manager.rates.prefill_tokens_per_s = 1e5, 1.0
+        lane.restorer.rates.load_bytes_per_s, lane.restorer.rates.prefill_tokens_per_s = 1e5, 1.0
         talking = engine.submit(ask(prompt_of(20), 3000))
         events = iter(talking)
         next(event for event in events if isinstance(event, Delta))

@@ -148,7 +148,7 @@ def test_a_restore_among_answers(sim, device):
     prompt = sim.prompt(LONG)
     cold = sim.first_s(prompt)
     sim.lane.live.clear()
-    rates, plan = sim.lane.manager.rates, sim.lane.manager.plan(prompt)
+    rates, plan = sim.lane.restorer.rates, sim.lane.restorer.plan(prompt)
     load_s = plan.n_tokens / device.load_tokens_per_s
     rates.load_bytes_per_s = plan.point.n_bytes / load_s
     running = sim.running(4)

@@ -178,8 +178,8 @@ class SlowDisk(Engine):
 
 
 def on_disk(engine: Engine, tokens: list[int]) -> bool:
-    manager = engine._lanes.get(engine.config.kv, "").manager
-    keys = [ref.key for ref in chain(manager.namespace, tokens)]
+    restorer = engine._lanes.get(engine.config.kv, "").restorer
+    keys = [ref.key for ref in chain(restorer.namespace, tokens)]
     return set(keys) <= set(engine.store.on_disk.disk.have(keys))
 
 
@@ -227,7 +227,7 @@ def test_an_answer_that_was_cut_short_is_not_audited(models, tmp_path):
 
 def spoil(engine: Engine, prompt: list[int]) -> None:
     """Replace the live cache of a prompt by another one."""
-    namespace = engine._lanes.get(engine.config.kv, "").manager.namespace
+    namespace = engine._lanes.get(engine.config.kv, "").restorer.namespace
     taken = engine.live.take(namespace, prompt)
     assert taken is not None
     for cache in taken.caches:

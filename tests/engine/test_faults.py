@@ -355,10 +355,10 @@ def test_restore(model_of, models, tmp_path, architecture):
     with engine_on(model, tmp_path) as engine:
         works(engine, exam, prompt)
         engine.call(engine.live.clear).result()
-        manager = lane_of(engine).manager
-        reader, manager.reader = manager.reader, BrokenReader()
+        restorer = lane_of(engine).restorer
+        reader, restorer.reader = restorer.reader, BrokenReader()
         assert works(engine, exam, prompt).receipt.cached_tokens == 0
-        manager.reader = reader
+        restorer.reader = reader
         engine.call(engine.live.clear).result()
         assert works(engine, exam, prompt).receipt.cached_tokens == 299
         assert engine.stats().counters["failed"] == 0
@@ -372,12 +372,12 @@ def test_capture(model_of, models, tmp_path, architecture, policy):
     model, exam = model_of(architecture), Exam(models.module(architecture), without=MARKER)
     prompt = unmarked(300, seed=55)
     with engine_on(model, tmp_path) as engine:
-        manager = lane_of(engine).manager
-        writer, manager.writer = manager.writer, BrokenWriter(manager.writer)
+        restorer = lane_of(engine).restorer
+        writer, restorer.writer = restorer.writer, BrokenWriter(restorer.writer)
         result = engine.submit(ask(prompt, 4, policy=policy, logit_bias=UNMARKED)).result()
         exam.add(prompt, result.choices[0])
         assert engine.stats().counters["failed_saves"] > 0
-        manager.writer = writer
+        restorer.writer = writer
         works(engine, exam, prompt)
     exam.check()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from keepwarm.cache.restore.reading import Reader
+from keepwarm.cache.restore.loading import Reader
 from keepwarm.engine.admission import kv_bytes
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.lane import Lane
@@ -56,18 +56,18 @@ def engine(models: Models, tmp_path: Path) -> Iterator[Engine]:
     with engine_on(models.of("llama"), tmp_path) as engine:
         engine.submit(ask(LONG)).result()
         engine.call(engine.live.clear).result()
-        rates = lane_of(engine).manager.rates
+        rates = lane_of(engine).restorer.rates
         rates.load_bytes_per_s, rates.prefill_tokens_per_s = 1e5, 1.0
         yield engine
 
 
 @pytest.fixture
 def reader(engine: Engine) -> Iterator[Held]:
-    manager = lane_of(engine).manager
-    reader, manager.reader = manager.reader, Held(manager.reader)  # type: ignore[assignment]
-    yield manager.reader  # type: ignore[misc]
-    manager.reader.let.set()  # type: ignore[attr-defined]
-    manager.reader = reader
+    restorer = lane_of(engine).restorer
+    reader, restorer.reader = restorer.reader, Held(restorer.reader)  # type: ignore[assignment]
+    yield restorer.reader  # type: ignore[misc]
+    restorer.reader.let.set()  # type: ignore[attr-defined]
+    restorer.reader = reader
 
 
 def lane_of(engine: Engine) -> Lane:
@@ -135,19 +135,19 @@ def test_memory_that_a_load_holds_comes_free_again(models: Models, tmp_path: Pat
     with engine_on(model, tmp_path, memory=memory(batch_bytes=3 * n_bytes)) as engine:
         engine.submit(ask(LONG)).result()
         engine.call(engine.live.clear).result()
-        manager = lane_of(engine).manager
-        manager.rates.load_bytes_per_s, manager.rates.prefill_tokens_per_s = 1e5, 1.0
-        reader, manager.reader = manager.reader, Held(manager.reader)  # type: ignore[assignment]
+        restorer = lane_of(engine).restorer
+        restorer.rates.load_bytes_per_s, restorer.rates.prefill_tokens_per_s = 1e5, 1.0
+        reader, restorer.reader = restorer.reader, Held(restorer.reader)  # type: ignore[assignment]
         talking = engine.submit(ask(SHORT, 200))
         next(event for event in talking if isinstance(event, Delta))
         loading = engine.submit(ask(LONG))
-        assert manager.reader.asked.wait(300)  # type: ignore[attr-defined]
+        assert restorer.reader.asked.wait(300)  # type: ignore[attr-defined]
         urgent = engine.submit(ask(prompt_of(1000, seed=8), priority=1))
         talking.result()
-        manager.reader.let.set()  # type: ignore[attr-defined]
+        restorer.reader.let.set()  # type: ignore[attr-defined]
         assert loading.result().receipt.cached_tokens == len(LONG) - 1
         assert urgent.result().choices[0].tokens
-        manager.reader = reader
+        restorer.reader = reader
 
 
 def layout_of(model: Any) -> Any:

@@ -28,13 +28,13 @@ class SlowDisk(FixedRates):
         self.load_bytes_per_s = 1.0
 
 
-def manager_of(engine):
-    return engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result().manager
+def restorer_of(engine):
+    return engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result().restorer
 
 
 def record_of(engine, prompt):
     """The file of the second block."""
-    key = manager_of(engine).plan(prompt).point.reads[1].key
+    key = restorer_of(engine).plan(prompt).point.reads[1].key
     return engine.store.on_disk.disk.records.path_of(key, Part.DELTA)
 
 
@@ -73,11 +73,11 @@ def other_layout(engine, prompt):
 
 
 def slow_disk(engine, prompt):
-    manager_of(engine).rates = SlowDisk()
+    restorer_of(engine).rates = SlowDisk()
 
 
 def broken_reader(engine, prompt):
-    manager_of(engine).reader = Broken()
+    restorer_of(engine).reader = Broken()
 
 
 @pytest.mark.parametrize(

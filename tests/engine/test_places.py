@@ -57,7 +57,7 @@ def test_the_key_whose_turn_is_longest_ago_is_first(sim):
 def test_memory_for_joining_is_given_back(sim):
     """While it joins a row is there twice."""
     sim.running(1)
-    n_bytes = kv_bytes(sim.lane.manager.layout, 16 + LEASE_TOKENS)
+    n_bytes = kv_bytes(sim.lane.restorer.layout, 16 + LEASE_TOKENS)
     assert sim.scheduler._intake._admission.used_bytes == n_bytes
 
 

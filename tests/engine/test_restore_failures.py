@@ -31,10 +31,10 @@ def test_a_failed_restore_is_counted_told_and_a_miss(models, tmp_path, caplog):
     """Never in silence; what the blocks before the bad one hold is still of use."""
     prompt = prompt_of(600)
     with engine_on(models.of("llama"), tmp_path, budgets=ON_DISK) as engine:
-        manager = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result().manager
+        restorer = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result().restorer
         cold = engine.submit(ask(prompt, policy=Policy.DURABLE)).result()
         engine.call(engine.live.clear).result()
-        second = manager.plan(prompt).point.reads[1].key.hex()
+        second = restorer.plan(prompt).point.reads[1].key.hex()
         flip(tmp_path / "store" / "blocks" / second[:2] / f"{second}.d.safetensors")
         with caplog.at_level(logging.WARNING, "keepwarm"):
             warm = engine.submit(ask(prompt)).result()
@@ -97,8 +97,8 @@ def test_a_record_that_does_not_fit_is_replaced_when_it_is_computed(
     with engine_on(models.of(architecture), tmp_path, budgets=ON_DISK) as engine:
         cold = engine.submit(ask(prompt, policy=Policy.DURABLE)).result()
         engine.call(engine.live.clear).result()
-        manager = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result().manager
-        point = manager.plan(prompt).point
+        restorer = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result().restorer
+        point = restorer.plan(prompt).point
         key = [read.key.hex() for read in point.reads if read.part == part][-1]
         rewritten(tmp_path / "store" / "blocks" / key[:2] / f"{key}.{part}.safetensors", change)
         n_reused = []
@@ -125,10 +125,10 @@ class Broken:
 def test_a_failure_of_any_kind_is_counted_told_and_a_miss(models, tmp_path, caplog):
     prompt = prompt_of(300)
     with engine_on(models.of("llama"), tmp_path, budgets=ON_DISK) as engine:
-        manager = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result().manager
+        restorer = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result().restorer
         cold = engine.submit(ask(prompt, policy=Policy.DURABLE)).result()
         engine.call(engine.live.clear).result()
-        manager.reader = Broken()
+        restorer.reader = Broken()
         with caplog.at_level(logging.ERROR, "keepwarm"):
             warm = engine.submit(ask(prompt)).result()
         stats = engine.stats()

@@ -37,7 +37,7 @@ def test_a_generators_cache_becomes_blocks_of_every_layer_in_order(model, tmp_pa
     with keepwarm.Store(tmp_path) as store:
         kept = store.attach(model.module, source=model.path)
         kept.commit(tokens, run.cache)
-        point = kept.manager.plan([*tokens, 0]).point
+        point = kept.restorer.plan([*tokens, 0]).point
     assert (point.n_tokens, [read.number for read in point.reads]) == (608, [0, 1, 2])
     blocks = blocks_under(tmp_path)
     assert sorted(blocks) == [0, 1, 2]
@@ -75,8 +75,8 @@ def test_an_agents_blocks_are_loaded_by_its_id(architecture, models, tmp_path):
         engine.settle()
         engine.store.on_disk.agents.update("ada", metadata={"team": "web"})
         loaded = engine.store.load_agent("ada")
-        layout = engine.lane_of().manager.layout
-        restored = engine.lane_of().manager.restore(
+        layout = engine.lane_of().restorer.layout
+        restored = engine.lane_of().restorer.restore(
             [*engine.store.on_disk.tokens_of(engine.store.on_disk.agents.show("ada")), 0]
         )
     assert (loaded.n_tokens, loaded.metadata) == (604, {"team": "web"})

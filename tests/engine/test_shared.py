@@ -44,10 +44,10 @@ def patience(monkeypatch):
     """Deadlines that a busy machine keeps too: hanging is a failure, and slowness is not."""
     monkeypatch.setattr("keepwarm.cache.shared.opening.START_S", SOON)
     monkeypatch.setattr("keepwarm.cache.shared.sharing.CLOSE_S", SOON)
-    monkeypatch.setattr("keepwarm.cache.restore.planning.ASK_S", SOON)
-    monkeypatch.setattr("keepwarm.cache.restore.planning.MAX_ASK_SHARE", SOON)
+    monkeypatch.setattr("keepwarm.cache.restore.restorer.ASK_S", SOON)
+    monkeypatch.setattr("keepwarm.cache.restore.restorer.MAX_ASK_SHARE", SOON)
     monkeypatch.setattr("keepwarm.store.remote.tier.MIN_READ_S", SOON)
-    monkeypatch.setattr("keepwarm.cache.restore.planning.MIN_READ_S", SOON)
+    monkeypatch.setattr("keepwarm.cache.restore.restorer.MIN_READ_S", SOON)
 
 
 def machine(model, home, remote="", settings=(), **options):
@@ -89,7 +89,7 @@ def test_what_is_coded_for_a_slow_line_is_restored_token_for_token(models, tmp_p
     module.set_dtype(mx.bfloat16)
     model = replace(models.of("llama"), module=FedCounter(module))
     with machine(model, tmp_path / "a", remote) as a:
-        speed = a.lane_of().manager.tiers.shared[0].speed
+        speed = a.lane_of().restorer.tiers.shared[0].speed
         speed.bytes_per_s = speed.put_bytes_per_s = 1e4
         use(a, prompt)
         expected = run(a, prompt)
@@ -115,7 +115,7 @@ def test_a_tier_that_seemed_too_slow_is_measured_again(models, tmp_path, remote,
     with machine(model, tmp_path / "a", remote) as a:
         use(a, prompt)
     with machine(model, tmp_path / "b", remote) as b:
-        (tier,) = b.lane_of().manager.tiers.shared
+        (tier,) = b.lane_of().restorer.tiers.shared
         tier.speed.bytes_per_s = 1.0
         assert run(b, prompt, policy=Policy.READ_ONLY).receipt.reused == {}
         until = time.monotonic() + SOON
@@ -322,9 +322,9 @@ def test_a_place_that_hangs_or_is_gone_changes_no_answer(models, tmp_path, monke
     model, exam = models.of("llama"), Exam(models.module("llama"))
     prompts = [prompt_of(300, seed=seed) for seed in range(6)]
     with redis_server(tmp_path) as server, machine(model, tmp_path / "a", server.url) as a:
-        (tier,) = a.lane_of().manager.tiers.shared
+        (tier,) = a.lane_of().restorer.tiers.shared
         server.pause()
-        monkeypatch.setattr("keepwarm.cache.restore.planning.ASK_S", 0.05)
+        monkeypatch.setattr("keepwarm.cache.restore.restorer.ASK_S", 0.05)
         try:
             for prompt in prompts[:4]:
                 exam.add(prompt, run(a, prompt).choices[0])
@@ -335,7 +335,7 @@ def test_a_place_that_hangs_or_is_gone_changes_no_answer(models, tmp_path, monke
         server.kill()
         exam.add(prompts[4], run(a, prompts[4]).choices[0])
         server.start()
-        monkeypatch.setattr("keepwarm.cache.restore.planning.ASK_S", SOON)
+        monkeypatch.setattr("keepwarm.cache.restore.restorer.ASK_S", SOON)
         until = time.monotonic() + SOON
         while tier.breaker.is_open:
             assert time.monotonic() < until
@@ -379,11 +379,11 @@ def test_a_load_that_falls_behind_is_left_and_what_has_arrived_is_kept(
         use(a, prompt)
     clock, names = JumpingClock(), []
     monkeypatch.setattr(
-        "keepwarm.cache.restore.planning.Plan.deadline", lambda plan: CallDeadline(1.0, clock)
+        "keepwarm.cache.restore.restorer.Plan.deadline", lambda plan: CallDeadline(1.0, clock)
     )
     with machine(model, tmp_path / "b", remote) as b:
-        (tier,) = b.lane_of().manager.tiers.shared
-        b.lane_of().manager.reader._pool = ThreadPoolExecutor(1)  # one after the other
+        (tier,) = b.lane_of().restorer.tiers.shared
+        b.lane_of().restorer.reader._pool = ThreadPoolExecutor(1)  # one after the other
         fetch = tier.backend.fetch
 
         def fetch_one(name, *args):
@@ -412,10 +412,10 @@ def test_what_arrived_before_a_line_became_slow_is_kept(models, tmp_path, remote
     ended = threading.Event()
     try:
         with machine(model, tmp_path / "b", address) as b:
-            manager = b.lane_of().manager
-            manager.reader._pool = ThreadPoolExecutor(1)  # one after the other
-            manager.ask(prompt, Policy.READ_WRITE)
-            left = [manager.plan(prompt).point.n_bytes * 256 * 3 // 2 // 800]
+            restorer = b.lane_of().restorer
+            restorer.reader._pool = ThreadPoolExecutor(1)  # one after the other
+            restorer.ask(prompt, Policy.READ_WRITE)
+            left = [restorer.plan(prompt).point.n_bytes * 256 * 3 // 2 // 800]
 
             def slow(data, send):
                 n_fast = min(len(data), left[0])
@@ -427,10 +427,10 @@ def test_what_arrived_before_a_line_became_slow_is_kept(models, tmp_path, remote
                     send(bytes([byte]))
 
             proxy.on_value = slow
-            monkeypatch.setattr("keepwarm.cache.restore.planning.MIN_READ_S", 3.0)
+            monkeypatch.setattr("keepwarm.cache.restore.restorer.MIN_READ_S", 3.0)
             result = run(b, prompt)
             assert result.receipt.reused == {"memory": 256}
-            assert not b.lane_of().manager.tiers.shared[0].breaker.is_open
+            assert not b.lane_of().restorer.tiers.shared[0].breaker.is_open
             exam.add(prompt, result.choices[0])
     finally:
         ended.set()
@@ -485,7 +485,7 @@ def test_a_forgotten_agent_is_gone_from_what_machines_share(models, tmp_path, re
 
 def _until_shared(engine, *prompts):
     for prompt in prompts:
-        tried = engine.lane_of().manager.share(prompt)
+        tried = engine.lane_of().restorer.share(prompt)
         tried.result(SOON)
 
 
@@ -498,5 +498,5 @@ def test_a_start_waits_for_the_first_trial(models, tmp_path, monkeypatch):
 
     monkeypatch.setattr("keepwarm.store.remote.tier.try_backend", slowly)
     with machine(models.of("llama"), tmp_path, tmp_path.as_uri()) as engine:
-        (tier,) = engine.lane_of().manager.tiers.shared
+        (tier,) = engine.lane_of().restorer.tiers.shared
         assert not tier.breaker.is_open

@@ -46,7 +46,7 @@ def pair(models, tmp_path):
         ):
             for engine in (one, two):
                 engine._lanes.padding = TrustingBook(tmp_path / "padding.json")
-                engine.lane_of().manager.rates = FixedRates()
+                engine.lane_of().restorer.rates = FixedRates()
                 engine._scheduler.slice_sizer.max_slice = 32
             yield one, two
 
@@ -82,7 +82,7 @@ def test_slices_are_short_while_another_engine_waits(pair):
     engine = pair[0]
     sizer, lane, device = engine._scheduler.slice_sizer, engine.lane_of(), engine._device
     sizer.max_slice = 512
-    lane.manager.rates.slices = SliceCosts([(512, 0, 1.0)])  # alone a slice may take 1.5 s
+    lane.restorer.rates.slices = SliceCosts([(512, 0, 1.0)])  # alone a slice may take 1.5 s
     assert engine._scheduler._slice_tokens(lane, 0, 4000) == 512
     device._waiting.append(threading.Event())
     n_tokens = engine._scheduler._slice_tokens(lane, 0, 4000)

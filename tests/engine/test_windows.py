@@ -39,7 +39,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def window_of(engine: Engine) -> tuple[int, int]:
     """Rows of the widest window, and the bytes that one row of all windows takes."""
-    layout = lane_of(engine).manager.layout
+    layout = lane_of(engine).restorer.layout
     leaves = [leaf for leaf in layout.leaves() if leaf.kind is Kind.WINDOW]
     sizes = [spec.with_rows(1) for leaf in leaves for spec in leaf.tensors.values()]
     return max(leaf.window or 0 for leaf in leaves), sum(4 * h * w for _, h, _, w in sizes)

@@ -52,7 +52,7 @@ def engine_on(model: Any, home: Path, secret: str = "") -> Iterator[Engine]:
         Engine(model, store, EngineConfig(memory=memory()), settings=settings) as engine,
     ):
         lane = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result()
-        lane.manager.rates = FixedRates()
+        lane.restorer.rates = FixedRates()
         yield engine
 
 

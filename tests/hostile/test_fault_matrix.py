@@ -25,9 +25,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm.cache.disk_store import DiskStore
-from keepwarm.cache.restore.manager import Manager
+from keepwarm.cache.restore.loading import Reader
 from keepwarm.cache.restore.rates import Rates
-from keepwarm.cache.restore.reading import Reader
+from keepwarm.cache.restore.restorer import Restorer
 from keepwarm.cache.restore.writing import MemorySaver, Writer
 from keepwarm.errors import BadInput, StoreFailed
 from keepwarm.kv.layout import probe
@@ -117,19 +117,19 @@ class Scene:
         self.close()
         self.open()
 
-    def manager(self) -> Manager:
+    def restorer(self) -> Restorer:
         rates = Rates(load_bytes_per_s=1e12, prefill_tokens_per_s=1e-3)
         name = self.name(self.identity)
-        return Manager(name, self.layout, self.tiers, self.reader, self.saver, rates)
+        return Restorer(name, self.layout, self.tiers, self.reader, self.saver, rates)
 
     def serve(self, prompt: list[int]) -> None:
         """A request: restore, compute the rest, store it."""
-        manager = self.manager()
-        restored = manager.restore(prompt)
-        capture = manager.open(prompt)
+        restorer = self.restorer()
+        restored = restorer.restore(prompt)
+        capture = restorer.open(prompt)
         caches, at = restored.caches or make_prompt_cache(self.model), restored.n_tokens
         capture.start_at(at)
-        if manager.needs.checkpoints and at < len(prompt) - 1:
+        if restorer.needs.checkpoints and at < len(prompt) - 1:
             at, start = len(prompt) - 1, at
             prefill(self.model, caches, prompt[start:at])
             capture.capture(caches, at, checkpoint=True)
@@ -138,7 +138,7 @@ class Scene:
 
     def reuse(self, prompt: list[int], reference: Any) -> int:
         """Tokens of a prompt that are restored; the continuation must equal a cold run."""
-        restored = self.manager().restore(prompt)
+        restored = self.restorer().restore(prompt)
         caches = restored.caches or make_prompt_cache(self.model)
         run = continue_from(self.model, caches, prompt[restored.n_tokens :], N)
         assert_same(reference(tuple(prompt)), run)

@@ -23,9 +23,9 @@ from urllib.parse import urlsplit
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from keepwarm.cache.restore.manager import Manager
+from keepwarm.cache.restore.loading import Reader
 from keepwarm.cache.restore.rates import Rates
-from keepwarm.cache.restore.reading import Reader
+from keepwarm.cache.restore.restorer import Restorer
 from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.kv.layout import probe
 from keepwarm.prefix.blocks import Namespace, chain
@@ -96,15 +96,15 @@ class Computed:
         self._cold = cache(lambda prompt: cold(model, list(prompt), N))
         tiers = Tiers([("memory", self._memory)])
         for prompt in (PROMPT, OTHER):
-            capture = self.manager(tiers, Reader(tiers)).open(prompt)
+            capture = self.restorer(tiers, Reader(tiers)).open(prompt)
             capture.start_at(0)
             capture.finish(prompt, prefill(model, make_prompt_cache(model), prompt))
         blocks = sorted(self._memory.walk(), key=lambda block: block.number)
         self.records = [self._memory.read(one.key, part) for one in blocks for part in one.n_bytes]
 
-    def manager(self, tiers: Tiers, reader: Reader) -> Manager:
+    def restorer(self, tiers: Tiers, reader: Reader) -> Restorer:
         rates = Rates(load_bytes_per_s=1e12, prefill_tokens_per_s=1e-3)
-        return Manager(NAME, self._layout, tiers, reader, MemorySaver(self._memory), rates)
+        return Restorer(NAME, self._layout, tiers, reader, MemorySaver(self._memory), rates)
 
     def compare(self, prompt: list[int], restored: Any) -> None:
         """The answer from here on must equal that of a cold run."""
@@ -139,17 +139,17 @@ class Scene:
         """The first machine puts all that is not there."""
         return [self.first.put(record).stored for record in self._computed.records]
 
-    def ask(self, prompt: list[int]) -> Manager:
-        manager = self._computed.manager(Tiers([], [self.second]), self._reader)
-        manager.ask(prompt, Policy.READ_WRITE)
-        return manager
+    def ask(self, prompt: list[int]) -> Restorer:
+        restorer = self._computed.restorer(Tiers([], [self.second]), self._reader)
+        restorer.ask(prompt, Policy.READ_WRITE)
+        return restorer
 
     def reuse(self, prompt: list[int], between: Callable[[], None] | None = None) -> int:
         """Tokens that the second machine restores; its answer must equal that of a cold run."""
-        manager = self.ask(prompt)
+        restorer = self.ask(prompt)
         if between is not None:
             between()
-        restored = manager.restore(prompt)
+        restored = restorer.restore(prompt)
         self._computed.compare(prompt, restored)
         return restored.n_tokens
 
@@ -437,11 +437,11 @@ def patience(monkeypatch):
     """Sets deadlines: long ones that a busy machine keeps too, and short ones for what hangs."""
 
     def set_deadlines(seconds):
-        monkeypatch.setattr("keepwarm.cache.restore.planning.ASK_S", seconds)
-        monkeypatch.setattr("keepwarm.cache.restore.planning.MIN_READ_S", seconds, raising=False)
+        monkeypatch.setattr("keepwarm.cache.restore.restorer.ASK_S", seconds)
+        monkeypatch.setattr("keepwarm.cache.restore.restorer.MIN_READ_S", seconds, raising=False)
         monkeypatch.setattr("keepwarm.store.remote.tier.MIN_READ_S", seconds)
 
-    monkeypatch.setattr("keepwarm.cache.restore.planning.MIN_LOAD_SHARE", 0.0)
+    monkeypatch.setattr("keepwarm.cache.restore.restorer.MIN_LOAD_SHARE", 0.0)
     set_deadlines(SOON)
     return set_deadlines
 

@@ -19,8 +19,8 @@ from typing import Any
 import mlx.core as mx
 
 from keepwarm import config, kv
+from keepwarm.cache.restore.loading import PendingReads, Reader, Use
 from keepwarm.cache.restore.rates import Rates
-from keepwarm.cache.restore.reading import PendingReads, Reader, Use
 from keepwarm.cache.store import Budgets, Store
 from keepwarm.engine.admission import Admission
 from keepwarm.engine.answer import Answer
@@ -321,11 +321,11 @@ def simulated(device: Device, model: Model, home: Path) -> Iterator[Simulation]:
     with Store(budgets=budgets, settings=settings) as store:
         layout = kv.probe(module, kv.make_caches(module))
         identity = Identity({}, device.name, "", str(layout))
-        manager = store.make_manager(identity, layout)
-        manager.reader = ChargedReader(manager.reader, device, clock)  # type: ignore[assignment]
-        manager.rates = KnownLoads()
+        restorer = store.make_restorer(identity, layout)
+        restorer.reader = ChargedReader(restorer.reader, device, clock)  # type: ignore[assignment]
+        restorer.rates = KnownLoads()
         stand_in = replace(model, module=module, n_context=1 << 20)
-        lane = Lane(stand_in, KVOptions(), identity, manager, Live(1 << 28), ALWAYS)
+        lane = Lane(stand_in, KVOptions(), identity, restorer, Live(1 << 28), ALWAYS)
         sizer = SliceSizer(device.max_slice, gap_s=device.gap_s, on_grid=device.on_grid)
         scheduler = Scheduler(
             Admission(1 << 30), sizer, lambda row: None, lambda job: None, clock=clock

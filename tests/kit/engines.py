@@ -146,7 +146,7 @@ def engine_on(
             engine._lanes.padding = TrustingBook(home / "padding.json")
         lane = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result()
         if fixed_rates:
-            lane.manager.rates = FixedRates()
+            lane.restorer.rates = FixedRates()
             engine._scheduler.slice_sizer.max_slice = 128
         model.module.shapes.clear()
         yield engine

@@ -13,9 +13,9 @@ from keepwarm.cli.main import main
 SOON = 60.0  # seconds
 DEADLINES = (
     "keepwarm.cache.shared.opening.START_S",
-    "keepwarm.cache.restore.planning.ASK_S",
-    "keepwarm.cache.restore.planning.MAX_ASK_SHARE",
-    "keepwarm.cache.restore.planning.MIN_READ_S",
+    "keepwarm.cache.restore.restorer.ASK_S",
+    "keepwarm.cache.restore.restorer.MAX_ASK_SHARE",
+    "keepwarm.cache.restore.restorer.MIN_READ_S",
     "keepwarm.store.remote.tier.MIN_READ_S",
 )
 

@@ -21,7 +21,7 @@ N_ANSWER = 6
 def patience(monkeypatch):
     """Deadlines that a busy machine keeps too: hanging is a failure, and slowness is not."""
     monkeypatch.setattr("keepwarm.cache.shared.opening.START_S", SOON)
-    monkeypatch.setattr("keepwarm.cache.restore.planning.ASK_S", SOON)
+    monkeypatch.setattr("keepwarm.cache.restore.restorer.ASK_S", SOON)
     monkeypatch.setattr("keepwarm.store.remote.tier.MIN_READ_S", SOON)
     monkeypatch.setattr("keepwarm.store.remote.speed.TierSpeed.load_s", lambda *_: 0.0)
 
@@ -69,7 +69,7 @@ def test_a_session_goes_on_where_it_is_warm_and_survives_its_server(models, tmp_
             for _, engine in servers:
                 assert engine.stats().counters["finished"], "both serve"
                 engine.settle()
-                engine.lane_of().manager.share([1]).result(SOON)  # behind all others
+                engine.lane_of().restorer.share([1]).result(SOON)  # behind all others
         asyncio.run(example.run(url, talks, 1, **options))
     check(talks, 2)
 

@@ -421,9 +421,9 @@ def found_in(root, needles):
 
 
 def converse(root, model, secret, prompt, agent=AGENT):
-    """A request through the manager, kept on disk under an agent; the opened store, flushed."""
+    """A request through the restorer, kept on disk under an agent; the opened store, flushed."""
     opened = Store(budgets=BUDGETS, settings=config.load(store=root, encryption_key=secret))
-    kept = opened.make_manager(IDENTITY, probe(model, make_prompt_cache(model)))
+    kept = opened.make_restorer(IDENTITY, probe(model, make_prompt_cache(model)))
     kept.rates = Rates(load_bytes_per_s=1e12, prefill_tokens_per_s=1e-3)
     restored = kept.restore(prompt)
     caches = restored.caches or make_prompt_cache(model)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from keepwarm import kv
-from keepwarm.cache.restore.manager import Manager
+from keepwarm.cache.restore.restorer import Restorer
 from keepwarm.errors import BadInput
 from keepwarm.prefix.fingerprint import Identity
 
@@ -25,19 +25,19 @@ class AttachedModel:
         self,
         model: Any,
         identity: Identity,
-        manager: Manager,
+        restorer: Restorer,
         kv_options: dict[str, Any],
     ) -> None:
         self._model = model
         self._kv_options = kv_options
         self.identity = identity
-        self.manager = manager
+        self.restorer = restorer
 
     def restore(self, tokens: Sequence[int]) -> RestoredPrompt:
         """Caches for the longest stored prefix, or empty ones."""
         if not tokens:
             raise BadInput("There are no tokens to restore; pass a prompt.")
-        found = self.manager.restore(tokens)
+        found = self.restorer.restore(tokens)
         caches = found.caches or kv.make_caches(self._model, **self._kv_options)
         return RestoredPrompt(caches, list(tokens[found.n_tokens :]))
 
@@ -47,7 +47,7 @@ class AttachedModel:
         `cache` is what `restore` returned for these tokens. On a model with states only this keeps
         a place before the end, from which the same prompt can go on again.
         """
-        capture, last = self.manager.open(tokens), len(tokens) - 1
+        capture, last = self.restorer.open(tokens), len(tokens) - 1
         points: frozenset[int] = frozenset()
 
         def keep(n_done: int, n_rest: int) -> None:
@@ -55,7 +55,7 @@ class AttachedModel:
             upto = len(tokens) - n_rest + n_done
             if not n_done:
                 capture.start_at(upto)
-                points = self.manager.points(tokens, (), upto)
+                points = self.restorer.points(tokens, (), upto)
                 capture.expect(points)
             elif upto <= last:  # the last call comes when the cache holds more
                 kv.evaluate(cache)
@@ -71,4 +71,4 @@ class AttachedModel:
             raise BadInput(
                 f"The cache holds {count} tokens, but {len(tokens)} were given; pass its tokens."
             )
-        self.manager.open(tokens).finish(tokens, cache)
+        self.restorer.open(tokens).finish(tokens, cache)

@@ -107,10 +107,10 @@ def import_prompt_file(store: Store, model: Model, read: ReadPrompt, agent_id: s
         raise BadInput(f"Agent {agent_id!r} already exists; choose another id.")
     found, tokens = read
     attached = store.attach(model.module, model.path, **_kv_options_of(found))
-    attached.manager.layout.check(found.caches)
+    attached.restorer.layout.check(found.caches)
     identity = replace(attached.identity, origin=secrets.token_hex(16))
     name = store.on_disk.register(identity)
-    capture = attached.manager.in_namespace(name).open(tokens, Policy.DURABLE)
+    capture = attached.restorer.in_namespace(name).open(tokens, Policy.DURABLE)
     capture.finish(tokens, kv.evaluate(found.caches))
     store.flush()
     head = Branch.of(
@@ -124,9 +124,9 @@ def export_prompt_file(
 ) -> int:
     """Write an agent's conversation for mlx-lm or Swift; the number of tokens."""
     theirs = store.on_disk.identity_of(agent.namespace)
-    manager = _attach_as(store, model, theirs).manager.in_namespace(agent.namespace)
+    restorer = _attach_as(store, model, theirs).restorer.in_namespace(agent.namespace)
     tokens = store.on_disk.tokens_of(agent)
-    restored = manager.restore([*tokens, 0])  # one more: a restore always leaves a token
+    restored = restorer.restore([*tokens, 0])  # one more: a restore always leaves a token
     if restored.caches is None:
         raise BadInput(f"Nothing of {agent.id or path.stem!r} can be restored; it was evicted.")
     held = tokens[: restored.n_tokens]

@@ -19,12 +19,11 @@ from keepwarm.cache.attached import AttachedModel
 from keepwarm.cache.counts import CountBook
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.identity import identity_of
-from keepwarm.cache.restore.failures import RestoreFailures
 from keepwarm.cache.restore.forgetting import Forget, Forgetting
-from keepwarm.cache.restore.manager import Manager
+from keepwarm.cache.restore.loading import Reader, RestoreFailures
 from keepwarm.cache.restore.points import PointSizes
 from keepwarm.cache.restore.rates import RateBook
-from keepwarm.cache.restore.reading import Reader
+from keepwarm.cache.restore.restorer import Restorer
 from keepwarm.cache.restore.writing import MemorySaver, Saver, Writer, WriteStats
 from keepwarm.cache.shared.shared_tiers import SharedTiers
 from keepwarm.device.memory import MemoryConfig
@@ -165,18 +164,18 @@ class Store:
             salt=salt,
             **kv_options,
         )
-        manager = self.make_manager(identity, layout)
+        restorer = self.make_restorer(identity, layout)
         everyones = namespace(replace(identity, salt="", origin=""))
-        manager.rates = self._rates.of(everyones, PointSizes(layout).to_load(str(source)))
-        return AttachedModel(model, identity, manager, kv_options)
+        restorer.rates = self._rates.of(everyones, PointSizes(layout).to_load(str(source)))
+        return AttachedModel(model, identity, restorer, kv_options)
 
-    def make_manager(self, identity: Identity, layout: kv.Layout) -> Manager:
-        """The manager of one model with one set of KV options."""
+    def make_restorer(self, identity: Identity, layout: kv.Layout) -> Restorer:
+        """The restorer of one model with one set of KV options."""
         on_disk = self._on_disk
         name = namespace(identity) if on_disk is None else on_disk.register(identity)
         if self._reader.slabs is not None:
             self._reader.slabs.expect(kv.slab_sizes(layout))
-        return Manager(
+        return Restorer(
             name,
             layout,
             self._lookups,

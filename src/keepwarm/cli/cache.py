@@ -294,7 +294,7 @@ def _import_bundle(
     model, options = load_model(settings), make_options_in(theirs)
     with Store(settings=settings) as store:
         ours = store.attach(model.module, model.path, salt=theirs.salt, **options)
-        fits = partial(check_record, ours.manager.layout)
+        fits = partial(check_record, ours.restorer.layout)
         with bytes_bar("importing") as progress:
             made = store.on_disk.import_agent(
                 file, ours.identity, agent, progress, model.name, keys=keys, check_record=fits

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from keepwarm.cache.counts import PromptCounts
-from keepwarm.cache.restore.manager import Capture
+from keepwarm.cache.restore.restorer import Capture
 from keepwarm.cache.store import Store
 from keepwarm.engine.jobs import Job, RunningSequence
 from keepwarm.errors import KeepwarmError, StoreFailed
@@ -68,7 +68,7 @@ class Chores:
         so not on the engine's thread. What was read from blocks is noted by the restore."""
         assert job.receipt is not None
         if n_live := job.receipt.reused.get("live"):
-            self._pool.submit(job.lane.manager.touch, job.tokens[:n_live])
+            self._pool.submit(job.lane.restorer.touch, job.tokens[:n_live])
 
     def record_prompt(self, job: Job) -> None:
         """After a prompt was cached without an answer: pin its breakpoints."""
@@ -134,13 +134,13 @@ class Chores:
         """Unless the agent was deleted while the request ran."""
 
         def is_wanted() -> bool:
-            job.lane.manager.catch_up()
+            job.lane.restorer.catch_up()
             return not capture.claim.is_of_deleted_agent
 
         agent_id = str(job.request.agent)
         agent = self._store.on_disk.agents.advance(
             agent_id,
-            job.lane.manager.namespace,
+            job.lane.restorer.namespace,
             tokens,
             len(job.tokens),
             model=job.lane.model.name,
@@ -150,7 +150,7 @@ class Chores:
             is_wanted=is_wanted,
         )
         if agent is not None and agent.pinned:
-            job.lane.manager.share(tokens)
+            job.lane.restorer.share(tokens)
         if self._unrecorded.get(agent_id) is job:
             del self._unrecorded[agent_id]
 
@@ -158,8 +158,8 @@ class Chores:
         pins = self._store.on_disk.ttl_pins
         pins.expire()
         for position, ttl_s in job.prepared.breakpoints:
-            pins.pin(job.lane.manager.namespace, tokens, position, ttl_s)
-            job.lane.manager.share(tokens[:position])
+            pins.pin(job.lane.restorer.namespace, tokens, position, ttl_s)
+            job.lane.restorer.share(tokens[:position])
 
     def _forget_expired(self) -> None:
         """Forget the agents that were not used for their retention time."""
@@ -181,7 +181,7 @@ class Chores:
         is_durable = False
         try:
             self._store.flush()
-            is_durable = all(job.lane.manager.is_on_disk(tokens) for tokens in _kept_tokens(job))
+            is_durable = all(job.lane.restorer.is_on_disk(tokens) for tokens in _kept_tokens(job))
         except Exception:
             LOG.exception("whether an answer is on disk could not be checked")
         finally:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from keepwarm.cache.restore.failures import Fault
-from keepwarm.cache.restore.manager import Capture
+from keepwarm.cache.restore.loading import Fault
+from keepwarm.cache.restore.restorer import Capture
 from keepwarm.engine.admission import Admission, kv_bytes
 from keepwarm.engine.jobs import Counters, Job, PrefillTask, RunningSequence
 from keepwarm.engine.lane import MIN_SHARED_TOKENS, Lane, WarmPrefix
@@ -74,8 +74,8 @@ class Intake:
         if job.lease is None:
             n_tokens = len(job.tokens) + min(job.prepared.max_new_tokens, LEASE_TOKENS)
             n_bytes = max(
-                kv_bytes(lane.manager.layout, n_tokens),
-                kv_bytes(lane.exact_lane.manager.layout, lane.n_exact) if lane.exact_lane else 0,
+                kv_bytes(lane.restorer.layout, n_tokens),
+                kv_bytes(lane.exact_lane.restorer.layout, lane.n_exact) if lane.exact_lane else 0,
             )
             batch = lane.options if lane.can_batch else None
             job.lease = self._admission.reserve(n_bytes, batch, n_rows=max(1, job.n_answers))
@@ -107,7 +107,7 @@ class Intake:
         if job.lease is None or sequence.n_tokens % LEASE_TOKENS:
             return
         n_tokens = len(sequence.tokens) + min(sequence.n_left, LEASE_TOKENS)
-        if not job.lease.grow(kv_bytes(job.lane.manager.layout, n_tokens)):
+        if not job.lease.grow(kv_bytes(job.lane.restorer.layout, n_tokens)):
             raise InsufficientResources(
                 f"The answer is {sequence.n_tokens:,} tokens long and the other requests leave no "
                 "memory for more; what was generated is kept: send it back to continue it when "
@@ -199,7 +199,7 @@ def _task(
         warm.caches,
         warm.n_tokens,
         points=points,
-        whole_blocks=lane.manager.needs.whole_blocks,
+        whole_blocks=lane.restorer.needs.whole_blocks,
         clock=clock,
     )
     return PrefillTask(job, tokens, prefill, capture, list(sequences), exact=exact)
@@ -209,12 +209,12 @@ def _opened(
     job: Job, lane: Lane, tokens: list[int], n_known: int, n_kept: int
 ) -> tuple[Capture, frozenset[int]]:
     """A capture that skips the first `n_kept` tokens, and where slices must end for it."""
-    manager, policy = lane.manager, job.request.policy
-    points = manager.points(tokens, job.cuts, n_known) if policy.writes else frozenset()
+    restorer, policy = lane.restorer, job.request.policy
+    points = restorer.points(tokens, job.cuts, n_known) if policy.writes else frozenset()
     capture = job.capture(tokens, lane)
     capture.start_at(n_kept)
     capture.expect(points)
-    return capture, points if manager.needs.checkpoints else frozenset()
+    return capture, points if restorer.needs.checkpoints else frozenset()
 
 
 def _can_share(task: PrefillTask, job: Job) -> bool:
@@ -262,7 +262,7 @@ def _copied(job: Job, tasks: Iterable[PrefillTask]) -> WarmPrefix | None:
 
 
 def _receipt(job: Job, warm: WarmPrefix, load_s: float) -> Receipt:
-    n_known, n_tokens, rates = warm.n_tokens, len(job.tokens), job.lane.manager.rates
+    n_known, n_tokens, rates = warm.n_tokens, len(job.tokens), job.lane.restorer.rates
     spared_s = rates.prefill_s(0, n_tokens) - rates.prefill_s(n_known, n_tokens)
     saved_ms = 1000 * (spared_s - load_s)
     return Receipt(
@@ -286,12 +286,12 @@ def _miss(job: Job, warm: WarmPrefix) -> Miss | None:
     """Why not more was reused: what the restore met with, else what earlier prompts tell."""
     lane, n_known = job.lane, warm.n_tokens
     why: MissCause | None = FAULTS.get(warm.fault) if warm.fault else None
-    reads, manager = job.request.policy.reads, lane.manager
+    reads, restorer = job.request.policy.reads, lane.restorer
     n_stored = lane.n_stored(job.tokens) if reads else 0
     if why is None and n_stored > n_known:
         why = "not worth loading"
-    n_held = manager.n_held(job.tokens) if reads and manager.needs.points else n_stored
-    is_states_alone = not lane.manager.needs.delta
+    n_held = restorer.n_held(job.tokens) if reads and restorer.needs.points else n_stored
+    is_states_alone = not lane.restorer.needs.delta
     return job.prepared.explain(n_known, why, held=n_held, only_at_cuts=is_states_alone)
 
 

@@ -18,7 +18,7 @@ from itertools import count
 import mlx.core as mx
 
 from keepwarm.cache.restore.loading import Loading
-from keepwarm.cache.restore.manager import Capture
+from keepwarm.cache.restore.restorer import Capture
 from keepwarm.engine.admission import Lease
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.batch import Row
@@ -214,8 +214,8 @@ class Job:
 
     def capture(self, tokens: list[int], lane: Lane | None = None) -> Capture:
         """Saves what is computed of these tokens, in its own lane or another."""
-        manager, agent = (lane or self.lane).manager, self.request.agent or ""
-        return manager.open(tokens, self.request.policy, agent, self.since)
+        restorer, agent = (lane or self.lane).restorer, self.request.agent or ""
+        return restorer.open(tokens, self.request.policy, agent, self.since)
 
     @property
     def is_later_turn(self) -> bool:
@@ -276,7 +276,7 @@ class Job:
         longest = max((len(sequence.tokens) for sequence in self.sequences), default=0)
         n_tokens = max(longest, receipt.prompt_tokens)
         inexact = self.lane.inexact(receipt.cached_tokens, n_tokens)
-        shared, repeated = self.lane.manager.n_shared(self.tokens), self._repeated_calls()
+        shared, repeated = self.lane.restorer.n_shared(self.tokens), self._repeated_calls()
         return replace(receipt, inexact=inexact, repeated_calls=repeated, shared=shared)
 
     def _repeated_calls(self) -> tuple[str, ...]:

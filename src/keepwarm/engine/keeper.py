@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from keepwarm import kv
-from keepwarm.cache.restore.manager import Capture
+from keepwarm.cache.restore.restorer import Capture
 from keepwarm.engine.batch import Batch
 from keepwarm.engine.jobs import Counters, Job, PrefillTask, RunningSequence
 from keepwarm.prefix.blocks import BLOCK_TOKENS
@@ -43,14 +43,14 @@ class Keeper:
         self._capture(task.current_capture, prefill.caches, prefill.n_done, checkpoint)
         if checkpoint:
             task.states = None
-        elif task.lane.manager.needs.state and prefill.n_done % BLOCK_TOKENS == 0:
+        elif task.lane.restorer.needs.state and prefill.n_done % BLOCK_TOKENS == 0:
             with self._saving():
                 task.states = _copy_states(prefill.caches, task.lane.make_caches())
 
     def publish_partial_block(self, task: PrefillTask) -> None:
         """Let other requests find all that a task has prefilled, its open block included."""
         prefill = task.prefill
-        if not task.lane.manager.needs.checkpoints:  # else checkpoints are kept at its points
+        if not task.lane.restorer.needs.checkpoints:  # else checkpoints are kept at its points
             self._capture(
                 task.current_capture, prefill.caches, prefill.n_done, True, temporary=True
             )
@@ -68,7 +68,7 @@ class Keeper:
 
     def keep_running(self, batch: Batch[RunningSequence], row: RunningSequence) -> None:
         """Keep the blocks of a long answer at intervals: a crash must not lose all of it."""
-        window = row.job.lane.manager.needs.window
+        window = row.job.lane.restorer.needs.window
         interval = max(1, min(window, BLOCK_TOKENS) // 2) if window else BLOCK_TOKENS
         if row.n_tokens and len(row.tokens) % interval == 0:
             with self._saving():
@@ -89,7 +89,7 @@ class Keeper:
             self._keep_live(task.job, task.capture, list(task.tokens), task.prefill.caches)
 
     def _keep_live(self, job: Job, capture: Capture, tokens: list[int], caches: kv.Caches) -> None:
-        namespace, owner = job.lane.manager.namespace, job.request.agent or ""
+        namespace, owner = job.lane.restorer.namespace, job.request.agent or ""
         with self._saving(), capture.claim.unless_forgotten() as is_wanted:
             if is_wanted:
                 job.lane.live.put(namespace, tokens, caches, owner)

@@ -10,10 +10,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from keepwarm import kv
-from keepwarm.cache.restore.failures import Fault
-from keepwarm.cache.restore.loading import EMPTY, Loading
-from keepwarm.cache.restore.manager import Manager
-from keepwarm.cache.restore.planning import SMALL_LOAD_S
+from keepwarm.cache.restore.loading import EMPTY, Fault, Loading
+from keepwarm.cache.restore.restorer import SMALL_LOAD_S, Restorer
 from keepwarm.cache.store import Store
 from keepwarm.engine.admission import kv_bytes
 from keepwarm.engine.live import Live, copy_without
@@ -44,7 +42,7 @@ class Lane:
     model: Model
     options: KVOptions
     identity: Identity
-    manager: Manager
+    restorer: Restorer
     live: Live
     sharing: RowSharing
     exact_lane: Lane | None = None  # for what comes before `quantized_kv_start`
@@ -58,12 +56,12 @@ class Lane:
         be another's.
         """
         limit = self.options.max_kv_size
-        windows = {leaf.window for leaf in self.manager.layout.leaves()}
+        windows = {leaf.window for leaf in self.restorer.layout.leaves()}
         reasons: dict[Inexact, bool] = {
             "quantised": self.options.kv_bits is not None,
             "bounded": limit is not None and limit in windows and n_tokens > limit,
             "imported": bool(self.identity.origin and n_reused),
-            "numerics": bool(self.manager.is_mixed and n_reused),
+            "numerics": bool(self.restorer.is_mixed and n_reused),
         }
         return tuple(reason for reason, holds in reasons.items() if holds)
 
@@ -75,12 +73,12 @@ class Lane:
     @property
     def can_trim(self) -> bool:
         """Whether the last tokens of a cache can be removed."""
-        return not self.manager.needs.points
+        return not self.restorer.needs.points
 
     @property
     def needs_cuts(self) -> bool:
         """Whether what is stored depends on where the messages of a prompt end."""
-        return self.manager.needs.points
+        return self.restorer.needs.points
 
     def of_import(self, origin: str, store: Store) -> Lane:
         """The same for an imported agent and its forks: a lane that shares blocks with no other."""
@@ -89,7 +87,7 @@ class Lane:
         return replace(
             self,
             identity=identity,
-            manager=self.manager.in_namespace(store.on_disk.register(identity)),
+            restorer=self.restorer.in_namespace(store.on_disk.register(identity)),
             exact_lane=None if exact_lane is None else exact_lane.of_import(origin, store),
         )
 
@@ -97,10 +95,10 @@ class Lane:
     def namespaces(self) -> set[Namespace]:
         """Those of its blocks."""
         exact = self.exact_lane
-        return {self.manager.namespace, *((exact.manager.namespace,) if exact else ())}
+        return {self.restorer.namespace, *((exact.restorer.namespace,) if exact else ())}
 
     def shares_blocks_with(self, other: Lane) -> bool:
-        return self.manager.namespace == other.manager.namespace
+        return self.restorer.namespace == other.restorer.namespace
 
     def for_prompt(self, n_tokens: int) -> Lane:
         """The lane that a prompt of this length runs in."""
@@ -120,7 +118,7 @@ class Lane:
     def begin_loading(self, tokens: list[int], policy: Policy) -> Loading | None:
         """Begin to load a prompt's stored blocks, if they reach further than a live cache."""
         try:
-            return self.manager.begin(tokens, policy, self._n_least(tokens), others_wait=True)
+            return self.restorer.begin(tokens, policy, self._n_least(tokens), others_wait=True)
         except Exception:
             self._count_failure()
             return None
@@ -156,7 +154,7 @@ class Lane:
         except Exception:
             self._count_failure()
             return None
-        n_kept = self.manager.n_saved(tokens, policy)
+        n_kept = self.restorer.n_saved(tokens, policy)
         return WarmPrefix(copied, len(tokens), {"live": len(tokens)}, n_kept)
 
     def n_warm(self, tokens: list[int]) -> int:
@@ -167,11 +165,11 @@ class Lane:
 
     def n_stored(self, tokens: list[int]) -> int:
         """Tokens of a prompt that blocks could restore, worth it or not."""
-        return self.manager.plan(tokens).n_tokens
+        return self.restorer.plan(tokens).n_tokens
 
     def n_live(self, tokens: list[int]) -> int:
-        self.manager.catch_up()
-        n_served = self.live.n_served(self.manager.namespace, tokens)
+        self.restorer.catch_up()
+        n_served = self.live.n_served(self.restorer.namespace, tokens)
         return n_served if n_served >= self.n_exact else 0
 
     def _n_least(self, tokens: list[int]) -> int:
@@ -183,8 +181,8 @@ class Lane:
         is quicker than computing what follows the first `n_known`."""
         if n_shared < n_known + MIN_SHARED_TOKENS:
             return False
-        rates = self.manager.rates
-        load_s = kv_bytes(self.manager.layout, n_shared) / rates.load_bytes_per_s
+        rates = self.restorer.rates
+        load_s = kv_bytes(self.restorer.layout, n_shared) / rates.load_bytes_per_s
         spared_s = rates.prefill_s(n_known, n_tokens) - rates.prefill_s(n_shared, n_tokens)
         return load_s < SMALL_LOAD_S or load_s <= spared_s
 
@@ -206,34 +204,34 @@ class Lane:
 
     def _count_failure(self) -> None:
         LOG.exception("a restore failed; the prompt is prefilled")
-        self.manager.failures.add("error")
+        self.restorer.failures.add("error")
 
     def _restore(self, tokens: list[int], policy: Policy, loading: Loading | None) -> WarmPrefix:
         n_live = self._n_least(tokens)
         if loading is not None and loading.in_background and self._is_stale(loading):
             loading.abandon()
             loading = None
-        loading = loading or self.manager.begin(tokens, policy, beyond=n_live)
+        loading = loading or self.restorer.begin(tokens, policy, beyond=n_live)
         stored = EMPTY
         if loading is not None and loading.point.n_tokens > n_live:
-            stored = self.manager.finish(loading, beyond=n_live)
+            stored = self.restorer.finish(loading, beyond=n_live)
             if stored.caches is not None:
-                n_kept = self.manager.n_saved(tokens[: stored.n_tokens], policy)
+                n_kept = self.restorer.n_saved(tokens[: stored.n_tokens], policy)
                 by_tier, fault = stored.tokens_by_tier, stored.fault
                 return WarmPrefix(stored.caches, stored.n_tokens, by_tier, n_kept, fault)
         elif loading is not None:
             loading.abandon()  # meanwhile another request left a longer live cache
         beyond = max(0, self.n_exact - 1)
-        taken = self.live.take(self.manager.namespace, tokens, beyond, keep=not policy.writes)
+        taken = self.live.take(self.restorer.namespace, tokens, beyond, keep=not policy.writes)
         if taken is None:
             return self._cold(stored.fault)
         known, by_tier = tokens[: taken.n_tokens], {"live": taken.n_tokens}
-        n_kept = self.manager.n_saved(known, policy)
+        n_kept = self.restorer.n_saved(known, policy)
         return WarmPrefix(taken.caches, taken.n_tokens, by_tier, n_kept, stored.fault)
 
     def _is_stale(self, loading: Loading) -> bool:
         """Whether other requests have stored more of the same prompt meanwhile."""
-        n_known = self.manager.plan(loading.tokens).n_tokens
+        n_known = self.restorer.plan(loading.tokens).n_tokens
         return n_known >= loading.point.n_tokens + MIN_SHARED_TOKENS
 
 
@@ -283,7 +281,7 @@ class Lanes:
             self.model,
             options,
             attached.identity,
-            attached.manager,
+            attached.restorer,
             self.live,
             RowSharing(self.model.module, given, attached.identity, self.model.path, self.padding),
             exact_lane=None if is_exact or not start else self.get(exact_options(options), tenant),

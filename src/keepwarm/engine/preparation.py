@@ -68,7 +68,7 @@ class Preparation:
         """Prepare a request that will run, in its own lane or in this one."""
         generation = self._store.catch_up()
         prepared, lane = self.prepare(request, deadline, lane)
-        lane.manager.ask(prepared.tokens, prepared.request.policy)
+        lane.restorer.ask(prepared.tokens, prepared.request.policy)
         return ReadyRequest(prepared, lane, generation)
 
     def prepare(
@@ -121,7 +121,7 @@ class Preparation:
 
 
 def _continuations(lane: Lane) -> Continuations:
-    return partial(stored_continuations, lane.manager.namespace, lane.manager.tiers)
+    return partial(stored_continuations, lane.restorer.namespace, lane.restorer.tiers)
 
 
 def stored_continuations(

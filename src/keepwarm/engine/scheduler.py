@@ -191,7 +191,7 @@ class Scheduler:
         return False
 
     def _slice_tokens(self, lane: Lane, context: int, rest: int) -> int:
-        costs, waited_for = lane.manager.rates.slices, bool(self._batches) or self._others_wait()
+        costs, waited_for = lane.restorer.rates.slices, bool(self._batches) or self._others_wait()
         return self.slice_sizer.slice_tokens(costs, context, waited_for, rest)
 
     def _next_task(self) -> PrefillTask:
@@ -212,7 +212,7 @@ class Scheduler:
     def _count_slice(self, task: PrefillTask, context: int, seconds: float) -> None:
         n_tokens = task.prefill.n_done - context
         self.slice_sizer.record_slice(n_tokens, seconds)
-        rates = task.lane.manager.rates
+        rates = task.lane.restorer.rates
         if self.slice_sizer.is_typical(rates.slices, n_tokens, context):
             rates.saw_slice(n_tokens, context, seconds)
         if task.is_rebuild:
@@ -258,7 +258,7 @@ class Scheduler:
         try:
             batch.join(sequence, caches, token)
         except Exception as error:
-            if isinstance(error, CacheMismatch) and lane.manager.layout.fits(caches):
+            if isinstance(error, CacheMismatch) and lane.restorer.layout.fits(caches):
                 # A state that grows is still short. Nothing was changed.
                 self._batches[sequence] = Batch(lane.model.module)
                 self._batches[sequence].join(sequence, caches, token)

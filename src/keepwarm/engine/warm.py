@@ -19,8 +19,8 @@ from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.attached import AttachedModel
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.identity import make_options_in
-from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.plan import Read
+from keepwarm.cache.restore.restorer import Restorer
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput, CacheError, KeepwarmError, Stopping
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace
@@ -62,8 +62,8 @@ class Warmer:
 
     def run(self) -> list[WarmedConversation]:
         """Warm as many conversations as fit; these, in order."""
-        for manager, agent in self._candidates():
-            self._warm(manager, agent)
+        for restorer, agent in self._candidates():
+            self._warm(restorer, agent)
         return self.warmed
 
     def wait(self) -> None:
@@ -86,7 +86,7 @@ class Warmer:
         except KeepwarmError as error:
             LOG.warning("warming ended early: %s", error)
 
-    def _candidates(self) -> list[tuple[Manager, Agent]]:
+    def _candidates(self) -> list[tuple[Restorer, Agent]]:
         """Stored conversations of this model, the likeliest to continue first."""
         try:
             disk_store = self._engine.store.on_disk
@@ -96,13 +96,13 @@ class Warmer:
         if not agents:
             return []
         names = {agent.namespace for agent in agents}
-        managers = {name: self._manager(name) for name in names}
-        found = [(manager, agent) for agent in agents if (manager := managers[agent.namespace])]
+        restorers = {name: self._restorer(name) for name in names}
+        found = [(restorer, agent) for agent in agents if (restorer := restorers[agent.namespace])]
         found.sort(key=lambda item: (not item[1].pinned, -item[1].used))
         return found
 
-    def _manager(self, name: Namespace) -> Manager | None:
-        """The manager of a namespace, whichever its KV options, tenant or import; None if it is
+    def _restorer(self, name: Namespace) -> Restorer | None:
+        """The restorer of a namespace, whichever its KV options, tenant or import; None if it is
         not of this model."""
         try:
             theirs = self._engine.store.on_disk.identity_of(name)
@@ -114,7 +114,7 @@ class Warmer:
             return None
         ours = attached.identity
         is_ours = replace(theirs, salt=ours.salt, origin=ours.origin) == ours
-        return attached.manager.in_namespace(name) if is_ours else None
+        return attached.restorer.in_namespace(name) if is_ours else None
 
     def _attach(self, options: dict[str, Any]) -> AttachedModel:
         """The engine's model with these KV options."""
@@ -126,16 +126,16 @@ class Warmer:
             self._attached[key] = attached.result()
         return self._attached[key]
 
-    def _warm(self, manager: Manager, agent: Agent) -> None:
+    def _warm(self, restorer: Restorer, agent: Agent) -> None:
         tokens = self._engine.store.on_disk.tokens_of(agent)
         prompt = [*tokens, 0]  # one more: a restore always leaves a token to feed
-        plan = manager.plan(prompt)
+        plan = restorer.plan(prompt)
         n_bytes = plan.point.n_bytes
         if not plan.n_tokens or n_bytes > self._free_bytes():
             return
         self._read_ahead(plan.point.reads)
         self._wait_until_idle()
-        n_tokens = self._engine.call(lambda: self._restore(manager, agent.id, prompt)).result()
+        n_tokens = self._engine.call(lambda: self._restore(restorer, agent.id, prompt)).result()
         if n_tokens:
             self._left_bytes -= n_bytes
             self.warmed.append(WarmedConversation(agent.id, n_tokens, n_bytes))
@@ -150,10 +150,10 @@ class Warmer:
             self._wait_until_idle()
             self._engine.store.on_disk.disk.read(read.key, read.part)
 
-    def _restore(self, manager: Manager, agent_id: str, prompt: Sequence[int]) -> int:
+    def _restore(self, restorer: Restorer, agent_id: str, prompt: Sequence[int]) -> int:
         """On the engine's thread; the tokens that are live now, 0 if nothing was gained."""
-        live, namespace = self._engine.live, manager.namespace
-        found = manager.restore(prompt, beyond=live.n_served(namespace, prompt))
+        live, namespace = self._engine.live, restorer.namespace
+        found = restorer.restore(prompt, beyond=live.n_served(namespace, prompt))
         if found.caches is None:
             return 0
         kept = live.put(namespace, prompt[: found.n_tokens], found.caches, agent_id)

@@ -103,7 +103,7 @@ class Compaction:
 
     def _restart_agent(self) -> None:
         _, lane = self._engine.resolve(self._plain)
-        namespace = lane.for_prompt(len(self._tokens)).manager.namespace
+        namespace = lane.for_prompt(len(self._tokens)).restorer.namespace
         agents, agent_id = self._engine.store.on_disk.agents, str(self._plain.agent)
         agents.advance(agent_id, namespace, self._tokens, model=lane.model.name, continues=True)
         *_, end = chain(namespace, self._tokens)

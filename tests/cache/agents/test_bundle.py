@@ -222,36 +222,36 @@ def away(tmp_path):
     store.close()
 
 
-def talk(store, manager, model):
+def talk(store, restorer, model):
     """Two turns of an agent, each kept to its last token, as an engine does."""
     caches = make_prompt_cache(model)
-    capture = manager.open(PROMPT)
+    capture = restorer.open(PROMPT)
     for start, end in ((0, 256), (256, 300), (300, 512), (512, 600)):
         caches = prefill(model, caches, PROMPT[start:end])
         capture.capture(caches, end, checkpoint=end in TURNS)
     store.flush()
     for end in TURNS:
-        store.on_disk.agents.advance("a", manager.namespace, PROMPT[:end])
+        store.on_disk.agents.advance("a", restorer.namespace, PROMPT[:end])
 
 
 def bundle_of(tmp_path, model, whose="", **wanted):
     """What a store of its own exports of an agent."""
     home, file = Store(tmp_path / "home", BUDGETS), tmp_path / "a.kw"
     identity = replace(IDENTITY, salt=whose)
-    talk(home, home.make_manager(identity, probe(model, make_prompt_cache(model))), model)
+    talk(home, home.make_restorer(identity, probe(model, make_prompt_cache(model))), model)
     home.on_disk.export_agent(home.on_disk.find("a", **wanted), file)
     home.close()
     return file
 
 
-def manager_of(store, agent, model):
-    """The manager that finds an imported agent's blocks, as an engine makes it for its requests."""
+def restorer_of(store, agent, model):
+    """The restorer that finds an imported agent's blocks, as an engine makes it."""
     identity = store.on_disk.identity_of(agent.namespace)
-    return store.make_manager(identity, probe(model, make_prompt_cache(model)))
+    return store.make_restorer(identity, probe(model, make_prompt_cache(model)))
 
 
-def assert_goes_on(manager, model, n_restored, n_prompt):
-    restored = manager.restore(PROMPT[:n_prompt])
+def assert_goes_on(restorer, model, n_restored, n_prompt):
+    restored = restorer.restore(PROMPT[:n_prompt])
     assert restored.n_tokens == n_restored
     run = continue_from(model, restored.caches, PROMPT[n_restored:n_prompt], 3)
     assert_same(cold(model, PROMPT[:n_prompt], 3), run)
@@ -264,9 +264,9 @@ def test_an_imported_prefix_goes_on_there(name, wanted, n_restored, tiny_model, 
     model = tiny_model(name)
     made = away.on_disk.import_agent(bundle_of(tmp_path, model, **wanted), IDENTITY)
     assert away.on_disk.tokens_of(made) == PROMPT[: made.n_tokens]
-    manager = manager_of(away, made, model)
+    restorer = restorer_of(away, made, model)
     has_states = name in ("qwen3_next", "mamba2")
-    assert_goes_on(manager, model, 300 if has_states else n_restored, 500)
+    assert_goes_on(restorer, model, 300 if has_states else n_restored, 500)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "mamba2"])
@@ -274,18 +274,18 @@ def test_an_imported_agent_goes_on_and_back(name, tiny_model, away, tmp_path):
     """Its last turn is restored, and the one before: the checkpoints of all turns went along."""
     model = tiny_model(name)
     made = away.on_disk.import_agent(bundle_of(tmp_path, model), IDENTITY)
-    manager = manager_of(away, made, model)
+    restorer = restorer_of(away, made, model)
     more = [*PROMPT, 1, 2, 3]
-    assert manager.restore(more).n_tokens == 600
-    assert_goes_on(manager, model, 300 if name != "llama" else 309, 310)
+    assert restorer.restore(more).n_tokens == 600
+    assert_goes_on(restorer, model, 300 if name != "llama" else 309, 310)
 
 
 def test_a_prefix_of_states_alone_is_listed_and_travels(tiny_model, away, tmp_path):
     """Blocks that hold nothing say their tokens, so that whoever looks finds the whole prompt."""
     model = tiny_model("mamba2")
     home, file = Store(tmp_path / "home", BUDGETS), tmp_path / "a.kw"
-    manager = home.make_manager(IDENTITY, probe(model, make_prompt_cache(model)))
-    manager.open(PROMPT).finish(PROMPT, prefill(model, make_prompt_cache(model), PROMPT))
+    restorer = home.make_restorer(IDENTITY, probe(model, make_prompt_cache(model)))
+    restorer.open(PROMPT).finish(PROMPT, prefill(model, make_prompt_cache(model), PROMPT))
     home.flush()
     (prefix,) = home.on_disk.prefixes.all()
     assert prefix.n_tokens == len(PROMPT)
@@ -293,8 +293,8 @@ def test_a_prefix_of_states_alone_is_listed_and_travels(tiny_model, away, tmp_pa
     home.close()
     made = away.on_disk.import_agent(file, IDENTITY)
     assert away.on_disk.tokens_of(made) == PROMPT
-    manager = manager_of(away, made, model)
-    assert manager.restore([*PROMPT, 1]).n_tokens == len(PROMPT)
+    restorer = restorer_of(away, made, model)
+    assert restorer.restore([*PROMPT, 1]).n_tokens == len(PROMPT)
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [("k-ada", "k-bob"), ("k-ada", ""), ("", "k-bob")])
@@ -307,10 +307,10 @@ def test_a_bundle_becomes_that_of_whoever_takes_it_in(theirs, ours, tiny_model, 
     layout = probe(model, make_prompt_cache(model))
     made = away.on_disk.import_agent(file, mine)
     assert away.on_disk.identity_of(made.namespace).salt == ours
-    assert_goes_on(manager_of(away, made, model), model, 599, 600)
+    assert_goes_on(restorer_of(away, made, model), model, 599, 600)
     for key in (theirs, ours):
-        manager = away.make_manager(replace(IDENTITY, salt=key), layout)
-        assert manager.plan(PROMPT).n_tokens == 0
+        restorer = away.make_restorer(replace(IDENTITY, salt=key), layout)
+        assert restorer.plan(PROMPT).n_tokens == 0
 
 
 def blocks_of(disk_store, name):

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from keepwarm.cache.restore.plan import NOTHING, Needs
-from keepwarm.cache.restore.planning import ASK_S, Plan, Planner, ask_s
 from keepwarm.cache.restore.rates import Rates
+from keepwarm.cache.restore.restorer import ASK_S, Plan, ask_s
 from keepwarm.prefix.blocks import BLOCK_TOKENS
+from keepwarm.prefix.policy import Policy
 from keepwarm.store.blobs.backend import BlobError
 from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.blobs.opening import open_backend
@@ -18,7 +19,8 @@ from keepwarm.store.memory import MemoryTier
 from keepwarm.store.remote.tier import MIN_READ_S, RemoteTier
 from keepwarm.store.tiers import Tiers
 from tests.kit.faulty_proxy import FaultyProxy
-from tests.store.kit import NAMESPACE, record, refs_of, tokens_of
+from tests.kit.restorers import planner_over
+from tests.store.kit import record, refs_of, tokens_of
 
 SOON = 30.0  # nothing here may hang
 FAR_S = 0.08  # of every call
@@ -124,7 +126,7 @@ def share(url):
 
 def ask(tier, rates, prompt=PROMPT):
     needs = Needs(delta=True, window=0, state=False)
-    Planner(NAMESPACE, needs, Tiers([], [tier]), rates, len(prompt)).ask(prompt)
+    planner_over(Tiers([], [tier]), needs, rates).ask(prompt, Policy.READ_WRITE)
 
 
 @pytest.fixture
@@ -132,7 +134,7 @@ def far(tmp_path, monkeypatch):
     """A tier of which every call takes 80 ms."""
     clock = Clock()
     monkeypatch.setattr(
-        "keepwarm.cache.restore.planning.CallDeadline",
+        "keepwarm.cache.restore.restorer.CallDeadline",
         lambda seconds, *_: CallDeadline(seconds, clock),
     )
     share(tmp_path.as_uri())
@@ -204,13 +206,13 @@ def test_a_prompt_that_is_all_here_asks_nobody(far):
     memory = MemoryTier(1 << 20)
     needs, rates = Needs(delta=True, window=0, state=False), Rates(prefill_tokens_per_s=1.0)
     with far(is_distant=False) as tier:
-        planner = Planner(NAMESPACE, needs, Tiers([("memory", memory)], [tier]), rates, len(PROMPT))
+        planner = planner_over(Tiers([("memory", memory)], [tier]), needs, rates)
         for ref in refs_of(N_BLOCKS):
             memory.put(record(ref))
         before = tier.place.n_calls
-        planner.ask(PROMPT)
+        planner.ask(PROMPT, Policy.READ_WRITE)
         assert tier.place.n_calls == before
-        planner.ask([*PROMPT, *range(300)])
+        planner.ask([*PROMPT, *range(300)], Policy.READ_WRITE)
         assert tier.place.n_calls > before
     memory.close()
 
@@ -221,14 +223,12 @@ def test_a_tier_that_is_gone_costs_a_prompt_no_looking_up(far):
         have=lambda keys: looked.append(keys) or {}, children=lambda *_: [], states=lambda _: []
     )
     with far(is_distant=False) as tier:
-        planner = Planner(
-            NAMESPACE, Needs(True, 0, False), Tiers([("here", here)], [tier]), SLOWLY, len(PROMPT)
-        )
+        planner = planner_over(Tiers([("here", here)], [tier]), Needs(True, 0, False), SLOWLY)
         planner.plan(PROMPT)
         n_with, before = len(looked), tier.place.n_calls
         tier.breaker.end()
         looked.clear()
-        planner.ask(PROMPT)
+        planner.ask(PROMPT, Policy.READ_WRITE)
         assert not looked
         planner.plan(PROMPT)
         assert len(looked) < n_with

@@ -9,9 +9,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm.cache.restore.points import (
-    Parting,
+    Divergence,
     PointSizes,
-    learned_place,
+    divergence_point,
     restore_points,
     sparse_points,
 )
@@ -95,13 +95,13 @@ WINDOWED = Layout((ROWS, window(512)))
 
 
 def is_learned(layout: Layout, n_known: int, n_shared: int, n_states: int = 0) -> bool:
-    return learned_place(layout, Parting(n_shared, n_known, n_states)) == n_shared
+    return divergence_point(layout, Divergence(n_shared, n_known, n_states)) == n_shared
 
 
 @pytest.mark.parametrize("layout", [WINDOWED, hybrid(900), Layout((state(900),))])
 def test_a_place_is_learned_if_it_spares_enough(layout):
     assert is_learned(layout, 100, 116)
-    assert learned_place(layout, Parting(115, 100)) == 0
+    assert divergence_point(layout, Divergence(115, 100)) == 0
 
 
 def test_learned_states_have_a_budget():
@@ -133,7 +133,7 @@ def test_learned_states_have_a_budget():
 def test_the_end_of_a_message_is_learned_where_prompts_part_soon_after_it(n_shared, cuts, place):
     """Questions part in their first words, each elsewhere. A fork is seen only within its block,
     and what is near to a known place is no gain."""
-    assert learned_place(hybrid(900), Parting(n_shared, n_known=292), cuts) == place
+    assert divergence_point(hybrid(900), Divergence(n_shared, n_known=292), cuts) == place
 
 
 def test_a_place_at_the_end_is_no_place_more():

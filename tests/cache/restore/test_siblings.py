@@ -5,8 +5,8 @@ import time
 import mlx.core as mx
 import pytest
 
-from keepwarm.cache.restore.manager import Manager
-from keepwarm.cache.restore.reading import Reader
+from keepwarm.cache.restore.loading import Reader
+from keepwarm.cache.restore.restorer import Restorer
 from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import LayerSpec, Layout, TensorSpec
@@ -65,12 +65,12 @@ def tier(request, tmp_path_factory):
 def test_the_end_of_a_prompt_is_restored_among_many_siblings(tier):
     """To the token, and in less than 10 ms."""
     tiers = Tiers([("tier", tier)])
-    manager = Manager(NAMESPACE, LAYOUT, tiers, Reader(tiers, n_threads=1), MemorySaver(tier))
+    restorer = Restorer(NAMESPACE, LAYOUT, tiers, Reader(tiers, n_threads=1), MemorySaver(tier))
     seconds = []
     for _ in range(9):
         start = time.thread_time()
-        plan = manager.plan(PROMPT)
+        plan = restorer.plan(PROMPT)
         seconds.append(time.thread_time() - start)
     assert plan.point.n_tokens == WHOLE + 90
     assert min(seconds) < 0.010  # of this thread: others use the machine too
-    manager.reader.close()
+    restorer.reader.close()

@@ -71,7 +71,7 @@ def crowd(serving):
     """100 agents whose 10,000 blocks begin with two shared ones."""
     with serving() as live:
         store = live.host.engine.store
-        name = live.host.engine.lane_of().manager.namespace
+        name = live.host.engine.lane_of().restorer.namespace
         for seed in range(100):
             tokens = [1] * (2 * BLOCK_TOKENS) + [2 + seed] * (100 * BLOCK_TOKENS)
             for ref in chain(name, tokens):

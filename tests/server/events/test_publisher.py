@@ -39,7 +39,7 @@ def publishing(model, home, **settings):
 
 
 def hashes_of(engine, prompt):
-    namespace = engine.lane_of().manager.namespace
+    namespace = engine.lane_of().restorer.namespace
     refs = chain(namespace, prompt)
     return [block_hash(ref.key) for ref in refs if ref.n_tokens == 256]
 

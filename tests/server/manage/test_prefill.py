@@ -21,7 +21,7 @@ def patience(monkeypatch):
     """Deadlines that a busy machine keeps too, and no choice that depends on its speed."""
     monkeypatch.setattr("keepwarm.store.remote.speed.TierSpeed.load_s", lambda *_: 0.0)
     monkeypatch.setattr("keepwarm.cache.shared.opening.START_S", SOON)
-    monkeypatch.setattr("keepwarm.cache.restore.planning.ASK_S", SOON)
+    monkeypatch.setattr("keepwarm.cache.restore.restorer.ASK_S", SOON)
     monkeypatch.setattr("keepwarm.store.remote.tier.MIN_READ_S", SOON)
 
 

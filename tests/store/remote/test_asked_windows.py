@@ -1,14 +1,11 @@
 """What a question finds of windows of 1,024 tokens, in twelve requests to a bucket."""
 
-import sys
 from collections import Counter
 from itertools import product
 
 import pytest
 
 from keepwarm.cache.restore.plan import Needs
-from keepwarm.cache.restore.planning import Planner
-from keepwarm.cache.restore.rates import Rates
 from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockRef, block_key, chain, pack
 from keepwarm.store.blobs.backend import PAGE, Listed
 from keepwarm.store.blobs.deadline import CallDeadline
@@ -20,6 +17,7 @@ from keepwarm.store.remote.question import Question
 from keepwarm.store.remote.speed import TierSpeed
 from keepwarm.store.seal import Seal
 from keepwarm.store.tiers import Tiers
+from tests.kit.restorers import planner_over
 from tests.store.kit import NAMESPACE, record, root_key, tokens_of
 from tests.store.remote.conftest import CLASS, SOON
 from tests.store.remote.test_asking import N_BLOCKS, REFS, STORED, CountedDirectory
@@ -77,7 +75,7 @@ class Asked:
         """How much is planned to be restored of a prompt that shares so many tokens."""
         tokens, known, needs = [*STORED[:n_common], *OTHER[n_common:]], KnownRecords(), NEEDS[model]
         refs = list(chain(NAMESPACE, tokens))
-        planner = Planner(NAMESPACE, needs, Tiers([("shared", known)]), Rates(), sys.maxsize)
+        planner = planner_over(Tiers([("shared", known)]), needs)
         n_window = needs.window // BLOCK_TOKENS + 1
         asker = Asker(self.place, NAMES, known, self._seal, TierSpeed())
         self.seen.clear()
@@ -87,7 +85,7 @@ class Asked:
         )
         asker.close()
         assert 0 < sum(self.seen.values()) <= n_requests, (n_common, self.seen)
-        return planner.longest(tokens, len(tokens) - 1).n_tokens
+        return planner.plan(tokens).n_tokens
 
 
 @pytest.fixture

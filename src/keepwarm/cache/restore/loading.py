@@ -1,25 +1,249 @@
-"""A restore in progress: reader threads copy records into caches while the model runs."""
+"""Loading a prompt's records into caches while the model runs.
+
+Reader threads read and verify records and copy them into place, prefetch threads have the operating
+system load the next files.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import compress
 from time import perf_counter
-from typing import NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
-from keepwarm.cache.restore.failures import Fault
 from keepwarm.cache.restore.plan import Point, Read
-from keepwarm.cache.restore.reading import Reader, Use
-from keepwarm.cache.restore.records import block_of
+from keepwarm.cache.restore.records import SlabTensors, block_of
 from keepwarm.cache.restore.writing import Saver
-from keepwarm.errors import CorruptBlock
+from keepwarm.errors import CacheError, CorruptBlock
 from keepwarm.kv.assembly import Assembly
 from keepwarm.kv.kinds import Caches
 from keepwarm.kv.layout import Layout
+from keepwarm.kv.slabs import SlabPool
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, pack
+from keepwarm.store.atomic import CAN_PREFETCH
 from keepwarm.store.blobs.deadline import CallDeadline
-from keepwarm.store.record import RecordView
+from keepwarm.store.memory import MemoryTier
+from keepwarm.store.record import Part, ReadBuffer, RecordView
+from keepwarm.store.tiers import Tiers
+
+# The best of 1 to 8 on 2 and on 16 cores: more of them contend for the interpreter lock.
+READER_THREADS = 3
+PREFETCH_THREADS = 2  # keep the disk busy
+MAX_PREFETCHED = 16  # records
+
+Use: TypeAlias = Callable[[Read, RecordView], None]
+
+Fault: TypeAlias = Literal["missing", "damaged", "unreadable", "newer", "layout", "error"]
+"""
+missing      a record was gone when it was to be read
+damaged      its digests did not match; it is quarantined
+unreadable   the file system gave an error
+newer        a newer Keepwarm has written it
+layout       it is whole, but does not fit the model or the prompt; it is quarantined
+error        anything else; the log has it
+"""
+
+FAULTS: Final[tuple[Fault, ...]] = get_args(Fault)
+
+
+class RestoreFailures:
+    """Restores that failed, by reason. None of them fails a request: its prompt is computed.
+
+    The engine's thread counts, any may read.
+    """
+
+    def __init__(self) -> None:
+        self.by_reason: dict[str, int] = dict.fromkeys(FAULTS, 0)
+
+    def add(self, fault: Fault) -> None:
+        self.by_reason[fault] += 1
+
+
+class ReadOutcome(NamedTuple):
+    """The tier of each record, in order, and the blocks that could not be used."""
+
+    tiers: list[str]
+    missed: set[BlockKey]
+    fault: Fault = "missing"  # of the first of them
+
+
+class PendingReads:
+    """Records that are being read."""
+
+    def __init__(self, n_records: int, deadline: CallDeadline | None = None) -> None:
+        self.deadline = deadline
+        self.futures: list[Future[str]] = []
+        self.use: Future[Use] = Future()  # the function that takes the records, once prepared
+        self.missed: set[BlockKey] = set()
+        self.fault: Fault = "missing"
+        self.prefetch_slots = threading.Semaphore(MAX_PREFETCHED)
+        self._n_records = n_records
+        self._is_stopped = False
+
+    @property
+    def is_late(self) -> bool:
+        """Whether tiers that machines share were given up."""
+        return self.deadline is not None and self.deadline.is_over
+
+    @property
+    def is_done(self) -> bool:
+        return all(future.done() for future in self.futures)
+
+    def add(self, future: Future[str]) -> None:
+        self.futures.append(future)
+        slots = self.prefetch_slots
+        future.add_done_callback(lambda _: slots.release())
+
+    def is_prefetch_useless(self, number: int) -> bool:
+        """Whether that record has been read, or reading was stopped."""
+        n_begun = len(self.futures)
+        return self._is_stopped or (number < n_begun and self.futures[number].done())
+
+    def stop(self) -> None:
+        """Start no more reads."""
+        self._is_stopped = True
+        self.use.cancel()
+        for future in self.futures:
+            future.cancel()
+        self.prefetch_slots.release(self._n_records)  # wake the prefetch threads
+
+    def outcome(self, meanwhile: Callable[[], object] = lambda: None) -> ReadOutcome:
+        """Wait for all reads; `meanwhile` is called after each."""
+        tiers = []
+        for future in self.futures:
+            tiers.append(future.result())
+            meanwhile()
+        # It refers to what holds these reads: without that cycle, rows are freed with the caches.
+        self.use = Future()
+        return ReadOutcome(tiers, self.missed, self.fault)
+
+    def miss(self, key: BlockKey, fault: Fault) -> None:
+        if not self.missed:
+            self.fault = fault
+        self.missed.add(key)
+
+
+class _PerThread(threading.local):
+    """A buffer that each reader thread reuses for every tensor."""
+
+    def __init__(self) -> None:
+        self.buffer = ReadBuffer()
+
+
+class Reader:
+    """Reads the records of a plan in several threads."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        slabs: SlabPool | None = None,
+        memory: MemoryTier | None = None,
+        n_threads: int = READER_THREADS,
+    ) -> None:
+        """On CUDA blocks are read into slabs; those in memory are in slabs already."""
+        self._tiers = tiers
+        self._own = _PerThread()
+        self.slabs = slabs
+        self._memory = memory
+        self.n_threads = n_threads
+        self._pool = ThreadPoolExecutor(self.n_threads, thread_name_prefix="keepwarm-reader")
+        self._background = ThreadPoolExecutor(
+            self.n_threads, thread_name_prefix="keepwarm-background"
+        )
+        self._prefetch_pool = ThreadPoolExecutor(
+            PREFETCH_THREADS, thread_name_prefix="keepwarm-prefetch"
+        )
+
+    def start(
+        self,
+        reads: Sequence[Read],
+        prepare: Callable[[], Use],
+        in_background: bool = False,
+        meanwhile: Callable[[], object] = lambda: None,
+        deadline: CallDeadline | None = None,
+    ) -> PendingReads:
+        """Pass every record, in no order, to the function that `prepare` returns; stop at the
+        first miss or refusal. Files are opened and prefetched while `prepare` runs.
+
+        Each thread holds one tensor at a time, so memory stays small. Background reads have
+        threads of their own, so that other requests do not queue behind them. What is in slabs
+        is there already, so no thread is woken for it; `meanwhile` is called after each. After the
+        deadline tiers that machines share are not read any more.
+        """
+        pool = self._background if in_background else self._pool
+        started = PendingReads(len(reads), deadline)
+        ready = [self._is_in_slab(read) for read in reads]
+        try:
+            if CAN_PREFETCH and not in_background and not all(ready):
+                numbered = iter(enumerate(reads))  # shared
+                for _ in range(PREFETCH_THREADS):
+                    self._prefetch_pool.submit(self._prefetch, started, numbered)
+            for read, is_ready in zip(reads, ready, strict=True):
+                started.add(Future() if is_ready else pool.submit(self._one, started, read))
+            started.use.set_result(prepare())
+            for read, future in compress(zip(reads, started.futures, strict=True), ready):
+                _settle(future, partial(self._one, started, read))
+                meanwhile()
+        except BaseException:
+            started.stop()
+            raise
+        return started
+
+    def _is_in_slab(self, read: Read) -> bool:
+        """Window rows may be read from another tier, which has more of them."""
+        if self._memory is None or self.slabs is None or read.part is Part.WINDOW:
+            return False
+        record = self._memory.peek(read.key, read.part)
+        return record is not None and isinstance(record.tensors, SlabTensors)
+
+    def _one(self, started: PendingReads, read: Read) -> str:
+        """Read a record; the tier it came from, or "" if it could not be used."""
+
+        def use(record: RecordView) -> None:
+            started.use.result()(read, record)
+
+        if started.missed:
+            return ""
+        try:
+            tier = self._tiers.visit(read.key, read.part, use, self._own.buffer, started.deadline)
+        except CacheError as error:
+            self._tiers.discard(read.key, read.part, str(error))
+            started.miss(read.key, "layout")
+            return ""
+        if tier is None:
+            fault = self._tiers.take_fault(read.key, read.part)
+            started.miss(read.key, fault or "missing")
+        return tier or ""
+
+    def _prefetch(self, started: PendingReads, numbered: Iterator[tuple[int, Read]]) -> None:
+        """Have the operating system load records while reader threads process earlier ones.
+
+        Not too far ahead: if memory is short, they would be dropped before they are read.
+        """
+        for number, read in numbered:
+            started.prefetch_slots.acquire()
+            if not started.is_prefetch_useless(number):
+                self._tiers.prefetch(read.key, read.part)
+
+    def discard(self, reads: Iterable[Read], why: str) -> None:
+        """Set records aside that do not fit together, so that computing replaces them."""
+        for read in reads:
+            self._pool.submit(self._tiers.discard, read.key, read.part, why)
+
+    def close(self) -> None:
+        for pool in (self._pool, self._background, self._prefetch_pool):
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _settle(future: Future[str], read: Callable[[], str]) -> None:
+    try:
+        future.set_result(read())
+    except Exception as error:
+        future.set_exception(error)
 
 
 class RestoredPrefix(NamedTuple):

@@ -58,36 +58,36 @@ def _bytes(leaf: LayerSpec, n_tokens: int) -> int:
     return sum(spec.n_bytes(n_rows) for spec in leaf.tensors.values())
 
 
-class Parting(NamedTuple):
-    """Where a prompt parts from stored ones."""
+class Divergence(NamedTuple):
+    """Where a prompt diverges from stored ones."""
 
     n_shared: int  # tokens that one of them has too
     n_known: int  # of them can be restored
     n_states: int = 0  # kept so far before this place
 
 
-def learned_place(layout: Layout, parting: Parting, cuts: Iterable[int] = ()) -> int:
+def divergence_point(layout: Layout, divergence: Divergence, cuts: Iterable[int] = ()) -> int:
     """The place to keep for the next prompt that parts there; 0 where that is not worth it.
 
     That is the end of a message, if one is near: what follows parts anywhere in its first words.
     """
-    nearest = parting.n_known + NEAR
-    if parting.n_shared < nearest or not _fits(PointSizes(layout), parting):
+    nearest = divergence.n_known + NEAR
+    if divergence.n_shared < nearest or not _fits(PointSizes(layout), divergence):
         return 0
-    block = parting.n_shared // BLOCK_TOKENS * BLOCK_TOKENS  # a fork is seen within its block
-    near = range(max(nearest, block, parting.n_shared - NEAR + 1), parting.n_shared)
-    return max((cut for cut in cuts if cut in near), default=parting.n_shared)
+    block = divergence.n_shared // BLOCK_TOKENS * BLOCK_TOKENS  # a fork is seen within its block
+    near = range(max(nearest, block, divergence.n_shared - NEAR + 1), divergence.n_shared)
+    return max((cut for cut in cuts if cut in near), default=divergence.n_shared)
 
 
-def _fits(sizes: PointSizes, parting: Parting) -> bool:
+def _fits(sizes: PointSizes, divergence: Divergence) -> bool:
     """Whether one state more takes no more bytes, with those before it, than the rows up to there,
     or than the rows that it spares. Three always fit, as in `find_surplus`; windows do too.
     """
-    rows = sizes.rows(parting.n_shared)
-    if Kind.STATE not in sizes.layout.kinds or not rows or parting.n_states < LAST_KEPT:
+    rows = sizes.rows(divergence.n_shared)
+    if Kind.STATE not in sizes.layout.kinds or not rows or divergence.n_states < LAST_KEPT:
         return True
-    state, spared = sizes.point(parting.n_shared), rows - sizes.rows(parting.n_known)
-    return state <= spared or (parting.n_states + 1) * state <= rows
+    state, spared = sizes.point(divergence.n_shared), rows - sizes.rows(divergence.n_known)
+    return state <= spared or (divergence.n_states + 1) * state <= rows
 
 
 def restore_points(

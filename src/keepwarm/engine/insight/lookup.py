@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from keepwarm.cache.restore.planning import Plan
+from keepwarm.cache.restore.restorer import Plan
 from keepwarm.engine.lane import Lane
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey
 from keepwarm.store.tiers import Tiers
@@ -21,9 +21,9 @@ class Lookup:
 
 def look_up(lane: Lane, tokens: list[int]) -> Lookup:
     """Loads nothing. Runs on the engine's thread."""
-    n_live, plan = lane.n_live(tokens), lane.manager.plan(tokens)
-    warm = {"live": n_live} if n_live >= plan.n_tokens else _by_tier(plan, lane.manager.tiers)
-    rest_s = lane.manager.rates.prefill_s(max(plan.n_tokens, n_live), len(tokens))
+    n_live, plan = lane.n_live(tokens), lane.restorer.plan(tokens)
+    warm = {"live": n_live} if n_live >= plan.n_tokens else _by_tier(plan, lane.restorer.tiers)
+    rest_s = lane.restorer.rates.prefill_s(max(plan.n_tokens, n_live), len(tokens))
     load_s = plan.load_s if plan.n_tokens > n_live else 0.0
     first_ms = 1000 * (load_s + rest_s)
     return Lookup(len(tokens), {k: n for k, n in warm.items() if n}, round(first_ms, 1))

@@ -93,7 +93,7 @@ class Misses:
             nearest.entry.packed,
             nearest.n_common,
             job.receipt.cached_tokens,
-            len(job.tokens) / job.lane.manager.rates.prefill_s(0, len(job.tokens)),
+            len(job.tokens) / job.lane.restorer.rates.prefill_s(0, len(job.tokens)),
         )
         with self._lock:
             self._candidates.append(candidate)

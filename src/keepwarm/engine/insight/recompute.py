@@ -51,7 +51,7 @@ class ImportCheck:
         self._imported = engine.lane_of(tenant, agent.id)
         self._tokens = self._on_disk.tokens_of(agent)
         self._refs = list(chain(agent.namespace, self._tokens))
-        if self._imported.manager.namespace != agent.namespace:
+        if self._imported.restorer.namespace != agent.namespace:
             raise BadInput(
                 "Only blocks with the default KV options can be checked; import without the check."
             )
@@ -91,7 +91,7 @@ class ImportCheck:
                 "There is no room for the computed blocks; raise disk_bytes or free disk space, "
                 "then import the bundle again."
             )
-        name = self._ordinary.manager.namespace
+        name = self._ordinary.restorer.namespace
         for theirs, ours in zip(self._refs, chain(name, self._tokens), strict=True):
             self._compare(theirs, ours.key, self._on_disk.disk)
         return self._on_disk.agents.move(self._agent.id, name, self._tokens)
@@ -101,12 +101,12 @@ class ImportCheck:
 
     def _lane_before(self, ref: BlockRef, computed: MemoryTier) -> Lane:
         """A lane that restores what comes before a block, and keeps what it computes apart."""
-        manager = replace(
-            self._imported.manager,
+        restorer = replace(
+            self._imported.restorer,
             max_restored=ref.number * BLOCK_TOKENS,
             writer=MemorySaver(computed),
         )
-        return replace(self._imported, manager=manager, live=Live(0))
+        return replace(self._imported, restorer=restorer, live=Live(0))
 
     def _compare(self, ref: BlockRef, key: BlockKey, computed: Tier) -> None:
         known = self._on_disk.disk.have([ref.key]).get(ref.key)

@@ -62,9 +62,9 @@ class LookupLog:
         if job.receipt is None or not job.request.policy.to_disk:
             return
         tokens = job.sequences[0].tokens if job.sequences else job.tokens
-        manager = job.lane.manager
-        block_bytes = kv_bytes(manager.layout, BLOCK_TOKENS)
-        self.add(manager.namespace, tokens, len(job.tokens), block_bytes)
+        restorer = job.lane.restorer
+        block_bytes = kv_bytes(restorer.layout, BLOCK_TOKENS)
+        self.add(restorer.namespace, tokens, len(job.tokens), block_bytes)
 
     def add(
         self, namespace: Namespace, tokens: Sequence[int], n_prompt: int, block_bytes: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple, TypeAlias
 
-from keepwarm.cache.restore.manager import Manager
+from keepwarm.cache.restore.restorer import Restorer
 from keepwarm.cache.store import Store
 from keepwarm.engine.live import Live
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, chain_packed
@@ -35,8 +35,8 @@ class BlockView:
     It only looks: nothing that runs a request tells it anything, or waits for it.
     """
 
-    def __init__(self, manager: Manager, live: Live, store: Store) -> None:
-        self.manager, self._live, self._store = manager, live, store
+    def __init__(self, restorer: Restorer, live: Live, store: Store) -> None:
+        self.restorer, self._live, self._store = restorer, live, store
         self._walked: dict[str, Blocks] = {}
         self._changes: dict[str, Change] = {}
         self._shared: Blocks = {}
@@ -54,18 +54,18 @@ class BlockView:
 
     def tokens_of(self, key: BlockKey) -> bytes:
         """The packed token ids of a block, or nothing if it is gone."""
-        for _, tier in self.manager.tiers.local.named:
+        for _, tier in self.restorer.tiers.local.named:
             if (record := tier.read(key, self._part, ())) is not None:
                 return record.header.tokens
         return b""
 
     @property
     def _part(self) -> Part:
-        return Part.DELTA if self.manager.needs.delta else Part.WINDOW
+        return Part.DELTA if self.restorer.needs.delta else Part.WINDOW
 
     def _in_live(self) -> Iterator[tuple[BlockKey, HeldBlock]]:
         for namespace, packed in self._live.held():
-            if namespace == self.manager.namespace:
+            if namespace == self.restorer.namespace:
                 for ref in chain_packed(namespace, packed):
                     if ref.n_tokens == BLOCK_TOKENS:
                         yield ref.key, HeldBlock(ref.key, ref.parent, ref.number)
@@ -77,7 +77,7 @@ class BlockView:
             self._walked[tier] = {
                 block.key: HeldBlock(block.key, block.parent, block.number)
                 for block in self._store.blocks()[tier]
-                if block.namespace == self.manager.namespace
+                if block.namespace == self.restorer.namespace
                 and block.n_tokens == BLOCK_TOKENS
                 and self._part in block.n_bytes
             }
@@ -88,7 +88,7 @@ class BlockView:
         machine, or the place itself, has deleted one since is not known.
         """
         known = {key: block for blocks in here.values() for key, block in blocks.items()}
-        for tier in self.manager.tiers.shared:
+        for tier in self.restorer.tiers.shared:
             self._shared |= {key: known[key] for key in tier.have(known.keys() - self._shared)}
         while len(self._shared) > MAX_SHARED:
             del self._shared[next(iter(self._shared))]

@@ -80,9 +80,9 @@ class EventPublisher:
         engine = self._models.default.host.loaded
         if engine is None:
             return self._told or {}  # a model that is being loaded again has its blocks
-        manager = engine.lane_of().manager
-        if self._view is None or self._view.manager is not manager:
-            self._view = BlockView(manager, engine.live, engine.store)
+        restorer = engine.lane_of().restorer
+        if self._view is None or self._view.restorer is not restorer:
+            self._view = BlockView(restorer, engine.live, engine.store)
         return self._view.look()
 
     def _publish(self, found: Holdings) -> None:

@@ -86,7 +86,7 @@ class TenantAgents:
 
     def create(self, agent_id: str, options: AgentOptions) -> AgentOut:
         lane = self._models.engine.lane_of(self.tenant)
-        head = Branch(lane.manager.namespace, model=lane.model.name)
+        head = Branch(lane.restorer.namespace, model=lane.model.name)
         made = self._disk_store.agents.create(
             self._unused_id(agent_id), head, **options.model_dump(exclude_unset=True)
         )
@@ -141,7 +141,7 @@ class TenantAgents:
     ) -> AgentOut:
         new_id = self._unused_id(agent_id)
         lane = engine.lane_of(self.tenant)
-        fits = partial(check_record, lane.manager.layout)
+        fits = partial(check_record, lane.restorer.layout)
         made = self._disk_store.receive_agent(
             source,
             lane.identity,

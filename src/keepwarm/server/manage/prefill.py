@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from fastapi import Response
 from typing_extensions import TypedDict
 
-from keepwarm.cache.restore.manager import Manager
+from keepwarm.cache.restore.restorer import Restorer
 from keepwarm.errors import BadInput
 from keepwarm.server.host import ObservedAnswer
 from keepwarm.server.http.body import api_router
@@ -80,7 +80,7 @@ async def prefill_responses(asked: ByResponses, turn: InTurn) -> Response:
 async def _prefill(asked: PromptTo, turn: Turn) -> Response:
     engine = asked.host.engine
     request, lane = await turn.run(lambda _: engine.resolve(asked.request))
-    if not lane.manager.shares:
+    if not lane.restorer.shares:
         raise BadInput(
             "This server shares nothing; set `remote` to a place that the other machine uses too, "
             "or call /v1/cache/warm."
@@ -93,7 +93,7 @@ async def _prefill(asked: PromptTo, turn: Turn) -> Response:
     answer = await asked.host.warm(asked.request, turn)
     assert answer.prepared is not None
     tokens = answer.prepared.tokens
-    shared = SharedPrompt(answer, lane.for_prompt(len(tokens)).manager, tokens)
+    shared = SharedPrompt(answer, lane.for_prompt(len(tokens)).restorer, tokens)
     return WholeAnswer(shared, shared.shape)
 
 
@@ -107,8 +107,8 @@ class RestorableTokens(NamedTuple):
 class SharedPrompt:
     """A prompt without an answer, which ends when the prompt is shared, or cannot be."""
 
-    def __init__(self, answer: ObservedAnswer, manager: Manager, tokens: list[int]) -> None:
-        self._answer, self._manager, self._tokens = answer, manager, tokens
+    def __init__(self, answer: ObservedAnswer, restorer: Restorer, tokens: list[int]) -> None:
+        self._answer, self._restorer, self._tokens = answer, restorer, tokens
         self._places = RestorableTokens(0, 0)
 
     def cancel(self) -> None:
@@ -120,15 +120,15 @@ class SharedPrompt:
     async def wait(self) -> Result:
         result = await self._answer.wait()
         # The last token is always computed, so this is the place that will be restored.
-        if (tried := self._manager.share(self._tokens[:-1])) is not None:
+        if (tried := self._restorer.share(self._tokens[:-1])) is not None:
             await asyncio.wrap_future(tried)
         self._places = await asyncio.to_thread(self._look)
         return result
 
     def _look(self) -> RestorableTokens:
-        self._manager.writer.flush()
-        n_shared = self._manager.n_shared(self._tokens)
-        return RestorableTokens(self._manager.n_on_disk(self._tokens), n_shared or 0)
+        self._restorer.writer.flush()
+        n_shared = self._restorer.n_shared(self._tokens)
+        return RestorableTokens(self._restorer.n_on_disk(self._tokens), n_shared or 0)
 
     def shape(self, result: Result) -> PrefillOut:
         receipt = replace(result.receipt, shared=self._places.shared)

@@ -1,26 +1,31 @@
 """Plan, load, capture: restoring prompts from stored blocks, and saving them.
 
-A manager serves one namespace: one model with one set of KV options. It has no request state; that
+A restorer serves one namespace: one model with one set of KV options. It has no request state; that
 is in the `Capture` that `open` returns.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from keepwarm.cache.restore.failures import Fault, RestoreFailures
 from keepwarm.cache.restore.forgetting import Forgetting, RequestClaim
-from keepwarm.cache.restore.loading import EMPTY, Loading, RestoredPrefix
-from keepwarm.cache.restore.plan import Needs, n_matched
-from keepwarm.cache.restore.planning import SMALL_LOAD_S, Plan, Planner
-from keepwarm.cache.restore.points import Parting, learned_place, restore_points
+from keepwarm.cache.restore.loading import (
+    EMPTY,
+    Fault,
+    Loading,
+    Reader,
+    RestoredPrefix,
+    RestoreFailures,
+)
+from keepwarm.cache.restore.plan import NOTHING, KnownBlocks, Needs, Point, longest, n_matched
+from keepwarm.cache.restore.points import Divergence, divergence_point, restore_points
 from keepwarm.cache.restore.rates import Rates
-from keepwarm.cache.restore.reading import Reader
 from keepwarm.cache.restore.records import records_of
 from keepwarm.cache.restore.writing import Saver
 from keepwarm.cache.shared.sharing import Sharer, Use
@@ -38,14 +43,56 @@ from keepwarm.prefix.blocks import (
     root,
 )
 from keepwarm.prefix.policy import Policy
+from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.record import Part
+from keepwarm.store.remote.question import Question
+from keepwarm.store.remote.tier import ASK_S, MIN_READ_S, RemoteTier
 from keepwarm.store.tiers import SHARED, Tiers
 
+SMALL_LOAD_S = 0.02
+MAX_ASK_SHARE = 0.1  # of the time to compute, for a question to a distant place
+MIN_LOAD_SHARE = 0.1  # that a load may always take: on a busy machine no plan is exact
 WORTH_SAVING = 32  # tokens that a place spares after a restart: less is not worth its records
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What can be restored for a prompt, and the cost compared with prefilling it."""
+
+    point: Point
+    load_s: float
+    rates: Rates
+    is_shared: bool = False  # a part comes from a tier that machines share
+    n_here: int = 0  # tokens that this machine has
+    declined: tuple[RemoteTier, ...] = ()  # have more, too slowly
+
+    @property
+    def n_tokens(self) -> int:
+        return self.point.n_tokens
+
+    def is_worth_loading(self, beyond: int = 0) -> bool:
+        """Whether loading is no slower than computing the tokens after the first `beyond`."""
+        # Below this the measurement is noise, and computing wears the machine more.
+        load_s = 0.0 if self.load_s < SMALL_LOAD_S else self.load_s
+        return self.n_tokens > beyond and load_s <= self.rates.prefill_s(beyond, self.n_tokens)
+
+    def deadline(self, clock: Callable[[], float] = time.monotonic) -> CallDeadline | None:
+        """For what machines share: twice the planned time, or a tenth of computing it, but no
+        longer than computing it takes. None if nothing is.
+        """
+        if not self.is_shared:
+            return None
+        computing_s = self.rates.prefill_s(self.n_here, self.n_tokens)
+        limit_s = max(2 * self.load_s, MIN_LOAD_SHARE * computing_s)
+        return CallDeadline(max(MIN_READ_S, min(limit_s, computing_s)), clock)
+
+    def seconds(self, n_tokens: int) -> float:
+        """Until so many tokens are loaded and computed."""
+        return self.load_s + self.rates.prefill_s(self.n_tokens, n_tokens)
+
+
 @dataclass
-class Manager:
+class Restorer:
     namespace: Namespace
     layout: Layout
     tiers: Tiers
@@ -61,38 +108,116 @@ class Manager:
     def __post_init__(self) -> None:
         self.needs = Needs.of(self.layout)
 
-    def in_namespace(self, name: Namespace) -> Manager:
+    def in_namespace(self, name: Namespace) -> Restorer:
         """The same model for blocks of another tenant, or of one import."""
         return replace(self, namespace=name)
-
-    @property
-    def _planner(self) -> Planner:
-        return Planner(self.namespace, self.needs, self.tiers, self.rates, self.max_restored)
-
-    def plan(
-        self, tokens: Sequence[int], without: Collection[BlockKey] = (), only_here: bool = False
-    ) -> Plan:
-        """What to load for a prompt."""
-        self.catch_up()
-        tiers = self.tiers.local if only_here else self.tiers
-        return replace(self._planner, tiers=tiers).plan(tokens, without)
-
-    def ask(self, tokens: Sequence[int], policy: Policy) -> None:
-        """Learn what tiers that machines share have of a prompt; on the caller's thread, before it
-        is planned on the engine's.
-        """
-        if self.tiers.shared and policy.reads:
-            self._planner.ask(tokens)
-
-    def n_held(self, tokens: Sequence[int]) -> int:
-        """Tokens of a prompt whose rows are stored, whether or not it can be restored there."""
-        self.catch_up()
-        rows = replace(self.needs, window=0, state=False)
-        return replace(self._planner, needs=rows).plan(tokens).n_tokens if rows.delta else 0
 
     def catch_up(self) -> int:
         """Forget what other processes have deleted; the generation that this leads to."""
         return 0 if self.forgetting is None else self.forgetting.catch_up()
+
+    def plan(
+        self, tokens: Sequence[int], without: Collection[BlockKey] = (), only_here: bool = False
+    ) -> Plan:
+        """The cheapest of: load what is here, or what is in the first of the shared tiers too, or
+        in all of them.
+
+        A part of what a shared tier has is never the cheapest: loading costs the same for each
+        block, and computing costs the more, the later it comes.
+        """
+        self.catch_up()
+        reaches = [self.tiers.local] if only_here else self.tiers.reaches()
+        plans = [self._plan_in(tiers, tokens, without) for tiers in reaches]
+        best = min(plans, key=lambda plan: plan.seconds(len(tokens)) if plans[1:] else 0.0)
+        slower = zip(reaches[1:], plans[1:], strict=True)
+        more = (tiers.shared[-1] for tiers, plan in slower if plan.n_tokens > best.n_tokens)
+        return replace(best, n_here=plans[0].n_tokens, declined=tuple(more))
+
+    def _plan_in(self, tiers: Tiers, tokens: Sequence[int], without: Collection[BlockKey]) -> Plan:
+        limit = self._limit(tokens)
+        point = self._longest(tiers, tokens, limit, without) if limit > 0 else NOTHING
+        n_here, shared_s = point.n_bytes, 0.0
+        for tier, n_bytes in tiers.shared_bytes(point.keys_by_part).items():
+            n_here -= n_bytes
+            shared_s += tier.speed.load_s(n_bytes)
+        load_s = shared_s + max(0, n_here) / self.rates.load_bytes_per_s
+        return Plan(point, load_s, self.rates, shared_s > 0)
+
+    def _limit(self, tokens: Sequence[int]) -> int:
+        """One token is always left, because a model must be fed one."""
+        return min(len(tokens) - 1, self.max_restored)
+
+    def _longest(
+        self, tiers: Tiers, tokens: Sequence[int], limit: int, without: Collection[BlockKey] = ()
+    ) -> Point:
+        return longest(self.needs, self.blocks_of(tokens, tiers, without), limit)
+
+    def blocks_of(
+        self, tokens: Sequence[int], tiers: Tiers, without: Collection[BlockKey] = ()
+    ) -> KnownBlocks:
+        """What these tiers have of a prompt."""
+        blocks = list(chain(self.namespace, tokens))
+        refs = [ref for ref in blocks if ref.n_tokens == BLOCK_TOKENS]
+        known = tiers.have([ref.key for ref in refs if ref.key not in without])
+        matched = n_matched(self.needs, refs, known)
+        packed = b"".join(ref.tokens for ref in blocks)
+        parent = refs[matched - 1].key if matched else root(self.namespace)
+        rest = packed[4 * BLOCK_TOKENS * matched : 4 * BLOCK_TOKENS * (matched + 1)]
+        children = tiers.children(parent, rest)
+        states = self._states(tiers, refs, packed) if self.needs.state else {}
+        inside = [*(child.key for child in children), *states.values()]
+        known |= tiers.have([key for key in inside if key not in without])
+        return KnownBlocks(refs, known, matched, children, states)
+
+    def _states(self, tiers: Tiers, refs: Sequence[BlockRef], packed: bytes) -> dict[int, BlockKey]:
+        """Checkpoints inside the blocks of this prompt, by position."""
+        starts = {root(self.namespace): 0}
+        starts |= {ref.key: (ref.number + 1) * BLOCK_TOKENS for ref in refs}
+        found = {}
+        for state in tiers.states(list(starts)):
+            start = starts[state.parent]
+            tokens = packed[4 * start : 4 * (start + state.n_tokens)]
+            if block_key(self.namespace, state.parent, tokens) == state.key:
+                found[start + state.n_tokens] = state.key
+        return found
+
+    def ask(self, tokens: Sequence[int], policy: Policy) -> None:
+        """Learn what shared tiers have of a prompt, if it is not here; on the caller's thread,
+        before it is planned on the engine's.
+        """
+        limit = self._limit(tokens)
+        shared = [tier for tier in self.tiers.shared if not tier.breaker.is_open]
+        if limit <= 0 or not shared or not policy.reads:
+            return
+        blocks = self.blocks_of(tokens, self.tiers.local)
+        n_here = longest(self.needs, blocks, limit).n_tokens
+        computing_s = self.rates.prefill_s(n_here, len(tokens))
+        if n_here >= limit or computing_s < SMALL_LOAD_S:
+            return
+        question = Question(
+            self.namespace,
+            list(chain(self.namespace, tokens)),
+            n_whole=len(blocks.refs),
+            n_here=blocks.n_matched if self.needs.delta else 0,
+            has_rows=self.needs.delta,
+            n_window=-(-self.needs.window // BLOCK_TOKENS) + 1 if self.needs.window else 0,
+            has_states=self.needs.state,
+        )
+        for tier in shared:
+            seconds = ask_s(tier, question, computing_s)
+            if seconds is None:
+                tier.declined()
+                continue
+            deadline = CallDeadline(seconds)
+            tier.ask(question, deadline)
+            if deadline.is_over:  # no request waits for two
+                return
+
+    def n_held(self, tokens: Sequence[int]) -> int:
+        """Tokens of a prompt whose rows are stored, whether or not it can be restored there."""
+        for_rows = replace(self)
+        for_rows.needs = replace(self.needs, window=0, state=False)
+        return for_rows.plan(tokens).n_tokens if self.needs.delta else 0
 
     def restore(
         self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE, beyond: int = 0
@@ -204,8 +329,7 @@ class Manager:
         return Tiers([(name, tier) for name, tier in self.tiers.named if name == "disk"])
 
     def _n_in(self, tiers: Tiers, tokens: Sequence[int], limit: int) -> int:
-        within = replace(self._planner, tiers=tiers)
-        return within.longest(tokens, limit).n_tokens if limit > 0 else 0
+        return self._longest(tiers, tokens, limit).n_tokens if limit > 0 else 0
 
     def survives(self, tokens: Sequence[int]) -> bool:
         """Whether these tokens, which can be restored now, could be after a restart too, or nearly
@@ -217,7 +341,7 @@ class Manager:
         saved = list(self.tiers.local.named)[1:]  # without memory
         if not saved or len(tokens) < WORTH_SAVING:
             return True
-        point = replace(self._planner, tiers=Tiers(saved)).longest(tokens, len(tokens))
+        point = self._longest(Tiers(saved), tokens, len(tokens))
         if point.n_tokens <= len(tokens) - WORTH_SAVING:
             return False
         last = list(chain(self.namespace, tokens[: point.n_tokens]))[-1]
@@ -243,10 +367,22 @@ class Manager:
         """Where a prompt, of which so many tokens are restored, is to be restorable later."""
         if not self.needs.points:
             return frozenset()
-        blocks, cuts = self._planner.blocks_of(tokens), list(cuts)
+        blocks, cuts = self.blocks_of(tokens, self.tiers), list(cuts)
         n_states = sum(n <= blocks.n_shared for n in blocks.states)
-        learned = learned_place(self.layout, Parting(blocks.n_shared, n_known, n_states), cuts)
+        diverges = Divergence(blocks.n_shared, n_known, n_states)
+        learned = divergence_point(self.layout, diverges, cuts)
         return restore_points(self.layout, len(tokens), cuts, learned)
+
+
+def ask_s(tier: RemoteTier, question: Question, computing_s: float) -> float | None:
+    """Seconds that a question may take; None if it is not worth asking.
+
+    A distant place has as long as its calls usually take, and no longer than a tenth of computing.
+    """
+    if not tier.backend.is_distant:
+        return ASK_S
+    planned_s, most_s = tier.ask_s(question), MAX_ASK_SHARE * computing_s
+    return None if planned_s > most_s else max(planned_s, min(ASK_S, most_s))
 
 
 class Capture:
@@ -258,17 +394,17 @@ class Capture:
     """
 
     def __init__(
-        self, manager: Manager, tokens: Sequence[int], policy: Policy, agent: str, since: int
+        self, restorer: Restorer, tokens: Sequence[int], policy: Policy, agent: str, since: int
     ) -> None:
-        self._manager, self._tokens, self._policy = manager, tokens, policy
-        to_disk, known = policy.to_disk, (manager.forgetting, agent, manager.namespace)
+        self._restorer, self._tokens, self._policy = restorer, tokens, policy
+        to_disk, known = policy.to_disk, (restorer.forgetting, agent, restorer.namespace)
         self.claim = RequestClaim(*known, tokens, since=since, to_disk=to_disk)
         self._n_start = 0
         self._n_blocks = 0  # whole blocks saved so far
-        self._parent = root(manager.namespace)
+        self._parent = root(restorer.namespace)
         self._windowed: set[int] = set()  # blocks whose window rows go to disk
         self._behind: dict[int, int] = {}  # those saved without them, and the position to restore
-        self._latest: deque[BlockRef] = deque(maxlen=manager.needs.window // BLOCK_TOKENS + 2)
+        self._latest: deque[BlockRef] = deque(maxlen=restorer.needs.window // BLOCK_TOKENS + 2)
 
     def start_at(self, n_tokens: int) -> None:
         """Skip the first tokens, which were restored and need not be saved again."""
@@ -281,7 +417,7 @@ class Capture:
     def expect(self, positions: Iterable[int]) -> None:
         """Prepare for restores at these positions, such as the ends of messages."""
         for position in sorted(n for n in positions if n >= self._n_start):
-            for number in self._manager.needs.window_blocks(position):
+            for number in self._restorer.needs.window_blocks(position):
                 if number < self._n_blocks and number not in self._windowed:
                     self._behind[number] = position
                 self._windowed.add(number)
@@ -319,8 +455,12 @@ class Capture:
         """Have the window before a place that was restored from memory on disk too: the next prompt
         that parts there may come after a restart. The first slice drops rows that this needs.
         """
-        needs = self._manager.needs
-        if needs.window and not needs.state and not self._manager.survives(self._tokens[:n_tokens]):
+        needs = self._restorer.needs
+        if (
+            needs.window
+            and not needs.state
+            and not self._restorer.survives(self._tokens[:n_tokens])
+        ):
             self.capture(caches, n_tokens, checkpoint=True)
 
     def finish(self, all_tokens: Sequence[int], caches: Caches) -> None:
@@ -330,7 +470,7 @@ class Capture:
         self.capture(caches, len(self._tokens), checkpoint=True)
 
     def _cut(self, caches: Caches, upto: int, numbers: range, with_state: bool) -> Iterator[Block]:
-        if (slabs := self._manager.reader.slabs) is None:
+        if (slabs := self._restorer.reader.slabs) is None:
             return cut_blocks(caches, upto, first_block=numbers.start)
         return offload_blocks(slabs, caches, upto, numbers, with_state)
 
@@ -341,7 +481,7 @@ class Capture:
             start = number * BLOCK_TOKENS
             tokens = pack(self._tokens[start : min(start + BLOCK_TOKENS, upto)])
             ref = BlockRef(
-                block_key(self._manager.namespace, parent, tokens), parent, number, tokens
+                block_key(self._restorer.namespace, parent, tokens), parent, number, tokens
             )
             yield ref
             parent = ref.key
@@ -356,18 +496,18 @@ class Capture:
         if not behind:
             return []
         refs = [ref for ref in self._latest if ref.number in behind]
-        kept = self._manager.writer.kept([ref.key for ref in refs])
+        kept = self._restorer.writer.kept([ref.key for ref in refs])
 
         def has_window(ref: BlockRef) -> bool:
             position = behind[ref.number]
-            return self._manager.needs.has_window(kept.get(ref.key), ref.number, position)
+            return self._restorer.needs.has_window(kept.get(ref.key), ref.number, position)
 
         return [ref for ref in refs if not has_window(ref)]
 
     def _is_stateless_end(self, upto: int) -> bool:
         """Whether this is the end of a block that was saved without the state there."""
         at_end = bool(self._latest) and upto == self._n_blocks * BLOCK_TOKENS
-        return at_end and self._manager.needs.state and upto > self._n_start
+        return at_end and self._restorer.needs.state and upto > self._n_start
 
     def _keep_behind(
         self, refs: Sequence[BlockRef], blocks: Iterable[Block], checkpoint: bool
@@ -385,10 +525,10 @@ class Capture:
 
     def _keep(self, ref: BlockRef, block: Block, policy: Policy) -> None:
         # Without delta layers, window rows are all that a block has.
-        all_parts = ref.number in self._windowed or not self._manager.needs.delta
+        all_parts = ref.number in self._windowed or not self._restorer.needs.delta
         share = self.claim.share(ref)
-        for record in records_of(self._manager.namespace, ref, block):
+        for record in records_of(self._restorer.namespace, ref, block):
             memory_only = record.header.part is Part.WINDOW and not all_parts
             with self.claim.unless_forgotten() as is_wanted:
                 if is_wanted:
-                    self._manager.writer.put(record, policy, memory_only, share)
+                    self._restorer.writer.put(record, policy, memory_only, share)

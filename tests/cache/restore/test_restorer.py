@@ -7,11 +7,10 @@ from functools import cache
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from keepwarm.cache.restore.manager import WORTH_SAVING, Manager
+from keepwarm.cache.restore.loading import Reader
 from keepwarm.cache.restore.plan import Point
-from keepwarm.cache.restore.planning import Plan
 from keepwarm.cache.restore.rates import Rates
-from keepwarm.cache.restore.reading import Reader
+from keepwarm.cache.restore.restorer import WORTH_SAVING, Plan, Restorer
 from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import probe
@@ -29,11 +28,11 @@ PROMPT = prompt_of(628)
 N = 5
 
 
-def manager(model, tier):
+def restorer(model, tier):
     layout = probe(model, make_prompt_cache(model))
     rates = Rates(load_bytes_per_s=1e12, prefill_tokens_per_s=1e-3)
     tiers = Tiers([("tier", tier)])
-    return Manager(NAMESPACE, layout, tiers, Reader(tiers, n_threads=1), MemorySaver(tier), rates)
+    return Restorer(NAMESPACE, layout, tiers, Reader(tiers, n_threads=1), MemorySaver(tier), rates)
 
 
 def compute(model, kept, tokens, restored, checkpoints=()):
@@ -70,7 +69,7 @@ def reference(tiny_model):
 def test_an_identical_request_reuses_all_but_its_last_token(name, tier, tiny_model, reference):
     """For every cache class the same prompt again feeds one token (a checkpoint there)."""
     model = tiny_model(name)
-    kept = manager(model, tier)
+    kept = restorer(model, tier)
     compute(model, kept, PROMPT, kept.restore(PROMPT), checkpoints=[len(PROMPT) - 1])
     restored = kept.restore(PROMPT)
     assert restored.n_tokens == len(PROMPT) - 1
@@ -84,7 +83,7 @@ def test_an_identical_request_reuses_all_but_its_last_token(name, tier, tiny_mod
 def test_a_sibling_reuses_the_shared_part_to_the_token(name, tier, tiny_model, reference):
     """Two prompts share 600 tokens; state layers go back to their last checkpoint."""
     model = tiny_model(name)
-    kept = manager(model, tier)
+    kept = restorer(model, tier)
     compute(model, kept, PROMPT, kept.restore(PROMPT), checkpoints=[555])
     other = PROMPT[:600] + prompt_of(50, seed=4)
     restored = kept.restore(other)
@@ -97,7 +96,7 @@ def test_a_sibling_reuses_the_shared_part_to_the_token(name, tier, tiny_model, r
 def test_rows_are_held_where_a_prompt_cannot_be_restored(name, n_held, tiny_model):
     """No state was kept at the place; what has no rows holds none."""
     model = tiny_model(name)
-    kept = manager(model, MemoryTier(1 << 30))
+    kept = restorer(model, MemoryTier(1 << 30))
     compute(model, kept, PROMPT, kept.restore(PROMPT))
     other = PROMPT[:600] + prompt_of(50, seed=4)
     assert kept.restore(other).n_tokens == 0
@@ -107,7 +106,7 @@ def test_rows_are_held_where_a_prompt_cannot_be_restored(name, n_held, tiny_mode
 def test_a_place_survives_if_nearly_all_of_it_is_on_disk(tiny_model, tmp_path):
     model, memory = tiny_model("llama"), MemoryTier(1 << 30)
     with closing(DiskTier(tmp_path / "store", DiskLimits(min_free_bytes=0))) as disk:
-        kept = manager(model, disk)
+        kept = restorer(model, disk)
         compute(model, kept, PROMPT, kept.restore(PROMPT))
         both = replace(kept, tiers=Tiers([("memory", memory), ("disk", disk)]))
         assert [both.n_on_disk(PROMPT[:n]) for n in (1, 2, 3)] == [0, 1, 2]
@@ -123,7 +122,7 @@ def test_a_place_survives_if_nearly_all_of_it_is_on_disk(tiny_model, tmp_path):
 def test_a_growing_conversation_recomputes_only_what_is_new(name, tier, tiny_model, reference):
     """The open block is kept too, so each turn goes on from the token where the last ended."""
     model = tiny_model(name)
-    kept = manager(model, tier)
+    kept = restorer(model, tier)
     tokens = []
     for turn in range(4):
         held = len(tokens)
@@ -141,7 +140,7 @@ def test_a_growing_conversation_recomputes_only_what_is_new(name, tier, tiny_mod
 def test_who_stops_at_the_end_of_a_block_has_its_state(name, tier, tiny_model, reference):
     """The block was kept as it was passed, without a state: nobody knew that it would end there."""
     model = tiny_model(name)
-    kept = manager(model, tier)
+    kept = restorer(model, tier)
     capture, caches = kept.open(PROMPT), make_prompt_cache(model)
     prefill(model, caches, PROMPT[:512])
     capture.capture(caches, 512)
@@ -155,7 +154,7 @@ def test_who_stops_at_the_end_of_a_block_has_its_state(name, tier, tiny_model, r
 
 def test_policies(tier, tiny_model):
     model = tiny_model("llama")
-    kept = manager(model, tier)
+    kept = restorer(model, tier)
     for policy in (Policy.NO_STORE, Policy.READ_ONLY):
         capture = kept.open(PROMPT, policy)
         capture.finish(PROMPT, prefill(model, make_prompt_cache(model), PROMPT))
@@ -169,7 +168,7 @@ def test_policies(tier, tiny_model):
 def test_only_a_short_load_keeps_others_waiting(tier, tiny_model, load_s, in_background):
     """What a step takes: a running answer waits no longer than that."""
     model = tiny_model("llama")
-    kept = manager(model, tier)
+    kept = restorer(model, tier)
     compute(model, kept, PROMPT, kept.restore(PROMPT))
     n_bytes = kept.plan(PROMPT).point.n_bytes
     kept.rates = Rates(load_bytes_per_s=n_bytes / load_s, prefill_tokens_per_s=1)
@@ -181,7 +180,7 @@ def test_only_a_short_load_keeps_others_waiting(tier, tiny_model, load_s, in_bac
 
 def test_a_slow_tier_loses_to_recomputing(tier, tiny_model):
     model = tiny_model("llama")
-    kept = manager(model, tier)
+    kept = restorer(model, tier)
     compute(model, kept, PROMPT, kept.restore(PROMPT))
     kept.rates = Rates(load_bytes_per_s=1e3, prefill_tokens_per_s=1e9)
     plan = kept.plan(PROMPT)
@@ -211,7 +210,7 @@ def test_loading_is_weighed_against_what_it_spares_beyond_the_live_cache(beyond,
 
 def test_an_aborted_request_keeps_its_finished_blocks(tier, tiny_model):
     model = tiny_model("llama")
-    kept = manager(model, tier)
+    kept = restorer(model, tier)
     capture = kept.open(PROMPT)
     capture.capture(prefill(model, make_prompt_cache(model), PROMPT[:600]), 600)
     assert kept.restore(PROMPT).n_tokens == 512
