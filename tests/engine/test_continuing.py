@@ -14,7 +14,7 @@ from keepwarm.errors import BadInput, Cancelled, StoreFailed, UnknownAgent
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.prefix.policy import Policy
 from keepwarm.prefix.turn import KeptTurn
-from keepwarm.text.bounds.size import HEAVY_MESSAGES
+from keepwarm.text.prompt_limits import HEAVY_MESSAGES
 from keepwarm.text.request import Delta, KVOptions, Request, Result, Sampling
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.engines import engine_on

@@ -222,11 +222,11 @@ def test_prompts_and_answers_are_forgotten(engine, other):
     said = engine.submit(Request(messages=question, agent="ada", sampling=SAMPLING)).result()
     engine.settle()
     assert len(engine.preparer.splicer) == 1
-    assert engine.preparer.pieces.n_bytes > 0
+    assert engine.preparer.token_cache.n_bytes > 0
     other.agents.delete("ada")
     engine.store.catch_up()
     assert len(engine.preparer.splicer) == 0
-    assert engine.preparer.pieces.n_bytes == 0
+    assert engine.preparer.token_cache.n_bytes == 0
     told = [*question, {"role": "assistant", "content": said.choices[0].text}, *question]
     again = engine.submit(Request(messages=told, sampling=SAMPLING, explain=True)).result()
     assert again.receipt.miss is not None

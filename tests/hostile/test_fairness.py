@@ -134,7 +134,7 @@ def attacking(live, n):
 
 
 def forks(live):
-    process = live.host.engine.preparer._isolation._process._process
+    process = live.host.engine.preparer._sandbox._process._process
     if process is None:
         return []
     children = psutil.Process(process.pid).children()

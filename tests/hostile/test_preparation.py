@@ -19,16 +19,15 @@ from keepwarm.models.load import load
 from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.server.http import scrub
 from keepwarm.text import prompt
-from keepwarm.text.bounds.deadline import PrepareDeadline
-from keepwarm.text.bounds.isolation import Isolation
-from keepwarm.text.bounds.plain import PlainTokenizer
-from keepwarm.text.bounds.process import PreparingProcess, ProcessGone
-from keepwarm.text.bounds.size import NFC_FACTOR, PromptLimits, is_heavy, token_reach
 from keepwarm.text.detokenize import decode
 from keepwarm.text.grammar import MAX_COMPILED, Grammars
 from keepwarm.text.prepare import Preparer
 from keepwarm.text.prompt import Prompter
+from keepwarm.text.prompt_limits import NFC_FACTOR, PromptLimits, is_heavy, token_reach
 from keepwarm.text.request import Breakpoint, Format, Request
+from keepwarm.text.sandbox.deadline import PrepareDeadline
+from keepwarm.text.sandbox.process import ProcessGone, SandboxProcess
+from keepwarm.text.sandboxed import PlainTokenizer, Sandbox
 from tests.kit import tasks
 from tests.kit import tokenizers as kit
 from tests.kit.checkpoints import CHATML, make_tokenizer, write_checkpoint
@@ -242,7 +241,7 @@ def test_a_long_prompt_has_the_same_tokens_cuts_and_ends(here, apart):
     asked = chat(*texts, explain=True, breakpoints=(Breakpoint(2), Breakpoint(-1)))
     assert is_heavy(asked)
     ours, theirs = (each.prepare(asked, None, None, True) for each in (here, apart))
-    assert isinstance(theirs.prompt, prompt.SettledPrompt)
+    assert isinstance(theirs.prompt, prompt.RenderedPrompt)
     assert theirs.tokens == ours.tokens
     assert theirs.cuts == ours.cuts
     assert theirs.breakpoints == ours.breakpoints
@@ -332,7 +331,7 @@ def test_the_other_process_renders_as_mlx_lm_does(tmp_path, template, options):
 
 @pytest.fixture(scope="module")
 def process():
-    process = PreparingProcess(tasks.Nothing())
+    process = SandboxProcess(tasks.Nothing())
     yield process
     process.close()
 
@@ -382,7 +381,7 @@ def test_a_task_ends_when_its_client_goes(process):
 
 def test_the_process_never_loads_mlx(apart):
     apart.prepare(chat(long_text()))
-    found = run(apart._isolation._process, tasks.modules)
+    found = run(apart._sandbox._process, tasks.modules)
     assert "transformers" in found
     assert not [name for name in found if "mlx" in name]
 
@@ -405,7 +404,7 @@ def test_without_the_process_a_prompt_is_prepared_here(model, here, monkeypatch)
 
 
 def test_a_fork_that_crashes_is_no_reason_to_wait():
-    process = PreparingProcess(tasks.Nothing())
+    process = SandboxProcess(tasks.Nothing())
     with pytest.raises(ProcessGone):  # it may never work here, so the work is done in the server
         run(process, tasks.crash)
     run(process, tasks.report)
@@ -415,14 +414,14 @@ def test_a_fork_that_crashes_is_no_reason_to_wait():
 
 
 def test_a_recipe_that_cannot_be_sent_is_no_reason_to_fail():
-    process = PreparingProcess(lambda: None)  # type: ignore[arg-type]
+    process = SandboxProcess(lambda: None)  # type: ignore[arg-type]
     with pytest.raises(ProcessGone):
         run(process, tasks.report)
     process.close()
 
 
 def test_a_closed_process_takes_no_more():
-    process = PreparingProcess(tasks.Nothing())
+    process = SandboxProcess(tasks.Nothing())
     run(process, tasks.report)
     pid = process._process.pid
     process.close()
@@ -432,7 +431,7 @@ def test_a_closed_process_takes_no_more():
 
 
 def test_it_starts_when_its_time_has_come():
-    process = PreparingProcess(tasks.Nothing())
+    process = SandboxProcess(tasks.Nothing())
     process.start(600.0)
     assert process._process is None  # the first requests have the cores
     process.start(0.0)
@@ -441,7 +440,7 @@ def test_it_starts_when_its_time_has_come():
 
 
 def test_closed_before_it_has_started_it_never_starts():
-    process = PreparingProcess(tasks.Nothing())
+    process = SandboxProcess(tasks.Nothing())
     process.start(600.0)
     process.close()
     process._later.join(60)
@@ -466,16 +465,16 @@ def test_a_grammar_that_takes_long_to_compile_is_refused_and_not_tried_again(apa
     asked = chat("hi", format=Format(json=True, schema=SLOW))
     with pytest.raises(BadInput, match="format takes more than 1 s to compile; simplify it"):
         apart.prepare(asked)
-    monkeypatch.setattr(Isolation, "try_grammar", lambda *_: pytest.fail("tried again"))
+    monkeypatch.setattr(Sandbox, "try_grammar", lambda *_: pytest.fail("tried again"))
     with pytest.raises(BadInput, match="to compile"):
         apart.prepare(asked)
 
 
 def test_a_grammar_is_tried_out_before_it_is_compiled_here(apart, monkeypatch):
     tried, compiled = [], []
-    try_grammar, compile_ = Isolation.try_grammar, Grammars._compile
+    try_grammar, compile_ = Sandbox.try_grammar, Grammars._compile
     monkeypatch.setattr(
-        Isolation, "try_grammar", lambda *given: (tried.append(1), try_grammar(*given))
+        Sandbox, "try_grammar", lambda *given: (tried.append(1), try_grammar(*given))
     )
     monkeypatch.setattr(
         Grammars, "_compile", lambda *given: (compiled.append(len(tried)), compile_(*given))[1]
@@ -510,7 +509,7 @@ def live(model, tmp_path_factory):
 
 def test_a_client_that_goes_ends_the_preparation_of_its_request(live):
     """The template never ends: only the client's leaving can."""
-    process = live.host.engine.preparer._isolation._process
+    process = live.host.engine.preparer._sandbox._process
     body = json.dumps(
         {
             "messages": [{"role": "user", "content": long_text()}],

@@ -7,10 +7,10 @@ import pytest
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import common_prefix
 from keepwarm.prefix.turn import KeptTurn
+from keepwarm.text.continuing import with_kept_options
 from keepwarm.text.past_answers import Splicer
 from keepwarm.text.prepare import PreparedRequest
 from keepwarm.text.prompt import Prompter
-from keepwarm.text.rendering.continuing import with_kept_options
 from keepwarm.text.request import Breakpoint, KnownHistory, Request
 from keepwarm.text.template import Template
 from keepwarm.text.tools import call_text

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from keepwarm.text.calls.begun import CallPiece
 from keepwarm.text.parsing import NORMAL, REASONING, AnswerReader, AnswerText, Markup, ReasoningText
+from keepwarm.text.partial_calls import CallPiece
 from keepwarm.text.request import ToolCall
 from keepwarm.text.template import opens_thinking
 from keepwarm.text.tools import CallReader

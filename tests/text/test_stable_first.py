@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from keepwarm.prefix.blocks import common_prefix
 from keepwarm.text.prompt import Prompter
-from keepwarm.text.rendering.stable_first import LATE, Arrangement
-from keepwarm.text.rendering.volatile import BLOCKS, UNCACHED, find_volatile
 from keepwarm.text.request import Request
+from keepwarm.text.stable_first import LATE, Arrangement
 from keepwarm.text.template import Template, text_of
+from keepwarm.text.volatile import BLOCKS, UNCACHED, find_volatile
 from tests.kit.agent_model import TOOLS_CHATML
 from tests.kit.checkpoints import CHATML
 from tests.kit.tokenizers import WITH_TOOLS, make

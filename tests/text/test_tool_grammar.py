@@ -5,8 +5,8 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 
 from keepwarm.errors import BadInput
-from keepwarm.text.calls.begun import CallPiece
 from keepwarm.text.parsing import AnswerReader, Markup
+from keepwarm.text.partial_calls import CallPiece
 from keepwarm.text.request import ToolChoice
 from keepwarm.text.tool_grammar import call_grammar
 from keepwarm.text.tools import CallReader, call_text

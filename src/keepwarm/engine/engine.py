@@ -46,10 +46,10 @@ from keepwarm.errors import Busy, Cancelled, KeepwarmError, Stopping
 from keepwarm.kv import make_caches, run_probe
 from keepwarm.models.load import Model
 from keepwarm.prefix.recent import RecentPrompts
-from keepwarm.text.bounds.deadline import PrepareDeadline
 from keepwarm.text.prepare import PreparedRequest, Preparer
 from keepwarm.text.request import Request
 from keepwarm.text.sampling_rules import default_rules
+from keepwarm.text.sandbox.deadline import PrepareDeadline
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -29,8 +29,8 @@ from keepwarm.errors import KeepwarmError, TimedOut
 from keepwarm.kv import Caches
 from keepwarm.prefix.blocks import pack
 from keepwarm.prefix.turn import KeptTurn
-from keepwarm.text.calls.begun import CallPiece
 from keepwarm.text.parsing import AnswerReader, Piece, ReasoningText, continued_message, message_of
+from keepwarm.text.partial_calls import CallPiece
 from keepwarm.text.prepare import PreparedRequest
 from keepwarm.text.request import (
     Delta,

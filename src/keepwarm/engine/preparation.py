@@ -21,12 +21,12 @@ from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, chain, pac
 from keepwarm.store.record import ReadBuffer, RecordView
 from keepwarm.store.tier import BlockInfo
 from keepwarm.store.tiers import Tiers
-from keepwarm.text.bounds.deadline import PrepareDeadline
+from keepwarm.text.continuing import with_kept_options
 from keepwarm.text.past_answers import Continuations
 from keepwarm.text.prepare import PreparedRequest, Preparer
-from keepwarm.text.rendering.continuing import with_kept_options
 from keepwarm.text.request import KnownHistory, Request
 from keepwarm.text.sampling_rules import DrawRules
+from keepwarm.text.sandbox.deadline import PrepareDeadline
 
 AnyRequest: TypeAlias = Request | PreparedRequest
 Call: TypeAlias = Callable[[Callable[[], Any]], Future[Any]]

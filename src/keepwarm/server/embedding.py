@@ -23,8 +23,8 @@ from keepwarm.text.request import Receipt, Request, Result, Sampling, Usage, Vec
 
 if TYPE_CHECKING:
     from keepwarm.engine.engine import Engine
-    from keepwarm.text.bounds.deadline import PrepareDeadline
     from keepwarm.text.prepare import PreparedRequest
+    from keepwarm.text.sandbox.deadline import PrepareDeadline
 
 TextOrTokens: TypeAlias = str | Sequence[int]
 

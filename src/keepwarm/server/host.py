@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from keepwarm.engine.warm import Warmer
     from keepwarm.models.load import Model
     from keepwarm.server.http.turns import Turn
-    from keepwarm.text.bounds.deadline import PrepareDeadline
     from keepwarm.text.prepare import PreparedRequest
     from keepwarm.text.request import Request
+    from keepwarm.text.sandbox.deadline import PrepareDeadline
 
 
 LOG = logging.getLogger("keepwarm.server")

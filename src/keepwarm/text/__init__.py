@@ -1,4 +1,4 @@
 """Messages to tokens and tokens to text, tools, grammars, sampling rules; no device work.
 
-Imports `models`, `prefix`, `text.bounds`, `text.calls`, `text.rendering`.
+Imports `models`, `prefix`, `text.sandbox`.
 """

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from keepwarm.text.calls.begun import BegunCalls, CallPiece
 from keepwarm.text.detokenize import Detokenizer, find_first, held_back
+from keepwarm.text.partial_calls import CallPiece, PartialToolCalls
 from keepwarm.text.request import Message, ToolCall
 from keepwarm.text.template import Template, text_of
 from keepwarm.text.tools import CallReader, ToolFormat, is_harmony, tool_format
@@ -121,7 +121,7 @@ class AnswerReader:
         self._segment = segment
         self._held = ""  # may still become a delimiter
         self._body: list[str] = []  # of the call that is being written
-        self._begun: BegunCalls | None = None
+        self._partial: PartialToolCalls | None = None
         self._around_call = segment  # the segment that the call interrupts
         self._blank: str | None = "" if calls else None  # all text so far, while it is blank
         self._called = False
@@ -185,19 +185,19 @@ class AnswerReader:
         else:
             self._around_call, self._segment = self._segment, transition.segment
             if transition.segment == TOOL and self._calls is not None:
-                self._begun = self._calls.begin()
+                self._partial = self._calls.begin()
 
     def _end_call(self, end: str = "", closed: bool = True) -> Iterator[Piece]:
         """Emit the call; if it cannot be parsed, its body is read again as text."""
         assert self._calls is not None
-        assert self._begun is not None
+        assert self._partial is not None
         if not end:  # the answer ends here
             held, self._held = self._held, ""
             yield from self._emit(held)
         body, self._body = "".join(self._body), []
         self._segment = self._around_call
         is_whole = closed or not self._calls.format.end
-        calls = self._begun.settle(self._calls.read(body)) if is_whole else []
+        calls = self._partial.finish(self._calls.read(body)) if is_whole else []
         if calls:
             self._blank, self._called = "", True
             self.done = not self._calls.parallel
@@ -212,8 +212,8 @@ class AnswerReader:
             return
         if self._segment == TOOL:
             self._body.append(text)
-            assert self._begun is not None
-            yield from self._begun.add(text)
+            assert self._partial is not None
+            yield from self._partial.add(text)
         elif self._segment == REASONING:
             yield ReasoningText(text)
         elif self._segment == NORMAL:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,25 +15,26 @@ from keepwarm.errors import BadInput, ContextTooLong
 from keepwarm.models.load import Model
 from keepwarm.prefix.blocks import common_prefix
 from keepwarm.prefix.recent import RecentPrompts
-from keepwarm.text.bounds.deadline import PrepareDeadline
-from keepwarm.text.bounds.isolation import BenchRecipe, Isolation
-from keepwarm.text.bounds.process import ProcessGone
-from keepwarm.text.bounds.size import PromptLimits, check_counts, is_heavy
 from keepwarm.text.detokenize import decode
 from keepwarm.text.grammar import GrammarMatcher, Grammars, Trial
-from keepwarm.text.lark import preamble_grammar
 from keepwarm.text.parsing import NORMAL, REASONING, Markup
 from keepwarm.text.past_answers import Continuations, Splicer
-from keepwarm.text.prompt import Prompt, Prompter, SettledPrompt
-from keepwarm.text.rendering.pieces import KnownPieces
-from keepwarm.text.rendering.quoted import LatestAnswers
-from keepwarm.text.request import Format, Miss, MissCause, Request, Sampling
+from keepwarm.text.prompt import Prompt, Prompter, RenderedPrompt
+from keepwarm.text.prompt_limits import PromptLimits, check_counts, is_heavy
+from keepwarm.text.request import Format, Message, Miss, MissCause, Request, Sampling
 from keepwarm.text.sampling_rules import check_sampling
+from keepwarm.text.sandbox.deadline import PrepareDeadline
+from keepwarm.text.sandbox.process import ProcessGone
+from keepwarm.text.sandboxed import Sandbox, SandboxRecipe
 from keepwarm.text.template import Template, opens_thinking, text_of
-from keepwarm.text.tool_grammar import call_grammar, no_call_grammar
+from keepwarm.text.tokenize_incremental import TokenCache
+from keepwarm.text.tool_grammar import call_grammar, no_call_grammar, preamble_grammar
 from keepwarm.text.tools import CallReader
 
 MAX_CHOICES = 16
+MAX_AGENTS = 256
+MAX_LINES = 64  # of an answer
+MIN_LINE = 24  # characters; shorter lines are in many texts
 
 
 class Explainer(Protocol):
@@ -54,7 +57,7 @@ class PreparedRequest:
     """A request as tokens, with the rules for sampling and parsing its answer."""
 
     request: Request
-    prompt: Prompt | SettledPrompt
+    prompt: Prompt | RenderedPrompt
     sampling: Sampling
     max_new_tokens: int  # of one choice
     n_vocab: int
@@ -132,7 +135,7 @@ class Preparer:
         self.template = Template.of(tokenizer)
         self.splicer = Splicer(tokenizer, self.template)
         self.markup = Markup.of(tokenizer, self.template)
-        known = self.pieces = KnownPieces()
+        known = self.token_cache = TokenCache()
         self._prompter = Prompter(
             *(tokenizer, self.template, self.splicer, self.markup.tool_format),
             known=known,
@@ -141,11 +144,11 @@ class Preparer:
         )
         self._grammars = Grammars(tokenizer, n_vocab, self._stop_tokens)
         self._limits = PromptLimits(model.name, model.n_context, tokenizer)
-        recipe = BenchRecipe(
+        recipe = SandboxRecipe(
             *(tokenizer, self.template, self.markup.tool_format.markers, raw_special_tokens),
             *(n_vocab, self._stop_tokens, stable_first),
         )
-        self._isolation = Isolation.of(recipe, self.splicer, known) if isolated else None
+        self._sandbox = Sandbox.of(recipe, self.splicer, known) if isolated else None
 
     @classmethod
     def of(
@@ -194,7 +197,7 @@ class Preparer:
             self._explainer(request, prompt),
         )
 
-    def _opens_thinking(self, request: Request, prompt: Prompt | SettledPrompt) -> bool:
+    def _opens_thinking(self, request: Request, prompt: Prompt | RenderedPrompt) -> bool:
         if not (request.partial_answer and request.messages):
             return prompt.opens_thinking
         return opens_thinking(self._model.tokenizer, text_of(request.messages[-1]))
@@ -222,7 +225,7 @@ class Preparer:
     def remember(self, prepared: PreparedRequest, tokens: Sequence[int]) -> None:
         """Remember an answer, the end of these tokens, for a client that sends it back as text.
 
-        Behind a conversation that was continued it is found among the stored blocks.
+        SuffixRenderer a conversation that was continued it is found among the stored blocks.
         """
         prompt, generated = prepared.prompt, tokens[len(prepared.tokens) :]
         if prepared.request.agent is not None:
@@ -234,17 +237,17 @@ class Preparer:
     def forget(self) -> None:
         """Forget all texts: answers, and tokens of what was prepared."""
         self.splicer.clear()
-        self.pieces.clear()
+        self.token_cache.clear()
         self._answers.clear()
 
     def start(self) -> None:
         """Start the other process soon, if there is one; else its first request does."""
-        if self._isolation is not None:
-            self._isolation.start()
+        if self._sandbox is not None:
+            self._sandbox.start()
 
     def close(self) -> None:
-        if self._isolation is not None:
-            self._isolation.close()
+        if self._sandbox is not None:
+            self._sandbox.close()
 
     def _render(
         self,
@@ -254,13 +257,13 @@ class Preparer:
         deadline: PrepareDeadline,
         *,
         wants_cuts: bool,
-    ) -> Prompt | SettledPrompt:
+    ) -> Prompt | RenderedPrompt:
         check_counts(request)
         deadline.check()
-        prompt: Prompt | SettledPrompt | None = None
-        if self._isolation is not None and is_heavy(request):
+        prompt: Prompt | RenderedPrompt | None = None
+        if self._sandbox is not None and is_heavy(request):
             with suppress(ProcessGone):  # then it is done here
-                prompt = self._isolation.render(
+                prompt = self._sandbox.render(
                     request, stored, limits, deadline, wants_cuts=wants_cuts
                 )
         if prompt is None:
@@ -307,7 +310,7 @@ class Preparer:
         return compile_(Format(grammar=no_call))
 
     def _trial(self, deadline: PrepareDeadline) -> Trial | None:
-        isolation = self._isolation
+        isolation = self._sandbox
         if isolation is None:
             return None
 
@@ -326,7 +329,7 @@ class Preparer:
             preamble = preamble._replace(think_start="", think_end="")
         return preamble_grammar(self._model.tokenizer, preamble)
 
-    def _explainer(self, request: Request, prompt: Prompt | SettledPrompt) -> Explainer:
+    def _explainer(self, request: Request, prompt: Prompt | RenderedPrompt) -> Explainer:
         scope = (request.kv, request.tenant)
         is_compacted = request.explain and self._answers.are_quoted(request)
 
@@ -362,3 +365,43 @@ def _without_calls(sampling: Sampling, markup: Markup) -> Sampling:
     start = markup.tokenizer.get_added_vocab().get(markup.tool_format.start)
     forbidden = {} if start is None else {start: -100.0}
     return replace(sampling, logit_bias={**sampling.logit_bias, **forbidden})
+
+
+class LatestAnswers:
+    """The latest answer of each agent, recognised where a client sends it back as other text.
+
+    A client that compacts a conversation asks for a summary, and begins anew with that summary in a
+    message of its own. Thread-safe. Tenants' texts are compared with their own requests only.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lines: OrderedDict[tuple[str, str], list[str]] = OrderedDict()
+
+    def remember(self, request: Request, answer: str) -> None:
+        """Keep the lines of an answer; of one without long lines nothing."""
+        lines = [line for line in map(str.strip, answer.splitlines()) if len(line) >= MIN_LINE]
+        if request.agent is None or not lines:
+            return
+        with self._lock:
+            self._lines[request.tenant, request.agent] = lines[:MAX_LINES]
+            self._lines.move_to_end((request.tenant, request.agent))
+            if len(self._lines) > MAX_AGENTS:
+                self._lines.popitem(last=False)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._lines.clear()
+
+    def are_quoted(self, request: Request) -> bool:
+        """Whether a message that is not the model's holds most of its agent's latest answer."""
+        with self._lock:
+            lines = self._lines.get((request.tenant, request.agent or ""), [])
+        return bool(lines) and any(
+            2 * sum(line in text for line in lines) > len(lines) for text in _given(request)
+        )
+
+
+def _given(request: Request) -> Iterator[str]:
+    messages: list[Message] = list(request.messages or ())
+    return (text_of(message) for message in messages if message.get("role") != "assistant")

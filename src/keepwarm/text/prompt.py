@@ -12,18 +12,23 @@ from typing import Any, TypeAlias
 
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import common_prefix
-from keepwarm.text.bounds.size import PromptLimits
+from keepwarm.text.continuing import SuffixRenderer, last_answer, with_kept_messages
 from keepwarm.text.detokenize import decode
 from keepwarm.text.past_answers import Continuations, KnownSpan, Splicer, encode
-from keepwarm.text.rendering.behind import Behind
-from keepwarm.text.rendering.continuing import last_answer, with_kept_messages
-from keepwarm.text.rendering.cutting import Cutter
-from keepwarm.text.rendering.pieces import KnownPieces, PieceEncoder, PieceOwner
-from keepwarm.text.rendering.stable_first import Ordering
-from keepwarm.text.rendering.tokenised import TokenisedText, find_cut, tokenise
+from keepwarm.text.prompt_limits import PromptLimits
 from keepwarm.text.request import Message, Request, Tool
 from keepwarm.text.special_tokens import Chat, Encode, SpecialTokens
+from keepwarm.text.stable_first import Ordering
 from keepwarm.text.template import Template, normalise, opens_thinking, write
+from keepwarm.text.tokenize_incremental import (
+    IncrementalEncoder,
+    TextOwner,
+    TextSplitter,
+    TokenCache,
+    TokenisedText,
+    find_cut,
+    tokenise,
+)
 from keepwarm.text.tools import BLOCK, CallMarkers, adapt_to_template, tool_format
 
 RenderUpTo: TypeAlias = Callable[[int], str]  # the rendering of the messages up to this one
@@ -47,7 +52,7 @@ RESERVED = frozenset(
 
 
 @dataclass(frozen=True)
-class SettledPrompt:
+class RenderedPrompt:
     """A prompt of which all is known that will be asked; it can be sent to another process."""
 
     text: str
@@ -141,9 +146,9 @@ class Prompt:
             return False  # saves a rendering
         return opens_thinking(self._tokenizer, self.generation_prompt)
 
-    def settled(self, *, wants_cuts: bool) -> SettledPrompt:
+    def rendered(self, *, wants_cuts: bool) -> RenderedPrompt:
         """This prompt as a value: what is asked of it later is found out now."""
-        return SettledPrompt(
+        return RenderedPrompt(
             text=self.text,
             tokens=self.tokens,
             spliced=self.spliced,
@@ -196,7 +201,7 @@ class Prompter:
         splicer: Splicer | None = None,
         call_markers: CallMarkers | None = None,
         *,
-        known: KnownPieces | None = None,
+        known: TokenCache | None = None,
         raw_special_tokens: bool = True,
         stable_first: str = "own",
     ) -> None:
@@ -207,7 +212,7 @@ class Prompter:
         self._call_markers = call_markers or tool_format(tokenizer, self.template)
         written = _written(tokenizer, self._call_markers)
         self._specials = SpecialTokens(tokenizer, written)
-        self._cutter = Cutter.of(tokenizer, written)
+        self._splitter = TextSplitter.of(tokenizer, written)
         self._known = known
         self._raw_special_tokens = raw_special_tokens
         self._ordering = Ordering(stable_first, self.template, self._call_markers.native)
@@ -240,7 +245,7 @@ class Prompter:
     def _chat(
         self, request: Request, stored: Continuations | None, limits: PromptLimits | None
     ) -> Prompt:
-        (messages, tools, options), in_pieces = self._masked(request)
+        (messages, tools, options), encoder = self._masked(request)
         arrangement = self._ordering.of(request)
         asking = _asking(options)
         text = self._write(arrangement.apply(messages), tools, **asking)
@@ -256,19 +261,19 @@ class Prompter:
         if self._splicer is not None and request.policy.reads:
             closed = render_up_to(len(messages) - 1) if stored else text
             starts = _answer_starts(text, closed)
-            spans = self._splicer.spans(request.tenant, text, starts, stored, in_pieces)
-        whole = tokenise(self._tokenizer, in_pieces.all, text, spans)
-        parts = (whole, len(messages), render_up_to, in_pieces.to_tokens)
+            spans = self._splicer.spans(request.tenant, text, starts, stored, encoder)
+        whole = tokenise(self._tokenizer, encoder.all, text, spans)
+        parts = (whole, len(messages), render_up_to, encoder.to_tokens)
         return Prompt(self._tokenizer, *parts, reordered=arrangement.names)
 
     def _continued(self, request: Request, limits: PromptLimits | None) -> Prompt | None:
         """The prompt of a conversation whose tokens are known; None if it must be rendered."""
-        (messages, tools, options), in_pieces = self._masked(request)
+        (messages, tools, options), encoder = self._masked(request)
         answer = last_answer(self._tokenizer, request, options, messages)
         if answer is None or request.history is None or self._splicer is None:
             return None
-        behind = Behind(lambda past, /, **how: self._write(past, **how), answer)
-        text = behind.render(messages, tools=tools, **_asking(options))
+        suffix = SuffixRenderer(lambda past, /, **how: self._write(past, **how), answer)
+        text = suffix.render(messages, tools=tools, **_asking(options))
         known = request.history.tokens
         known = known[:-1] if answer.stop else known  # the template writes it, or another
         if text is None or not self._splicer.can_end(text, known):
@@ -278,15 +283,15 @@ class Prompter:
 
         def render_up_to(message: int) -> str:
             some = messages[: message + 1] if message != TOOLS else ()
-            found = behind.render(some, tools=tools, **_closing(options)) if some else None
+            found = suffix.render(some, tools=tools, **_closing(options)) if some else None
             if found is None:
                 raise BadInput("The template cannot write a part of these messages alone.")
             return found
 
-        whole = tokenise(self._tokenizer, in_pieces.all, text, before=known)
-        return Prompt(self._tokenizer, whole, len(messages), render_up_to, in_pieces.to_tokens)
+        whole = tokenise(self._tokenizer, encoder.all, text, before=known)
+        return Prompt(self._tokenizer, whole, len(messages), render_up_to, encoder.to_tokens)
 
-    def _masked(self, request: Request) -> tuple[Chat, PieceEncoder]:
+    def _masked(self, request: Request) -> tuple[Chat, IncrementalEncoder]:
         """A chat with the special tokens that it spells masked, and how it is tokenised."""
         messages = [normalise(each) for each in request.messages or ()]
         if not messages:
@@ -294,15 +299,17 @@ class Prompter:
         chat = Chat(messages, request.tools, _options(request))
         masked = self._specials.mask(chat)
         to_tokens = self._specials.encode if masked else partial(encode, self._tokenizer)
-        return masked or chat, self._in_pieces(request, to_tokens, is_masked=bool(masked))
+        return masked or chat, self._encoder(request, to_tokens, is_masked=bool(masked))
 
-    def _in_pieces(self, request: Request, to_tokens: Encode, *, is_masked: bool) -> PieceEncoder:
+    def _encoder(
+        self, request: Request, to_tokens: Encode, *, is_masked: bool
+    ) -> IncrementalEncoder:
         uses_known = self._tokenizer.has_chat_template and request.policy.reads
-        return PieceEncoder(
+        return IncrementalEncoder(
             to_tokens,
-            self._cutter,
+            self._splitter,
             self._known if uses_known else None,
-            PieceOwner(request.tenant, is_masked),
+            TextOwner(request.tenant, is_masked),
             keeps=request.policy.writes,
         )
 

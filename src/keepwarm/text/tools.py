@@ -16,7 +16,13 @@ from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
 
 from keepwarm.errors import BadInput
-from keepwarm.text.calls.begun import HARMONY_HEADER, HEADERS, JSON_HEADER, BegunCalls, CallHeader
+from keepwarm.text.partial_calls import (
+    HARMONY_HEADER,
+    HEADERS,
+    JSON_HEADER,
+    CallHeader,
+    PartialToolCalls,
+)
 from keepwarm.text.request import Message, Tool, ToolCall
 from keepwarm.text.template import BETWEEN, Template
 
@@ -83,10 +89,10 @@ class CallReader:
         self._tools = [dict(tool) for tool in tools]
         self._names = {tool["function"]["name"] for tool in tools}
 
-    def begin(self) -> BegunCalls:
+    def begin(self) -> PartialToolCalls:
         """What is read after a delimiter that begins calls."""
         most = sys.maxsize if self.parallel else 1
-        return BegunCalls(self.format.header, self._names, self._new_id, most)
+        return PartialToolCalls(self.format.header, self._names, self._new_id, most)
 
     def read(self, body: str) -> list[ToolCall]:
         """The calls between two delimiters; empty if they are not well-formed."""

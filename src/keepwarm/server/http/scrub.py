@@ -16,8 +16,8 @@ from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 from keepwarm.errors import BadInput
-from keepwarm.text.rendering.volatile import REMINDER_OPENS, reminder_body
 from keepwarm.text.request import Breakpoint, Message, Request
+from keepwarm.text.volatile import REMINDER_OPENS, reminder_body
 
 HEADER = "x-keepwarm-scrub"
 SYSTEM_ROLES = ("system", "developer")

@@ -23,8 +23,8 @@ from keepwarm.config import Settings
 from keepwarm.errors import Busy, KeepwarmError
 from keepwarm.server.http.body import check_structure
 from keepwarm.server.http.problems import problem_of, respond
-from keepwarm.text.bounds.deadline import PrepareDeadline
 from keepwarm.text.request import Receipt, Usage
+from keepwarm.text.sandbox.deadline import PrepareDeadline
 
 T = TypeVar("T")
 

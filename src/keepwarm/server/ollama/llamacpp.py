@@ -21,8 +21,8 @@ from keepwarm.server.http.viewer import CurrentViewer
 from keepwarm.server.openai.shapes import OpenAIErrorOut, SamplingOut
 from keepwarm.server.openai.tokens import Pieces
 from keepwarm.text import request as engine_request
-from keepwarm.text.bounds.deadline import PrepareDeadline
 from keepwarm.text.detokenize import decode
+from keepwarm.text.sandbox.deadline import PrepareDeadline
 
 RUNNING = frozenset({"waiting", "reading", "answering"})
 

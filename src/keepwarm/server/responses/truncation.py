@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from keepwarm.engine.engine import Engine
     from keepwarm.server.host import EngineHost, ObservedAnswer
     from keepwarm.server.http.turns import Turn
-    from keepwarm.text.bounds.deadline import PrepareDeadline
+    from keepwarm.text.sandbox.deadline import PrepareDeadline
 
 STEPS = 4  # a step is this fraction of the context
 

@@ -17,8 +17,8 @@ from tempfile import TemporaryFile
 from typing import Any, TypeAlias
 
 from keepwarm.errors import EngineFailed, KeepwarmError
-from keepwarm.text.bounds.deadline import PrepareDeadline
-from keepwarm.text.bounds.forks import (
+from keepwarm.text.sandbox.deadline import PrepareDeadline
+from keepwarm.text.sandbox.worker import (
     KILL,
     MESSAGE,
     START,
@@ -29,7 +29,7 @@ from keepwarm.text.bounds.forks import (
 )
 
 LOG = logging.getLogger(__name__)
-CODE = "from keepwarm.text.bounds import forks; forks.main({}, {})"
+CODE = "from keepwarm.text.sandbox import worker; worker.main({}, {})"
 
 Reply: TypeAlias = Callable[..., Any]  # to what a task asks while it runs
 
@@ -38,7 +38,7 @@ class ProcessGone(Exception):
     """The process ended, or could not start; the task was not done."""
 
 
-class PreparingProcess:
+class SandboxProcess:
     """Starts with its first task, and again if it has ended. Thread-safe. Close it."""
 
     def __init__(self, recipe: Recipe) -> None:

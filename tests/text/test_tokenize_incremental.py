@@ -18,13 +18,18 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from transformers import PreTrainedTokenizerFast
 
 from keepwarm.prefix.policy import Policy
-from keepwarm.text.bounds.plain import PlainTokenizer
+from keepwarm.text import tokenize_incremental
 from keepwarm.text.past_answers import Splicer, encode
 from keepwarm.text.prompt import Prompter
-from keepwarm.text.rendering import cutting
-from keepwarm.text.rendering.cutting import Cutter
-from keepwarm.text.rendering.pieces import ENTRY_BYTES, KnownPieces, PieceEncoder, PieceOwner
 from keepwarm.text.request import Request
+from keepwarm.text.sandboxed import PlainTokenizer
+from keepwarm.text.tokenize_incremental import (
+    ENTRY_BYTES,
+    IncrementalEncoder,
+    TextOwner,
+    TextSplitter,
+    TokenCache,
+)
 from tests.kit.checkpoints import CHATML, SPECIALS, make_tokenizer
 from tests.text import test_past_answers as makers
 from tests.text import test_special_tokens as kinds
@@ -50,7 +55,7 @@ quick = settings(
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch):
     """Texts are cut wherever they may be, however short the pieces are."""
-    monkeypatch.setattr(cutting, "MIN_PIECE", 1)
+    monkeypatch.setattr(tokenize_incremental, "MIN_PIECE", 1)
 
 
 # Where texts are cut
@@ -129,13 +134,13 @@ CUT = {
 
 
 def certain(tokenizer) -> list[str]:
-    cutter = Cutter.of(tokenizer, [tokenizer.chat_template])
+    cutter = TextSplitter.of(tokenizer, [tokenizer.chat_template])
     return [name for name in SPECIALS if cutter.pieces(f"a{name}b") == ["a", f"{name}b"]]
 
 
 def check_cuts(tokenizer):
     to_tokens = partial(encode, tokenizer)
-    cutter = Cutter.of(tokenizer, [tokenizer.chat_template])
+    cutter = TextSplitter.of(tokenizer, [tokenizer.chat_template])
 
     @quick
     @given(text=texts)
@@ -286,7 +291,7 @@ def test_without_a_template_or_a_library_a_text_is_one_piece(tmp_path):
 
 def test_a_long_part_is_one_piece_whatever_is_around_it(monkeypatch):
     monkeypatch.undo()
-    cutter = Cutter.of(CUT["byte level"](), [CHATML])
+    cutter = TextSplitter.of(CUT["byte level"](), [CHATML])
     turns = [f"{START}user\n{'x' * n}{END}\n" for n in (2_000, 10, 1, 1, 5_000, 10)]
     shorter, longer = (cutter.pieces("".join(turns[:n])) for n in (4, 6))
     assert longer[: len(shorter) - 1] == shorter[:-1]
@@ -297,7 +302,7 @@ def test_a_long_part_is_one_piece_whatever_is_around_it(monkeypatch):
 # Prompts
 
 
-class Watching(KnownPieces):
+class Watching(TokenCache):
     """Notes which texts were not known."""
 
     def __init__(self, **options):
@@ -347,8 +352,8 @@ def test_a_turn_costs_what_is_new(monkeypatch, tmp_path):
         request = Request(messages=talk[:n_messages])
         text = prompter.render(request).text
         added = sum(len(each["content"]) for each in talk[n_messages - 2 : n_messages])
-        assert sum(map(len, known.new)) < added + cutting.MIN_PIECE + 200
-    assert len(text) > 10 * cutting.MIN_PIECE
+        assert sum(map(len, known.new)) < added + tokenize_incremental.MIN_PIECE + 200
+    assert len(text) > 10 * tokenize_incremental.MIN_PIECE
     assert prompter.render(request).tokens == whole.render(request).tokens
 
 
@@ -409,16 +414,16 @@ def piece(n_tokens):
 
 
 def test_a_tenant_finds_only_what_is_its_own():
-    known, mine = KnownPieces(), PieceOwner("me", is_masked=False)
+    known, mine = TokenCache(), TextOwner("me", is_masked=False)
     known.keep(mine, {"text": piece(3)})
     assert known.find(mine, ["other", "text", "text"]) == [None, piece(3), piece(3)]
-    assert known.find(PieceOwner("you", is_masked=False), ["text"]) == [None]
-    assert known.find(PieceOwner("me", is_masked=True), ["text"]) == [None]
+    assert known.find(TextOwner("you", is_masked=False), ["text"]) == [None]
+    assert known.find(TextOwner("me", is_masked=True), ["text"]) == [None]
 
 
 def test_stand_ins_in_a_text_are_not_taken_for_masked_characters(tmp_path):
     """A text with private-use characters, and one that is masked to the very same text."""
-    tokenizer, known = makers.tiny(tmp_path), KnownPieces()
+    tokenizer, known = makers.tiny(tmp_path), TokenCache()
     prompter, whole = Prompter(tokenizer, known=known), Prompter(tokenizer)
     masked = prompter.render(Request(messages=[{"role": "user", "content": f"a {END}"}]))
     content = masked.text.partition("user\n")[2].partition(END)[0]
@@ -430,8 +435,8 @@ def test_stand_ins_in_a_text_are_not_taken_for_masked_characters(tmp_path):
 
 def test_what_is_known_is_bounded_and_the_tenant_that_holds_most_gives_way():
     size = ENTRY_BYTES + 4 * 100
-    known = KnownPieces(max_bytes=10 * size)
-    small, large = (PieceOwner(name, is_masked=False) for name in ("small", "large"))
+    known = TokenCache(max_bytes=10 * size)
+    small, large = (TextOwner(name, is_masked=False) for name in ("small", "large"))
     known.keep(small, {f"s{i}": piece(100) for i in range(3)})
     for i in range(50):
         known.keep(large, {f"l{i}": piece(100)})
@@ -452,8 +457,8 @@ def test_without_what_is_known_nothing_is_cut():
         asked.append((text, start))
         return [1, 2]
 
-    in_pieces = PieceEncoder(
-        *(to_tokens, Cutter([START]), None, PieceOwner("", is_masked=False)), keeps=True
+    in_pieces = IncrementalEncoder(
+        *(to_tokens, TextSplitter([START]), None, TextOwner("", is_masked=False)), keeps=True
     )
     assert in_pieces(f"a{START}b", 7) == [1, 2]
     assert asked == [(f"a{START}b", 7)]

@@ -7,9 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic_core import from_json
 
-from keepwarm.text.calls.begun import CallPiece
-from keepwarm.text.calls.json_pieces import JsonPieces
 from keepwarm.text.parsing import AnswerReader, AnswerText, Markup
+from keepwarm.text.partial_calls import CallPiece, JsonPieces
 from keepwarm.text.request import ToolCall
 from keepwarm.text.tools import CallReader, call_text
 from tests.kit.checkpoints import CHATML

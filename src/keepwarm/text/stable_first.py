@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-from keepwarm.text.rendering.volatile import (
+from keepwarm.text.request import Message, Request
+from keepwarm.text.template import BETWEEN, Template, text_of
+from keepwarm.text.tools import DEFERRED
+from keepwarm.text.volatile import (
     VolatileSpan,
     find_volatile,
     n_cached_chars,
     n_stable_reminders,
     with_uncached,
 )
-from keepwarm.text.request import Message, Request
-from keepwarm.text.template import BETWEEN, Template, text_of
-from keepwarm.text.tools import DEFERRED
 
 SYSTEM_ROLES = ("system", "developer")
 LATE = "system-message"  # its name in the receipt: it came before the user's first message

@@ -1,4 +1,4 @@
-"""Rendering, and trying out grammars, in the preparing process."""
+"""Rendering, and trying out grammars, in the sandbox process."""
 
 from __future__ import annotations
 
@@ -9,29 +9,32 @@ from typing import Any, NamedTuple
 
 from keepwarm.errors import BadInput, TimedOut
 from keepwarm.prefix.policy import Policy
-from keepwarm.text.bounds.deadline import PrepareDeadline
-from keepwarm.text.bounds.forks import Channel
-from keepwarm.text.bounds.plain import PlainTokenizer
-from keepwarm.text.bounds.process import PreparingProcess
-from keepwarm.text.bounds.size import PromptLimits
 from keepwarm.text.grammar import Grammars
 from keepwarm.text.past_answers import Continuations, KnownSpan, Splicer
-from keepwarm.text.prompt import Prompter, SettledPrompt
-from keepwarm.text.rendering.pieces import KnownPieces, PieceOwner, Tokens
+from keepwarm.text.prompt import Prompter, RenderedPrompt
+from keepwarm.text.prompt_limits import PromptLimits
 from keepwarm.text.request import Request
+from keepwarm.text.sandbox.deadline import PrepareDeadline
+from keepwarm.text.sandbox.process import SandboxProcess
+from keepwarm.text.sandbox.worker import Channel
 from keepwarm.text.template import Template
+from keepwarm.text.tokenize_incremental import TextOwner, TokenCache, Tokens
 from keepwarm.text.tools import CallMarkers
 
 AFTER_S = 2.0
 RENDER_CPU_S = 60.0
 GRAMMAR_CPU_S = 1.0
 _FIRST = Request(messages=[{"role": "user", "content": "Hi"}], policy=Policy.NO_STORE)
+NAMES = (
+    *("has_chat_template", "has_thinking", "think_start", "think_end", "eos_token_ids"),
+    *("has_tool_calling", "tool_call_start", "tool_call_end"),
+)
 
 
-class _Bench(NamedTuple):
+class _Renderer(NamedTuple):
     prompter: Prompter
     splicer: _AskingSplicer
-    known: _AskingPieces
+    known: _AskingTokenCache
     grammars: Grammars
 
 
@@ -43,7 +46,7 @@ class _RenderTask(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BenchRecipe:
+class SandboxRecipe:
     """What the process needs to render a model's prompts as the server does."""
 
     tokenizer: Any
@@ -54,16 +57,16 @@ class BenchRecipe:
     stop_tokens: Collection[int]
     stable_first: str = "own"
 
-    def portable(self) -> BenchRecipe | None:
+    def portable(self) -> SandboxRecipe | None:
         """The same without MLX; None if it needs that."""
         plain = PlainTokenizer.of(self.tokenizer)
         if plain is None:
             return None
         return replace(self, tokenizer=plain)
 
-    def build(self) -> _Bench:
+    def build(self) -> _Renderer:
         splicer = _AskingSplicer(self.tokenizer, self.template)
-        known = _AskingPieces()
+        known = _AskingTokenCache()
         prompter = Prompter(
             *(self.tokenizer, self.template, splicer, self.call_markers),
             known=known,
@@ -74,7 +77,7 @@ class BenchRecipe:
             prompter.render(_FIRST)  # compiles the template, which every fork would do
         grammars = Grammars(self.tokenizer, self.n_vocab, self.stop_tokens)
         grammars.load()
-        return _Bench(prompter, splicer, known, grammars)
+        return _Renderer(prompter, splicer, known, grammars)
 
 
 class _AskingSplicer(Splicer):
@@ -98,23 +101,23 @@ class _AskingSplicer(Splicer):
         return found
 
 
-class _AskingPieces(KnownPieces):
+class _AskingTokenCache(TokenCache):
     """Asks the server, which knows what was tokenised."""
 
     channel: Channel
 
-    def find(self, owner: PieceOwner, texts: Sequence[str]) -> list[Tokens | None]:
+    def find(self, owner: TextOwner, texts: Sequence[str]) -> list[Tokens | None]:
         found: list[Tokens | None] = self.channel.ask("find", owner, texts)
         return found
 
-    def keep(self, owner: PieceOwner, found: Mapping[str, Tokens]) -> None:
+    def keep(self, owner: TextOwner, found: Mapping[str, Tokens]) -> None:
         self.channel.ask("keep", owner, found)
 
 
-class Isolation:
+class Sandbox:
     """Does what is heavy in a process, and leaves no trace of it here. Thread-safe. Close it."""
 
-    def __init__(self, process: PreparingProcess, splicer: Splicer, known: KnownPieces) -> None:
+    def __init__(self, process: SandboxProcess, splicer: Splicer, known: TokenCache) -> None:
         self._process = process
         self._answers: Mapping[str, Callable[..., Any]] = {
             "remembered": splicer.remembered,
@@ -124,10 +127,10 @@ class Isolation:
         }
 
     @classmethod
-    def of(cls, recipe: BenchRecipe, splicer: Splicer, known: KnownPieces) -> Isolation | None:
+    def of(cls, recipe: SandboxRecipe, splicer: Splicer, known: TokenCache) -> Sandbox | None:
         """None for a tokenizer that needs MLX."""
         portable = recipe.portable()
-        return None if portable is None else cls(PreparingProcess(portable), splicer, known)
+        return None if portable is None else cls(SandboxProcess(portable), splicer, known)
 
     def start(self) -> None:
         """Start the process soon, so that the first request that needs it does not wait.
@@ -144,7 +147,7 @@ class Isolation:
         deadline: PrepareDeadline,
         *,
         wants_cuts: bool,
-    ) -> SettledPrompt:
+    ) -> RenderedPrompt:
         def reply(what: str, *arguments: Any) -> Any:
             if what == "stored":
                 return list(stored(*arguments)) if stored else []
@@ -154,7 +157,7 @@ class Isolation:
         too_long = TimedOut(
             f"The prompt takes more than {RENDER_CPU_S:g} s to prepare; send a shorter one."
         )
-        found: SettledPrompt = self._process.run(
+        found: RenderedPrompt = self._process.run(
             _render,
             task,
             deadline=deadline,
@@ -177,12 +180,41 @@ class Isolation:
         self._process.close()
 
 
-def _render(bench: _Bench, channel: Channel, task: _RenderTask) -> SettledPrompt:
-    bench.splicer.channel = bench.known.channel = channel
-    stored = bench.splicer.stored if task.has_stored else None
-    prompt = bench.prompter.render(task.request, stored, task.limits)
-    return prompt.settled(wants_cuts=task.wants_cuts)
+def _render(renderer: _Renderer, channel: Channel, task: _RenderTask) -> RenderedPrompt:
+    renderer.splicer.channel = renderer.known.channel = channel
+    stored = renderer.splicer.stored if task.has_stored else None
+    prompt = renderer.prompter.render(task.request, stored, task.limits)
+    return prompt.rendered(wants_cuts=task.wants_cuts)
 
 
-def _try_grammar(bench: _Bench, _channel: Channel, grammar: str) -> None:
-    bench.grammars.try_out(grammar)
+def _try_grammar(renderer: _Renderer, _channel: Channel, grammar: str) -> None:
+    renderer.grammars.try_out(grammar)
+
+
+class PlainTokenizer:
+    """What rendering needs of mlx-lm's TokenizerWrapper; the rest is the inner tokenizer's."""
+
+    def __init__(self, inner: Any, thinking_option: str, values: dict[str, Any]) -> None:
+        self._inner = inner
+        self._thinking_option = thinking_option
+        self.__dict__.update(values)
+
+    @classmethod
+    def of(cls, wrapper: Any) -> PlainTokenizer | None:
+        """None if mlx-lm itself renders the prompts of this model."""
+        if wrapper._chat_template is not None:
+            return None
+        values = {name: getattr(wrapper, name) for name in NAMES}
+        return cls(wrapper._tokenizer, wrapper._thinking_kwarg, values)
+
+    def apply_chat_template(self, *arguments: Any, **options: Any) -> Any:
+        """As TokenizerWrapper does; tests/contract compares them."""
+        if "enable_thinking" in options:
+            options[self._thinking_option] = options.pop("enable_thinking")
+        options.setdefault(self._thinking_option, self.__dict__["has_thinking"])
+        return self._inner.apply_chat_template(*arguments, **options, return_dict=False)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_inner":  # not there while it is unpickled
+            raise AttributeError(name)
+        return getattr(self._inner, name)

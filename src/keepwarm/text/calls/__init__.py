@@ -1,4 +1,0 @@
-"""Tool calls while a model still writes them.
-
-Imports `text`.
-"""
