@@ -12,8 +12,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from keepwarm import config
 from keepwarm.models.load import load
-from keepwarm.server.responses.response_store import ResponseStore
-from keepwarm.server.responses.shapes import Item
 from keepwarm.text.prompt import RESERVED, Prompter
 from keepwarm.text.template import write
 from tests.kit.checkpoints import CHATML, make_tokenizer, write_checkpoint
@@ -164,20 +162,3 @@ def test_a_token_that_only_the_model_has_is_accepted(live):
         assert made.status_code == 200, made.text
         answer = live.post("/v1/completions", {"prompt": [5, token, 6], "max_tokens": 1})
         assert answer.status_code == 200, answer.text
-
-
-# Stored responses
-
-
-@pytest.mark.parametrize("where", ["id", "name", "unknown", "content"])
-def test_stored_responses_count_every_byte_that_they_hold(where):
-    """Also of items whose own response is gone, and that only a later one holds."""
-    n_long, items = 50_000, []
-    store = ResponseStore(max_bytes=10 * n_long)
-    for number in range(30):
-        items = [*items[-3:], Item(role="user", **{where: f"{number} {'x' * n_long}"})]
-        store.put("", {"id": str(number), "output": []}, items, 1)
-        if number % 2:
-            store.delete("", str(number - 1))
-        held = {id(item) for stored in store._stored.values() for item in stored.items}
-        assert len(held) * n_long < store.n_bytes <= 10 * n_long

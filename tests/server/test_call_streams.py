@@ -10,7 +10,7 @@ import pytest
 from keepwarm.server.anthropic.events import MessageMeta, MessageStream
 from keepwarm.server.openai.chat import ChatStream
 from keepwarm.server.openai.chunks import CompletionMeta
-from keepwarm.server.responses.calls import CallItems
+from keepwarm.server.responses.events import CallItems
 from keepwarm.text.request import Delta, ToolCall, ToolCallDelta, ToolCalled
 
 SCHEMA = {
@@ -162,7 +162,7 @@ def test_an_id_may_come_again_after_its_call_failed():
     messages = MessageStream(MessageMeta("m", "m"))
     frames = b"".join(messages.event(event) for event in [BEGUN, *AFTER]).decode()
     assert frames.count("content_block_start") == frames.count("content_block_stop") == 6
-    items = CallItems({}, [])
+    items = CallItems({}, {"id": "resp_1", "output": []})
     items.add(BEGUN)
     items.close()
     assert next(frame["type"] for frame in items.add(BEGUN)) == "response.output_item.added"
@@ -170,7 +170,7 @@ def test_an_id_may_come_again_after_its_call_failed():
 
 def test_calls_that_end_together_are_closed_in_order():
     output = []
-    items = CallItems({}, output)
+    items = CallItems({}, {"id": "resp_1", "output": output})
     events = [BEGUN, ToolCallDelta(0, "f:1", "f", "{}")]
     events += [
         ToolCalled(0, ToolCall("f:0", "f", '{"a"')),

@@ -20,7 +20,7 @@ from keepwarm.server.ollama import routes as ollama
 from keepwarm.server.openai import routes as openai
 from keepwarm.server.responses import routes as responses
 from keepwarm.server.responses.background import BackgroundResponses
-from keepwarm.server.responses.kept_responses import KeptResponses
+from keepwarm.server.responses.store import ResponseStore
 
 FIRST = (health.router, openai.router)
 LATER = (
@@ -45,7 +45,7 @@ def later_routes(app: FastAPI) -> list[BaseRoute]:
     """The routes of all but the first APIs, with what they keep in the application."""
     state = app.state
     state.resident = admin.ResidentModel(state.models, state.settings)
-    state.responses = KeptResponses(lambda: state.models.store, state.settings.response_ttl_s)
+    state.responses = ResponseStore(lambda: state.models.store, state.settings.response_ttl_s)
     state.background = BackgroundResponses(state.responses)
     state.closing.push_async_callback(asyncio.to_thread, state.responses.close)
     state.closing.push_async_callback(state.background.close)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 from keepwarm.errors import StillLoading, Stopping
 from keepwarm.server.http.logs import log_fields
 from keepwarm.text.request import (
-    Choice,
     Done,
     Event,
     Finished,
@@ -133,13 +132,9 @@ class ObservedAnswer(AsyncIterator[Event]):
         return event
 
     async def wait(self) -> Result:
-        result = await self._answer.wait()
-        if self._empty:
-            nothing = Choice("", "", (), "length", None, ())
-            result = replace(result, choices=(nothing,) * len(self._empty))
-        self.receipt = result.receipt
-        self._end(result.usage)
-        return result
+        from keepwarm.engine.answer import collect  # loads MLX
+
+        return collect([event async for event in self])
 
     def _end(self, usage: Usage) -> None:
         self.usage = usage

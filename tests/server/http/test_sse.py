@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from keepwarm.engine.answer import Answer
+from keepwarm.engine.answer import Answer, collect
 from keepwarm.errors import Busy, Cancelled, EngineFailed, TimedOut
 from keepwarm.server.http.sse import EventStream, WholeAnswer
 from keepwarm.server.openai.chat import ChatStream
@@ -215,7 +215,7 @@ def test_a_streamed_token_is_cheap():
 def test_several_answers_are_one():
     async def run(second):
         answers = [scripted([*ANSWER, END])[0], scripted(second)[0]]
-        return await CombinedAnswer(answers, 1).wait()
+        return collect([event async for event in CombinedAnswer(answers, 1)])
 
     result = asyncio.run(run([*ANSWER, END]))
     assert [choice.text for choice in result.choices] == ["Hello", "Hello"]

@@ -1,6 +1,7 @@
 """Responses without a client: in the background, cancelled, followed, replayed, compacted."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -164,14 +165,20 @@ def test_conversations_are_refused_by_name(live, path):
     assert "previous_response_id" in answer.json()["error"]["message"]
 
 
-def test_one_key_runs_no_more_than_its_share(client):
-    begun = [ask(client, ENDLESS, background=True) for _ in range(MAX_OWN)]
-    impatient = client.with_options(max_retries=0)
+def test_background_responses_sent_at_once_are_no_more_than_the_limit_of_a_key(live, client):
+    """Counted before the first `await` of a request, and given back when one fails or ends."""
+    body = {"input": WORDS, "max_output_tokens": ENDLESS, "background": True}
+    failing = live.post("/v1/responses", body | {"previous_response_id": "resp_gone"})
+    assert failing.status_code == 404
+    with ThreadPoolExecutor(MAX_OWN + 8) as threads:
+        made = list(threads.map(lambda _: live.post("/v1/responses", body), range(MAX_OWN + 8)))
+    accepted = [answer.json()["id"] for answer in made if answer.status_code == 200]
+    refused = [answer for answer in made if answer.status_code != 200]
     try:
-        with pytest.raises(openai.APIStatusError, match="Retry when one has ended") as refused:
-            ask(impatient, background=True)
-        assert refused.value.status_code == 429
+        assert len(accepted) == MAX_OWN
+        assert {answer.status_code for answer in refused} == {429}
+        assert "Retry when one has ended" in refused[0].json()["error"]["message"]
     finally:
-        for response in begun:
-            client.responses.cancel(response.id)
+        for response_id in accepted:
+            client.responses.cancel(response_id)
     assert ended(client, ask(client, background=True)).status == "incomplete"  # of 4 tokens

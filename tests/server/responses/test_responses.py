@@ -1,6 +1,5 @@
 """OpenAI's responses as pure functions: JSON to a request, events to JSON, stored responses."""
 
-import asyncio
 import json
 
 import pytest
@@ -10,13 +9,11 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from keepwarm import config
-from keepwarm.engine.answer import Answer
-from keepwarm.errors import BadField, UnknownResponse
+from keepwarm.errors import BadField
 from keepwarm.prefix.policy import Policy
 from keepwarm.server.http.problems import Problem
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.responses.events import (
-    BuiltAnswer,
     ResponseBuilder,
     ResponseStream,
     answer_options_of,
@@ -29,7 +26,6 @@ from keepwarm.server.responses.request import (
     offered_tools,
     request_of,
 )
-from keepwarm.server.responses.response_store import ResponseStore
 from keepwarm.server.responses.shapes import Item, ResponsesRequest, ResponseTool
 from keepwarm.text.request import (
     Delta,
@@ -359,13 +355,10 @@ def test_what_an_answer_holds():
     assert kept == [made.response]
 
 
-def test_a_whole_answer_says_the_same_as_a_stream():
+def test_whole_response_equals_the_streamed_one():
     made = builder(**FIELDS)
-    answer = Answer(lambda answer: None)
     for event in ANSWER:
-        answer.put(event)
-    result = asyncio.run(BuiltAnswer(answer, made).wait())
-    assert result.choices[0].text == "Hello"
+        made.add_whole(event)
     stream = streamed(ANSWER, builder(**FIELDS))
     assert without_ids(made.response) == without_ids(stream[-1]["response"])
 
@@ -411,103 +404,3 @@ def test_signs_of_life_and_last_words():
 def test_failures_have_codes_that_clients_know(problem, code):
     (event,) = parse(ResponseStream(builder()).problem(problem))
     assert event["response"]["error"]["code"] == code
-
-
-# Answers by their id.
-
-
-def stored(store, name, given=1, size=10, before=(), tenant=""):
-    response = initial_response(body(), "tiny", asked(), DrawRules()) | {"id": name}
-    response["output"] = [{"type": "message", "id": f"msg_{name}", "content": "x" * size}]
-    all_items = [*before, *items(*[{"role": "user", "content": f"to {name}"}] * given)]
-    store.put(tenant, response, all_items, given)
-    return store.get(tenant, name)
-
-
-def test_a_conversation_is_kept_whole():
-    store = ResponseStore()
-    first = stored(store, "a")
-    second = stored(store, "b", before=first.items)
-    assert [item.content for item in second.items] == ["to a", "x" * 10, "to b", "x" * 10]
-    store.delete("", "a")
-    assert store.get("", "b") == second
-    with pytest.raises(UnknownResponse, match="id 'a' not found"):
-        store.get("", "a")
-
-
-def test_items_are_found_by_their_id():
-    store = ResponseStore()
-    stored(store, "a")
-    assert store.item("", "msg_a").content == "x" * 10
-    assert store.item("", "msg_b") is None
-    assert store.item("other", "msg_a") is None
-
-
-def test_a_response_of_another_tenant_is_not_found():
-    store = ResponseStore()
-    stored(store, "a", tenant="one")
-    for touch in (store.get, store.delete):
-        with pytest.raises(UnknownResponse):
-            touch("two", "a")
-
-
-def bytes_of_one() -> int:
-    store = ResponseStore()
-    stored(store, "a")
-    return store.n_bytes
-
-
-def test_the_oldest_go_first_and_the_bytes_hold():
-    max_bytes = 4 * bytes_of_one()
-    store = ResponseStore(max_bytes)
-    for name in "abcdefgh":
-        stored(store, name)
-        store.get("", "a")  # still in use
-    assert max_bytes // 2 < store.n_bytes <= max_bytes
-    assert store.get("", "a")
-    with pytest.raises(UnknownResponse):
-        store.get("", "b")
-    for name in "acdefgh":
-        try:
-            store.delete("", name)
-        except UnknownResponse:
-            continue
-    assert store.n_bytes == 0
-
-
-def test_an_answer_too_large_to_keep_is_not_kept():
-    store = ResponseStore(bytes_of_one() + 1000)
-    stored(store, "a")  # control
-    with pytest.raises(UnknownResponse):
-        stored(store, "b", size=9000)
-    assert store.n_bytes == 0
-
-
-def test_every_byte_is_counted():
-    """Of ids, of names that only the tables hold, and of many small values."""
-    size = bytes_of_one()
-    for change in (
-        {"id": "i" * 9000},
-        {"unknown": "x" * 9000},
-        {"content": [{"type": "input_text", "text": ""}] * 300},
-        {"x" * 9000: 1},
-    ):
-        store = ResponseStore()
-        response = initial_response(body(), "tiny", asked(), DrawRules()) | {
-            "id": "a",
-            "output": [],
-        }
-        store.put("", response, items({"role": "user", **change}), 1)
-        assert store.n_bytes > size + 6000, change
-
-
-def test_items_count_for_as_long_as_a_later_response_holds_them():
-    store = ResponseStore()
-    first = stored(store, "a", size=100_000)
-    whole = store.n_bytes
-    stored(store, "b", before=first.items)
-    assert store.n_bytes < whole + 100_000  # counted once
-    store.delete("", "a")
-    assert store.n_bytes > 100_000
-    store.delete("", "b")
-    assert store.n_bytes == 0

@@ -1,4 +1,4 @@
 """What all APIs share: bodies, limits, errors, streams, receipts, logs, scrubbing.
 
-Imports `prefix`, `server`, `server.models`, `text`.
+Imports `engine`, `prefix`, `server`, `server.models`, `text`.
 """

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from keepwarm.engine.answer import collect
 from keepwarm.errors import Cancelled, EngineFailed
 from keepwarm.server.http.problems import Problem, problem_of
 from keepwarm.server.http.receipts import receipt_headers
@@ -56,7 +57,6 @@ class AnswerLike(Cancellable, Protocol):
     """What is sent: an engine's answer, or several combined."""
 
     def __aiter__(self) -> AsyncIterator[Event]: ...
-    async def wait(self) -> Result: ...
 
 
 class Encoder(Protocol):
@@ -101,14 +101,25 @@ def progress_json(progress: Progress | None) -> str:
 class WholeAnswer(Response):
     """Waits for the complete answer and sends it as one JSON object."""
 
-    def __init__(self, answer: AnswerLike, build: Callable[[Result], Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        answer: AnswerLike,
+        build: Callable[[Result], Mapping[str, Any]],
+        observe: Callable[[Event], None] = lambda _: None,
+    ) -> None:
+        """`observe` is called with each event as it comes."""
         super().__init__()
         self._answer = answer
         self._build = build
+        self._observe = observe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        events = []
         async with cancel_on_disconnect(self._answer, receive):
-            result = await self._answer.wait()
+            async for event in self._answer:
+                self._observe(event)
+                events.append(event)
+        result = collect(events)
         response = JSONResponse(self._build(result), headers=receipt_headers(result.receipt))
         await response(scope, receive, send)
 

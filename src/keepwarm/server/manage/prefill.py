@@ -114,16 +114,13 @@ class SharedPrompt:
     def cancel(self) -> None:
         self._answer.cancel()
 
-    def __aiter__(self) -> AsyncIterator[Event]:
-        return self._answer
-
-    async def wait(self) -> Result:
-        result = await self._answer.wait()
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        async for event in self._answer:
+            yield event
         # The last token is always computed, so this is the place that will be restored.
         if (tried := self._restorer.share(self._tokens[:-1])) is not None:
             await asyncio.wrap_future(tried)
         self._places = await asyncio.to_thread(self._look)
-        return result
 
     def _look(self) -> RestorableTokens:
         self._restorer.writer.flush()

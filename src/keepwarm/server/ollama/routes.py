@@ -59,7 +59,7 @@ from keepwarm.server.ollama.shapes import (
 from keepwarm.server.openai.completions import required_fill_in
 from keepwarm.server.openai.embeddings import WholeEmbeddings
 from keepwarm.server.openai.tokens import Pieces
-from keepwarm.server.responses.truncation import submit_shortened
+from keepwarm.server.truncation import submit_shortened
 from keepwarm.text import request as engine_request
 
 UNLOADS = "keep_alive 0 unloads the model for all"

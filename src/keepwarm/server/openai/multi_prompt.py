@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
-from keepwarm.engine.answer import collect, sum_receipts, sum_usages
+from keepwarm.engine.answer import sum_receipts, sum_usages
 from keepwarm.errors import KeepwarmError
 from keepwarm.server.host import ObservedAnswer
 from keepwarm.server.http.sse import wait_for_start
@@ -16,7 +16,6 @@ from keepwarm.text.request import (
     Event,
     Finished,
     Outcome,
-    Result,
     Scored,
     Started,
     ToolCallDelta,
@@ -34,9 +33,6 @@ class CombinedAnswer:
     def cancel(self) -> None:
         for answer in self._answers:
             answer.cancel()
-
-    async def wait(self) -> Result:
-        return collect([event async for event in self])
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         """Started and Done come when every answer has them; the first error ends the stream."""

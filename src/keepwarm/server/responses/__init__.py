@@ -1,5 +1,5 @@
 """OpenAI's responses.
 
-Imports `cache`, `cache.restore`, `cache.texts`, `engine`, `server`, `server.http`,
+Imports `cache`, `cache.restore`, `cache.texts`, `server`, `server.http`,
 `server.openai`, `session`, `text`.
 """

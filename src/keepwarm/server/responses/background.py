@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
-from keepwarm.errors import BadField, Busy, Cancelled
+from keepwarm.errors import Busy, Cancelled
 from keepwarm.server.http.problems import problem_of
 from keepwarm.server.http.sse import AnswerLike, comment
-from keepwarm.server.responses.calls import Frames
-from keepwarm.server.responses.events import ResponseBuilder, ResponseStream
-from keepwarm.server.responses.kept_responses import KeptResponses
-from keepwarm.server.responses.shapes import ResponseOut
+from keepwarm.server.responses.events import Frames, ResponseBuilder, ResponseStream
+from keepwarm.server.responses.store import ResponseStore
 
 MAX_RUNNING, MAX_OWN = 64, 16  # of all keys, and of one
 MAX_ENDED = 16  # whose events can still be followed by their numbers
@@ -26,7 +25,7 @@ class RunningResponse:
     """One response, with all events so far."""
 
     def __init__(
-        self, answer: AnswerLike, builder: ResponseBuilder, save: Callable[[ResponseOut], None]
+        self, answer: AnswerLike, builder: ResponseBuilder, save: Callable[[dict[str, Any]], None]
     ) -> None:
         """`save` stores a response that was cancelled or failed; the builder does all others."""
         self._answer = answer
@@ -38,7 +37,7 @@ class RunningResponse:
         self.task = asyncio.create_task(self._run())
 
     @property
-    def response(self) -> ResponseOut:
+    def response(self) -> dict[str, Any]:
         """As it is now."""
         return self._builder.response
 
@@ -89,28 +88,34 @@ class RunningResponse:
 class BackgroundResponses:
     """Those of all tenants, for the event loop. Close it."""
 
-    def __init__(self, kept: KeptResponses) -> None:
-        self._kept = kept
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+        self._slots: Counter[str] = Counter()  # by tenant
         self._running: dict[tuple[str, str], RunningResponse] = {}
         self._ended: OrderedDict[tuple[str, str], RunningResponse] = OrderedDict()
-        kept.on_forget(self._ended.clear)
+        self._checks: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        store.on_forget(self._forget_all)
 
-    def check(self, tenant: str, store: bool | None) -> None:
-        """Raise if no response of this tenant may be added with this `store`."""
-        if store is False:
-            raise BadField(
-                "background can only be used when `store` is true, because the response is "
-                "fetched by its id; omit store.",
-                "background",
-            )
-        n_own = sum(owner == tenant for owner, _ in self._running)
-        if n_own >= MAX_OWN or len(self._running) >= MAX_RUNNING:
+    @contextmanager
+    def slot(self, tenant: str) -> Iterator[None]:
+        """A place among the responses that may run, from before the first `await` of a request
+        until its response has ended; raises if there is none.
+        """
+        n_own, n_all = self._slots[tenant], self._slots.total()
+        if n_own >= MAX_OWN or n_all >= MAX_RUNNING:
             raise Busy(
-                f"{n_own} of your responses run in the background, and {len(self._running)} in "
+                f"{n_own} of your responses run in the background, and {n_all} in "
                 f"all; the limits are {MAX_OWN} and {MAX_RUNNING}. Retry when one has ended."
             )
+        self._slots[tenant] += 1
+        try:
+            yield
+        finally:
+            self._slots[tenant] -= 1
 
     def add(self, tenant: str, running: RunningResponse) -> None:
+        self._loop = asyncio.get_running_loop()
         key = tenant, running.response["id"]
         self._running[key] = running
         running.task.add_done_callback(lambda _: self._end(key))
@@ -132,10 +137,22 @@ class BackgroundResponses:
 
     async def close(self) -> None:
         await asyncio.gather(*(running.cancel() for running in list(self._running.values())))
+        await asyncio.gather(*self._checks, return_exceptions=True)
 
     def _end(self, key: tuple[str, str]) -> None:
-        running = self._running.pop(key)
-        if self._kept.holds(*key):  # its agent may have been deleted
-            self._ended[key] = running
+        self._ended[key] = self._running.pop(key)
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
+        check = asyncio.create_task(self._check(*key))
+        self._checks.add(check)
+        check.add_done_callback(self._checks.discard)
+
+    async def _check(self, tenant: str, response_id: str) -> None:
+        """Forget a response that was not stored, because its agent was deleted meanwhile."""
+        if not await self._store.has(tenant, response_id):
+            self.forget(tenant, response_id)
+
+    def _forget_all(self) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._ended.clear)

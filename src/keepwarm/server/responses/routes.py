@@ -11,46 +11,40 @@ from fastapi import Depends, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from keepwarm.config import Settings
-from keepwarm.errors import BadField, ContextTooLong
-from keepwarm.server.host import ObservedAnswer
+from keepwarm.errors import BadField, ContextTooLong, UnknownResponse
 from keepwarm.server.http import scrub
 from keepwarm.server.http.body import api_router
-from keepwarm.server.http.problems import Problem, problem_of
+from keepwarm.server.http.problems import problem_of
 from keepwarm.server.http.request_fields import Config, InTurn, Served, request_fields
 from keepwarm.server.http.sse import STREAM_HEADERS, EventStream, WholeAnswer, answer_docs
 from keepwarm.server.openai.shapes import OpenAIErrorOut
 from keepwarm.server.openai.tokens import Pieces
 from keepwarm.server.responses.background import BackgroundResponses, RunningResponse
-from keepwarm.server.responses.compacting import compacted
 from keepwarm.server.responses.events import (
-    BuiltAnswer,
+    Fields,
     ResponseBuilder,
     ResponseStream,
     answer_options_of,
+    compacted,
     failed_stream,
     initial_response,
     numbered_frames,
+    replayed,
+    response_of_item,
 )
-from keepwarm.server.responses.kept_responses import KeptResponses
-from keepwarm.server.responses.replay import replayed
 from keepwarm.server.responses.request import items_of, offered_tools, request_of
-from keepwarm.server.responses.response_store import StoredResponse
 from keepwarm.server.responses.shapes import (
-    CompactedOut,
     CompactRequest,
-    DeletedOut,
     InputRequest,
     Item,
-    ItemList,
-    ResponseOut,
     ResponsesRequest,
-    ResponseTokensOut,
 )
-from keepwarm.server.responses.truncation import submit_shortened
+from keepwarm.server.responses.store import ResponseStore, StoredResponse
+from keepwarm.server.truncation import submit_shortened
 from keepwarm.session.compaction import Compaction
 from keepwarm.text import request as engine_request
 
-METHODS = ["GET", "POST", "DELETE"]
+MAX_READ = 32  # stored responses that the item references of one request may need
 UNSUPPORTED = {
     "conversation": "conversation is not supported, because this server stores responses, not "
     "conversations; continue with previous_response_id, or send all items as input.",
@@ -66,77 +60,55 @@ router = api_router(
         "5XX": {"model": OpenAIErrorOut, "description": "The server failed or is shutting down."},
     },
 )
-
-
 conversations = api_router("/v1/conversations", tags=["OpenAI responses"])
 BuildRequest: TypeAlias = Callable[[Sequence[Item]], engine_request.Request]
 
 
 class TenantResponses:
-    """The stored responses of one tenant."""
+    """The stored responses of one tenant, and those that run in the background."""
 
     def __init__(self, request: Request) -> None:
-        self._kept: KeptResponses = request.app.state.responses
+        self.store: ResponseStore = request.app.state.responses
         self.background: BackgroundResponses = request.app.state.background
-        self._tenant: str = getattr(request.state, "tenant", "")
+        self.tenant: str = getattr(request.state, "tenant", "")
 
-    def run(
-        self,
-        answer: ObservedAnswer,
-        builder: ResponseBuilder,
-        save: Callable[[ResponseOut], None],
-    ) -> RunningResponse:
-        """Go on with an answer in the background."""
-        running = RunningResponse(answer, builder, save)
-        self.background.add(self._tenant, running)
-        return running
+    async def get(self, response_id: str) -> StoredResponse:
+        return await self.store.get(self.tenant, response_id)
 
-    def check_background(self, store: bool | None) -> None:
-        self.background.check(self._tenant, store)
-
-    async def cancel(self, response_id: str) -> None:
-        await self.background.cancel(self._tenant, response_id)
-
-    async def shown(self, response_id: str) -> ResponseOut:
+    async def shown(self, response_id: str) -> Fields:
         """The response as it is now."""
-        running = self.background.running(self._tenant, response_id)
+        running = self.background.running(self.tenant, response_id)
         return running.response if running else (await self.get(response_id)).response
 
     async def stream(self, response_id: str, after: int) -> Response:
         """The events behind this number; of one that runs also those that are to come."""
-        if running := self.background.running(self._tenant, response_id):
+        if running := self.background.running(self.tenant, response_id):
             return _followed(running, after)
         response = (await self.get(response_id)).response
-        if ended := self.background.ended(self._tenant, response_id):
+        if ended := self.background.ended(self.tenant, response_id):
             return _followed(ended, after)
         frames = numbered_frames(replayed(response))[after + 1 :]
         return _event_stream(b"".join(frames))
 
-    async def begin(self) -> int:
-        return await self._kept.begin()
-
-    async def get(self, response_id: str) -> StoredResponse:
-        return await self._kept.get(self._tenant, response_id)
-
     async def delete(self, response_id: str) -> None:
-        await self.cancel(response_id)
-        self.background.forget(self._tenant, response_id)
-        await self._kept.delete(self._tenant, response_id)
+        await self.background.cancel(self.tenant, response_id)
+        self.background.forget(self.tenant, response_id)
+        await self.store.delete(self.tenant, response_id)
 
     def save(
         self,
-        asked: engine_request.Request,
+        request: engine_request.Request,
         items: Sequence[Item],
         n_given: int,
         since: int,
-        response: ResponseOut,
+        response: Fields,
     ) -> None:
         if response["store"]:
-            self._kept.put(
-                *(self._tenant, response, items, n_given),
+            self.store.put(
+                *(self.tenant, response, items, n_given),
                 since=since,
-                agent=asked.agent or "",
-                to_disk=asked.policy.to_disk,
+                agent=request.agent or "",
+                to_disk=request.policy.to_disk,
             )
 
     async def conversation(self, body: InputRequest) -> list[Item]:
@@ -149,15 +121,29 @@ class TenantResponses:
             )
         if body.previous_response_id is not None:
             before = (await self.get(body.previous_response_id)).items
-        return [*before, *map(self._resolve, items_of(body.input))]
+        return [*before, *await self._resolved(items_of(body.input), before)]
 
-    def _resolve(self, item: Item) -> Item:
-        if item.type != "item_reference":
-            return item
-        found = self._kept.item(self._tenant, item.id or "")
-        if found is None:
-            raise BadField(f"Item {item.id!r} is not stored; send the item itself.", "input")
-        return found
+    async def _resolved(self, items: list[Item], before: Sequence[Item]) -> list[Item]:
+        """The items, with those that they refer to in the place of references."""
+        ids = [item.id or "" for item in items if item.type == "item_reference"]
+        known = {item.id: item for item in before if item.id}
+        n_read = 0
+        # NOTE: the last first, because a response has all items of its conversation.
+        for wanted in reversed(ids):
+            if wanted not in known and n_read < MAX_READ:
+                n_read += 1
+                known |= {item.id: item for item in await self._near(wanted) if item.id}
+            if wanted not in known:
+                raise BadField(f"Item {wanted!r} is not stored; send the item itself.", "input")
+        return [known[i.id or ""] if i.type == "item_reference" else i for i in items]
+
+    async def _near(self, item_id: str) -> Sequence[Item]:
+        """The conversation that an item was generated in; empty if it is not stored."""
+        response_id = response_of_item(item_id)
+        try:
+            return (await self.get(response_id)).items if response_id else ()
+        except UnknownResponse:
+            return ()
 
 
 async def _tenant_responses(request: Request) -> TenantResponses:
@@ -167,7 +153,7 @@ async def _tenant_responses(request: Request) -> TenantResponses:
 Answers = Annotated[TenantResponses, Depends(_tenant_responses)]
 
 
-@router.post("", responses=answer_docs(ResponseOut))
+@router.post("", responses=answer_docs(Fields))
 async def create_response(
     body: ResponsesRequest,
     request: Request,
@@ -181,8 +167,8 @@ async def create_response(
     host = await models.use(body.model, turn)
     _reject_unsupported(body)
     if body.background:
-        answers.check_background(body.store)
-    since = await answers.begin()
+        turn.held.enter_context(answers.background.slot(answers.tenant))
+    since = await turn.run(lambda _: answers.store.generation())
     items = await answers.conversation(body)
     build = request_builder(body, request, settings)
     asked = await turn.build(lambda: build(items))
@@ -194,32 +180,28 @@ async def create_response(
     except ContextTooLong as error:
         if not body.stream:
             raise
-        return _failed_stream(response, problem_of(error))
+        # Clients that stream learn from its event that they must shorten the conversation.
+        return _event_stream(failed_stream(response, problem_of(error)))
     wants_logprobs = asked.sampling.top_logprobs is not None
     pieces = Pieces(host.engine.model.tokenizer) if wants_logprobs else None
     options = answer_options_of(body, offered_tools(body.tools or ()), asked, n_dropped, pieces)
-    n_given = len(items_of(body.input))
-    save = partial(answers.save, asked, items, n_given, since)
+    save = partial(answers.save, asked, items, len(items_of(body.input)), since)
     builder = ResponseBuilder(response, options, save)
     if body.background:
-        running = answers.run(answer, builder, save)
-        held = turn.held.pop_all()  # its model stays loaded
+        running = RunningResponse(answer, builder, save)
+        answers.background.add(answers.tenant, running)
+        held = turn.held.pop_all()  # its model stays loaded, and its slot is taken
         running.task.add_done_callback(lambda _: held.close())
         return _followed(running) if body.stream else JSONResponse(running.response)
     if body.stream:
         return EventStream(answer, ResponseStream(builder))
-    return WholeAnswer(BuiltAnswer(answer, builder), lambda _: builder.response)
+    return WholeAnswer(answer, lambda _: builder.response, builder.add_whole)
 
 
 def _followed(running: RunningResponse, after: int = -1) -> Response:
     """What goes on in the background, as a stream; if the client goes away, it still does."""
     media_type = EventStream.media_type
     return StreamingResponse(running.follow(after), headers=STREAM_HEADERS, media_type=media_type)
-
-
-def _failed_stream(response: ResponseOut, problem: Problem) -> Response:
-    """Clients that stream learn from its event that they must shorten the conversation."""
-    return _event_stream(failed_stream(response, problem))
 
 
 def _event_stream(events: bytes) -> Response:
@@ -242,7 +224,7 @@ async def count_input_tokens(
     *,
     answers: Answers,
     turn: InTurn,
-) -> ResponseTokensOut:
+) -> Fields:
     """Count the prompt tokens of this request."""
     host = await models.use(body.model, turn)
     build = request_builder(body, request, settings)
@@ -252,7 +234,7 @@ async def count_input_tokens(
     return {"object": "response.input_tokens", "input_tokens": n_tokens}
 
 
-@router.post("/compact", responses={200: {"model": CompactedOut}})
+@router.post("/compact")
 async def compact(
     body: CompactRequest,
     request: Request,
@@ -274,10 +256,10 @@ async def compact(
     return WholeAnswer(answer, lambda result: compacted(items, result, asked.policy.writes))
 
 
-@router.get("/{response_id}", response_model=None, responses=answer_docs(ResponseOut))
+@router.get("/{response_id}", response_model=None, responses=answer_docs(Fields))
 async def show_response(
     response_id: str, answers: Answers, stream: bool = False, starting_after: int = -1
-) -> Response | ResponseOut:
+) -> Response | Fields:
     """A stored response, or one in the background as it is now; with `stream`, its events."""
     if stream:
         return await answers.stream(response_id, max(-1, starting_after))
@@ -285,9 +267,9 @@ async def show_response(
 
 
 @router.post("/{response_id}/cancel")
-async def cancel_response(response_id: str, answers: Answers) -> ResponseOut:
+async def cancel_response(response_id: str, answers: Answers) -> Fields:
     """End a response in the background; one that has ended stays as it is."""
-    await answers.cancel(response_id)
+    await answers.background.cancel(answers.tenant, response_id)
     shown = await answers.shown(response_id)
     if not shown["background"]:
         raise BadField(
@@ -298,7 +280,7 @@ async def cancel_response(response_id: str, answers: Answers) -> ResponseOut:
 
 
 @router.get("/{response_id}/input_items")
-async def list_input_items(response_id: str, answers: Answers) -> ItemList:
+async def list_input_items(response_id: str, answers: Answers) -> Fields:
     """The input items of a response's request, last first."""
     given = (await answers.get(response_id)).given
     data = [item.model_dump(exclude_none=True) for item in reversed(given)]
@@ -313,14 +295,13 @@ async def list_input_items(response_id: str, answers: Answers) -> ItemList:
 
 
 @router.delete("/{response_id}")
-async def delete_response(response_id: str, answers: Answers) -> DeletedOut:
+async def delete_response(response_id: str, answers: Answers) -> Fields:
     """Delete a stored response."""
     await answers.delete(response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-@conversations.api_route("", methods=METHODS, include_in_schema=False)
-@conversations.api_route("/{path:path}", methods=METHODS, include_in_schema=False)
+@conversations.post("{path:path}", include_in_schema=False)
 async def refuse_conversations() -> None:
     """OpenAI's conversations are refused by name."""
     raise BadField(
@@ -335,3 +316,9 @@ def _reject_unsupported(body: ResponsesRequest) -> None:
     for name, sentence in UNSUPPORTED.items():
         if getattr(body, name):
             raise BadField(sentence, name)
+    if body.background and body.store is False:
+        raise BadField(
+            "background can only be used when `store` is true, because the response is "
+            "fetched by its id; omit store.",
+            "background",
+        )

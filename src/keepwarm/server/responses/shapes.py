@@ -1,16 +1,14 @@
-"""JSON of OpenAI's responses: requests, validated by pydantic, and typed responses."""
+"""JSON of OpenAI's responses: what requests may hold, validated by pydantic."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
-from typing_extensions import TypedDict
 
 from keepwarm.server.http.body import UNHEEDED, JsonInput, Members, TokenCount, TopP
 from keepwarm.server.http.content import ContentPart
-from keepwarm.server.http.receipts import ReceiptOut
 from keepwarm.server.http.request_fields import KeepwarmOptions
 from keepwarm.server.openai.shapes import has_grammar
 
@@ -144,114 +142,3 @@ class ResponsesRequest(InputRequest):
 
 class CompactRequest(InputRequest):
     max_output_tokens: int | None = Field(default=None, ge=1, description="Of the summary.")
-
-
-class ResponseReceipt(ReceiptOut):
-    """The receipt, the tools that were ignored and the number of items dropped."""
-
-    ignored_tools: NotRequired[list[str]]
-    dropped_items: NotRequired[int]
-
-
-class ResponseInputDetails(TypedDict):
-    cached_tokens: int
-    cache_write_tokens: int
-
-
-class ResponseOutputDetails(TypedDict):
-    reasoning_tokens: int
-
-
-class ResponseUsage(TypedDict):
-    input_tokens: int
-    input_tokens_details: ResponseInputDetails
-    output_tokens: int
-    output_tokens_details: ResponseOutputDetails
-    total_tokens: int
-
-
-class Failure(TypedDict):
-    code: str
-    message: str
-
-
-class IncompleteDetails(TypedDict):
-    reason: Literal["max_output_tokens"]
-
-
-class ResponseOut(TypedDict):
-    """A response: the request's options and the output items."""
-
-    id: str
-    object: Literal["response"]
-    created_at: int
-    completed_at: int | None
-    status: Status
-    error: Failure | None
-    incomplete_details: IncompleteDetails | None
-    background: bool
-    conversation: None
-    instructions: str | None
-    frequency_penalty: float
-    max_output_tokens: int | None
-    max_tool_calls: int | None
-    metadata: dict[str, str]
-    model: str
-    output: list[dict[str, Any]]
-    parallel_tool_calls: bool
-    presence_penalty: float
-    previous_response_id: str | None
-    prompt: None
-    prompt_cache_key: str | None
-    prompt_cache_retention: None
-    reasoning: dict[str, Any]
-    safety_identifier: str | None
-    service_tier: Literal["default"]
-    store: bool
-    temperature: float
-    text: dict[str, Any]
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
-    top_logprobs: int
-    top_p: float
-    truncation: Literal["auto", "disabled"]
-    usage: ResponseUsage | None
-    user: str | None
-    # What only OpenAI's service has.
-    access_programs: None
-    image: None
-    moderation: None
-    prompt_cache_diagnostics: None
-    prompt_cache_options: None
-    tool_usage: None
-    keepwarm: NotRequired[ResponseReceipt]
-
-
-class DeletedOut(TypedDict):
-    id: str
-    object: Literal["response"]
-    deleted: bool
-
-
-class CompactedOut(TypedDict):
-    """The user's messages, and one item with the summary of all else."""
-
-    id: str
-    object: Literal["response.compaction"]
-    created_at: int
-    output: list[dict[str, Any]]
-    usage: ResponseUsage
-    keepwarm: ReceiptOut
-
-
-class ItemList(TypedDict):
-    object: Literal["list"]
-    data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
-class ResponseTokensOut(TypedDict):
-    object: Literal["response.input_tokens"]
-    input_tokens: int

@@ -31,19 +31,19 @@ class HasRole(Protocol):
     def role(self) -> str | None: ...
 
 
-Said = TypeVar("Said", bound=HasRole)
+Entry = TypeVar("Entry", bound=HasRole)
 
 
 async def submit_shortened(
     host: EngineHost,
     turn: Turn,
-    asked: Request,
-    build: Callable[[Sequence[Said]], Request],
-    droppable: Sequence[Said],
+    request: Request,
+    build: Callable[[Sequence[Entry]], Request],
+    droppable: Sequence[Entry],
 ) -> tuple[ObservedAnswer, int]:
     """The answer, and how many items were dropped because the context is too short for them."""
     try:
-        return await host.submit(asked, turn), 0
+        return await host.submit(request, turn), 0
     except ContextTooLong:
         if not droppable:
             raise
@@ -53,22 +53,22 @@ async def submit_shortened(
 
 def _kept(
     engine: Engine,
-    build: Callable[[Sequence[Said]], Request],
-    items: Sequence[Said],
+    build: Callable[[Sequence[Entry]], Request],
+    items: Sequence[Entry],
     deadline: PrepareDeadline,
-) -> list[Said]:
-    def count(some: Sequence[Said]) -> int:
+) -> list[Entry]:
+    def count(some: Sequence[Entry]) -> int:
         return engine.count_tokens(build(some), deadline)
 
     return truncate(items, count, engine.model.n_context, build(items).sampling.max_tokens)
 
 
 def truncate(
-    items: Sequence[Said],
-    count: Callable[[Sequence[Said]], int],
+    items: Sequence[Entry],
+    count: Callable[[Sequence[Entry]], int],
     n_context: int,
     max_tokens: int | None,
-) -> list[Said]:
+) -> list[Entry]:
     """The items without the oldest turns; `count` gives the prompt tokens of some items.
 
     Leaves room for an answer. System messages at the start stay, and so does the last turn, even
