@@ -1,12 +1,10 @@
 """Bundles on their way: nothing in plain beside an encrypted store, nothing left, not too many."""
 
 import io
-import os
 import signal
 import socket
 import sqlite3
 import sys
-import time
 from base64 import b64encode
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -17,7 +15,7 @@ import pytest
 
 from keepwarm.cache.agents.archive import ArchiveReader
 from keepwarm.cache.disk_store import DiskStore
-from keepwarm.server.manage.transfers import MAX_OF_ONE_KEY, remove_old_bundles
+from keepwarm.server.manage.transfers import MAX_OF_ONE_KEY
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.waiting import wait_until
 from tests.server.processes import served
@@ -186,22 +184,3 @@ def test_a_start_deletes_what_a_killed_server_had_staged(checkpoint, bundle, tmp
         assert staged(tmp_path) == []
         assert reserved_bytes(tmp_path) == 0
         assert list(store.disk.walk()) == []
-
-
-def test_a_start_deletes_bundles_that_older_versions_left(tmp_path):
-    """By name, kind and age; what is somebody else's stays."""
-    old = time.time() - 7200
-    ours, fresh, foreign = (
-        tmp_path / name for name in ("bundle-abcd_123", "bundle-abcd_456", "bundle-of-photos")
-    )
-    for directory in (ours, fresh, foreign):
-        directory.mkdir()
-        (directory / "bundle").write_bytes(b"secret")
-    (ours / ".bundle.part-abcdefgh").write_bytes(b"secret")
-    for path in (*ours.iterdir(), *foreign.iterdir()):
-        os.utime(path, (old, old))
-    (tmp_path / "bundle-elsewher").symlink_to(foreign)
-    remove_old_bundles(tmp_path)
-    assert not ours.exists()
-    assert (fresh / "bundle").exists(), "its server may still run"
-    assert (foreign / "bundle").exists()

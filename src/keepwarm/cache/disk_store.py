@@ -129,7 +129,7 @@ class DiskStore:
 
     def holders(self, agent: Agent) -> Iterator[Holder]:
         """The blocks that hold an agent's conversation, up to the first missing one."""
-        return find_holders(self.disk, agent.sized_blocks, agent.n_tokens)
+        return find_holders(self.disk, agent.head.sized_blocks, agent.n_tokens)
 
     def tokens_of(self, agent: Agent) -> list[int]:
         """The agent's conversation, read from its blocks up to the first missing one."""

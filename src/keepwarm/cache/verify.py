@@ -18,10 +18,6 @@ class BadFile(NamedTuple):
     reason: str
     quarantined: bool
 
-    def fields(self) -> dict[str, Any]:
-        deprecated = {"wrong": self.reason, "set_aside": self.quarantined}
-        return self._asdict() | deprecated
-
 
 class StoreReport(NamedTuple):
     records: int
@@ -30,7 +26,7 @@ class StoreReport(NamedTuple):
     bad: list[BadFile]
 
     def fields(self) -> dict[str, Any]:
-        return self._asdict() | {"bad": [file.fields() for file in self.bad]}
+        return self._asdict() | {"bad": [file._asdict() for file in self.bad]}
 
 
 def verify_store(

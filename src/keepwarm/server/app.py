@@ -29,7 +29,7 @@ from keepwarm.server.http.turns import PreparingTurns
 from keepwarm.server.keys import ApiKeys
 from keepwarm.server.late_route import LateRoutes
 from keepwarm.server.manage import health, metrics
-from keepwarm.server.manage.transfers import Transfers, remove_old_bundles
+from keepwarm.server.manage.transfers import Transfers
 from keepwarm.server.mcp.endpoint import McpEndpoint, memory_endpoint
 from keepwarm.server.models.models import Models
 from keepwarm.server.ollama.pulls import Pulls
@@ -89,7 +89,6 @@ def _later_routes(app: FastAPI) -> list[BaseRoute]:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    await asyncio.to_thread(remove_old_bundles, app.state.settings.home)
     models: Models = app.state.models
     models.start_warmers()
     unloading = asyncio.create_task(models.unload_unused())

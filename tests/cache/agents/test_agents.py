@@ -14,7 +14,7 @@ from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.agents.reach import MAX_UNCHECKED_LEFT, dropped_by_rewind
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.texts.turns import AgentTurn
-from keepwarm.errors import BadCacheFile, BadInput, BadRecord, StoreFailed, UnknownAgent
+from keepwarm.errors import BadCacheFile, BadInput, StoreFailed, UnknownAgent
 from keepwarm.prefix.blocks import BlockKey, chain, pack
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.prefix.turn import KeptTurn
@@ -135,7 +135,7 @@ def test_a_newer_agent_is_left_alone(disk_store):
     turn(disk_store, "new", tokens)
     turn(disk_store, "old", tokens[:300])
     path = disk_store.agents._path("new")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 4, "mood": "good"}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 5, "mood": "good"}))
     before = path.read_text()
     assert [agent.id for agent in disk_store.agents.all()] == ["old"]
     assert [name for name, _ in disk_store.agents.unreadable()] == ["new.json"]
@@ -149,6 +149,14 @@ def test_a_newer_agent_is_left_alone(disk_store):
             use()
     assert path.read_text() == before
     assert len(disk_store.disk.have([ref.key for ref in chain(NAME, tokens)])) == 3
+
+
+def test_agent_file_of_an_older_format_is_refused_in_one_sentence(disk_store):
+    turn(disk_store, "a", tokens_of(300))
+    path = disk_store.agents._path("a")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 3}))
+    with pytest.raises(BadInput, match=r"old format 3, which is not read\); delete "):
+        disk_store.agents.show("a")
 
 
 def test_a_torn_agent_is_one_sentence(disk_store):
@@ -309,26 +317,6 @@ def test_what_an_agent_has_left_is_forgotten_when_it_is_gone(disk_store):
     assert n_known >= 2 * MAX_UNCHECKED_LEFT - 1, "what is there is not forgotten"
     disk_store.agents.delete("a")
     assert not list(disk_store.disk.walk())
-
-
-def test_an_agent_of_the_first_version_is_read(disk_store):
-    """It did not say what it had left, and had one branch."""
-    turn(disk_store, "a", tokens_of(260))
-    agent = turn(disk_store, "a", tokens_of(300))
-    path = disk_store.agents._path("a")
-    fields = json.loads(path.read_text())
-    old = {"id", "namespace", "blocks", "n_tokens", "turns", "pinned", "quota_bytes"}
-    old |= {"retention_s", "created", "used", "forked_from"}
-    path.write_text(json.dumps({name: fields[name] for name in old}))
-    read = disk_store.agents.show("a")
-    assert (read.blocks, read.turns, read.left) == (agent.blocks, (260, 300), ())
-    assert (read.head.main, read.head.n_opening, read.sides) == (True, 260, ())
-
-
-@pytest.mark.parametrize("data", [b"[", b"{}", b'{"messages": 1}', b'{"messages": [{}]}'])
-def test_messages_of_strangers_that_are_none_are_refused(data):
-    with pytest.raises(BadRecord, match="not those of a conversation"):
-        KeptTurn.from_bundle(data)
 
 
 def test_an_agent_is_empty_if_it_is_known_that_nothing_was_said():

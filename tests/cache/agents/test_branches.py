@@ -263,12 +263,11 @@ def test_a_pin_follows_the_head(tmp_path):
         assert len(disk_store.tokens_of(agent.on(1))) < len(old)
 
 
-def test_branches_are_in_the_file(disk_store, ask):
-    """And the fields that scripts know are the head's."""
+def test_agent_file_lists_branches_head_first(disk_store, ask):
     first = ask([*SYSTEM, *said(1)])
     ask(TITLE)
     agent = disk_store.agents.show("a")
     fields = json.loads(disk_store.agents._path("a").read_text())
-    assert (fields["version"], fields["n_tokens"]) == (3, len(first))
-    assert (fields["turns"], len(fields["branches"])) == ([len(first)], 1)
+    assert fields["branches"][0]["n_tokens"] == len(first)
+    assert (fields["branches"][0]["turns"], len(fields["branches"])) == ([len(first)], 2)
     assert type(agent).from_json(json.dumps(fields)) == agent

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from keepwarm.cache.agents.branch import Branch
-from keepwarm.errors import BadInput, NewerFormat
+from keepwarm.errors import BadInput, BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BlockKey, Namespace
 from keepwarm.store.tier import NamedBlock
 
-VERSION = 3  # version 1 had no `left`, version 2 no branches
+VERSION = 4
 MAX_LABELS, MAX_KEY, MAX_VALUE = 16, 64, 512
 OWN = ("id", "pinned", "quota_bytes", "retention_s", "created", "used", "forked_from", "metadata")
-OF_HEAD = ("namespace", "blocks", "n_tokens", "turns", "model")  # beside `head`, as in version 2
 
 
 @dataclass(frozen=True)
@@ -82,46 +81,31 @@ class Agent:
             created=now,
             used=now,
             forked_from=self.id,
-            left=tuple(block for block in self.left if block.key in branch.blocks),
             ephemeral=ephemeral,
         )
 
-    @property
-    def sized_blocks(self) -> list[NamedBlock]:
-        """The head's blocks, with sizes."""
-        return self.sized_blocks_of(self.head)
-
-    def sized_blocks_of(self, branch: Branch) -> list[NamedBlock]:
-        """After a rewind by an older version the last may be longer than the branch's part."""
-        return branch.sized_blocks({block.key: block for block in self.left})
-
     def to_json(self) -> str:
-        head = self.head.to_json()
-        fields = (
-            {"version": VERSION}
-            | {name: getattr(self, name) for name in OWN}
-            | {name: head.pop(name) for name in OF_HEAD}
-            | {
-                "head": head,
-                "branches": [branch.to_json() for branch in self.sides],
-                "left": [[key.hex(), parent.hex(), n] for key, parent, n in self.left],
-            }
-        )
+        fields = {
+            "version": VERSION,
+            **{name: getattr(self, name) for name in OWN},
+            "branches": [branch.to_json() for branch in self.branches],
+            "left": [[key.hex(), parent.hex(), n] for key, parent, n in self.left],
+        }
         return json.dumps(fields, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Agent:
         fields: dict[str, Any] = json.loads(text)
-        version = fields.pop("version", 1)  # version 1 had no such field
-        if version > VERSION:
-            raise NewerFormat(f"agent version {version} is newer than {VERSION}")
-        head = fields["head"] if version == VERSION else _only_branch(fields)
-        of_head = {name: fields[name] for name in OF_HEAD if name in fields}
+        if fields["version"] > VERSION:
+            raise NewerFormat(f"agent version {fields['version']} is newer than {VERSION}")
+        if fields["version"] < VERSION:
+            raise BadRecord(f"it has the old format {fields['version']}, which is not read")
+        head, *sides = map(Branch.from_json, fields["branches"])
         return cls(
-            head=Branch.from_json({**head, **of_head}),
-            sides=tuple(Branch.from_json(each) for each in fields.get("branches", ())),
-            left=tuple(_agent_block(*block) for block in fields.get("left", ())),
-            **{name: fields[name] for name in OWN if name in fields},
+            head=head,
+            sides=tuple(sides),
+            left=tuple(_agent_block(*block) for block in fields["left"]),
+            **{name: fields[name] for name in OWN},
         )
 
 
@@ -133,14 +117,6 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
             f"An agent has at most {MAX_LABELS} labels, with names of up to {MAX_KEY} and values "
             f"of up to {MAX_VALUE} characters; shorten them."
         )
-
-
-def _only_branch(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What older versions did not write of an agent's only branch."""
-    n_tokens, turns = fields["n_tokens"], fields["turns"]
-    n_opening = turns[0] if turns else n_tokens
-    lengths = {"n_opening": n_opening, "n_prompt": n_tokens}
-    return {"ends": [], "main": n_tokens > 0, "used": fields["used"], **lengths}
 
 
 def _agent_block(key: str, parent: str, n_tokens: int) -> NamedBlock:

@@ -170,9 +170,9 @@ class Agents:
         others = [each for each in agent.branches if each.number != branch.number]
         sides = [each for each in (*others, branch) if each.number != head.number]
         sides.sort(key=lambda each: (not each.pinned, -each.used))
-        left = [*agent.left, *abandoned(agent, placed)]
+        left = [*agent.left, *abandoned(placed)]
         for old in sides[MAX_SIDES:]:
-            left += agent.sized_blocks_of(old)
+            left += old.sized_blocks
         return replace(
             agent,
             head=head,
@@ -229,7 +229,7 @@ class Agents:
             head = replace(agent.head.first(turn), used=self._clock())
             n_kept = head.n_tokens // BLOCK_TOKENS
             is_all = head.n_tokens == agent.n_tokens
-            left = () if is_all else agent.sized_blocks[n_kept:]
+            left = () if is_all else agent.head.sized_blocks[n_kept:]
             return self._save(
                 replace(agent, head=head, left=tuple(dict.fromkeys((*agent.left, *left))))
             )

@@ -63,12 +63,13 @@ class Branch:
             **fields,
         )
 
-    def sized_blocks(self, longer: Mapping[BlockKey, NamedBlock]) -> list[NamedBlock]:
-        """Its blocks, with sizes; the last may be one of the `longer` ones."""
+    @property
+    def sized_blocks(self) -> list[NamedBlock]:
+        """Its blocks, with sizes."""
         parents = (root(self.namespace), *self.blocks)
         sizes = (self.n_tokens - n * BLOCK_TOKENS for n in range(len(self.blocks)))
         return [
-            longer.get(key) or NamedBlock(key, parent, min(n_tokens, BLOCK_TOKENS))
+            NamedBlock(key, parent, min(n_tokens, BLOCK_TOKENS))
             for key, parent, n_tokens in zip(self.blocks, parents, sizes, strict=False)
         ]
 
@@ -77,7 +78,7 @@ class Branch:
         parents = (root(self.namespace), *self.blocks)
         return [
             NamedBlock(key, parents[n // BLOCK_TOKENS], n % BLOCK_TOKENS)
-            for n, key in zip(self.turns, self.ends, strict=False)
+            for n, key in zip(self.turns, self.ends, strict=True)
             if n % BLOCK_TOKENS
         ]
 
@@ -85,7 +86,7 @@ class Branch:
         """The branch up to the end of a turn; 0: before the first."""
         n_tokens = self.turns[turn - 1] if turn else 0
         blocks = self.blocks[: -(-n_tokens // BLOCK_TOKENS)]
-        if turn and len(self.ends) == len(self.turns):
+        if turn:
             blocks = (*blocks[:-1], self.ends[turn - 1])
         return replace(
             self,
@@ -225,7 +226,7 @@ class Placing:
             return branch.n_tokens
         if n_same == len(self._refs):
             return n_known
-        block, rest = branch.sized_blocks({})[n_same], self._rest(n_same)
+        block, rest = branch.sized_blocks[n_same], self._rest(n_same)
         if block_key(branch.namespace, block.parent, rest[: 4 * block.n_tokens]) == block.key:
             return n_known + block.n_tokens
         held = next(find_holders(self._disk, [block], block.n_tokens), None)
@@ -235,7 +236,7 @@ class Placing:
 
     def _n_shared_turns(self, branch: Branch) -> int:
         """The last of its turns that the tokens have in common; for blocks that are gone."""
-        pairs = zip(branch.turns, branch.ends, strict=False)
+        pairs = zip(branch.turns, branch.ends, strict=True)
         return max((n for n, key in pairs if self._ends_with(n, key)), default=0)
 
     def _ends_with(self, n_tokens: int, key: BlockKey) -> bool:

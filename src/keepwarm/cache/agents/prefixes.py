@@ -59,8 +59,8 @@ class StoredPrefixes:
 
     def _held_by(self, agent: Agent) -> Iterator[BlockKey]:
         for branch in agent.branches:
-            blocks = agent.sized_blocks_of(branch)
-            yield from (held.key for held in find_holders(self._disk, blocks, branch.n_tokens))
+            held = find_holders(self._disk, branch.sized_blocks, branch.n_tokens)
+            yield from (holder.key for holder in held)
 
     def show(self, prefix_id: str) -> Agent:
         """A prefix as an agent without an id."""

@@ -7,10 +7,10 @@ from itertools import chain as joined
 from itertools import islice
 
 from keepwarm.cache.agents.agent import Agent
-from keepwarm.cache.agents.branch import Branch, Placed
-from keepwarm.cache.agents.holders import find_extensions, find_holders
+from keepwarm.cache.agents.branch import Placed
+from keepwarm.cache.agents.holders import find_extensions
 from keepwarm.cache.shared.tombstones import delete_everywhere
-from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, block_key, root
+from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.disk.upkeep import Progress, no_progress
 from keepwarm.store.tier import NamedBlock
@@ -18,19 +18,19 @@ from keepwarm.store.tier import NamedBlock
 MAX_UNCHECKED_LEFT = 64  # abandoned blocks listed without checking that they still exist
 
 
-def abandoned(agent: Agent, placed: Placed) -> list[NamedBlock]:
+def abandoned(placed: Placed) -> list[NamedBlock]:
     """What a branch had before a turn and has no more."""
     before = placed.before
     if before is None or placed.n_shared == before.n_tokens:
         return []
     kept = set(placed.branch.blocks)
-    return [block for block in agent.sized_blocks_of(before) if block.key not in kept]
+    return [block for block in before.sized_blocks if block.key not in kept]
 
 
 def dropped_by_rewind(before: Agent, after: Agent) -> list[NamedBlock]:
     """Blocks that were in the branch which was rewound, and are in no branch any more."""
     kept = {key for branch in after.branches for key in branch.blocks}
-    return [block for block in before.sized_blocks if block.key not in kept]
+    return [block for block in before.head.sized_blocks if block.key not in kept]
 
 
 def existing(disk: DiskTier, left: tuple[NamedBlock, ...]) -> tuple[NamedBlock, ...]:
@@ -50,11 +50,11 @@ def existing(disk: DiskTier, left: tuple[NamedBlock, ...]) -> tuple[NamedBlock, 
 
 def used_by(disk: DiskTier, agents: Iterable[Agent]) -> set[BlockKey]:
     """Their blocks; for a tail that is missing, the longer blocks that replaced it."""
-    pairs = [(agent, branch) for agent in agents for branch in agent.branches if branch.blocks]
-    tails = [agent.sized_blocks_of(branch)[-1] for agent, branch in pairs]
+    branches = [branch for agent in agents for branch in agent.branches if branch.blocks]
+    tails = [branch.sized_blocks[-1] for branch in branches]
     known = disk.have([tail.key for tail in tails])
     missing = (tail for tail in tails if tail.key not in known)
-    keys = {key for _, branch in pairs for key in branch.blocks}
+    keys = {key for branch in branches for key in branch.blocks}
     return keys | {found.header.key for found in find_extensions(disk, missing)}
 
 
@@ -75,7 +75,7 @@ def _blocks_to_delete(disk: DiskTier, agent: Agent, keep: Collection[BlockKey]) 
     unless other agents share that end.
     """
     blocks = _own_blocks(agent)
-    found = list(find_extensions(disk, [*blocks, *_turn_ends(disk, agent)]))
+    found = list(find_extensions(disk, [*blocks, *_turn_ends(agent)]))
     shared = {one.block for one in found if one.header.key in keep}
     longer = [one.header.key for one in found if one.block not in shared]
     return [*(block.key for block in blocks), *longer]
@@ -83,7 +83,7 @@ def _blocks_to_delete(disk: DiskTier, agent: Agent, keep: Collection[BlockKey]) 
 
 def blocks_to_forget(disk: DiskTier, agent: Agent, keep: Collection[BlockKey]) -> list[NamedBlock]:
     """The same for other processes, which find what continues these blocks in their memory."""
-    blocks = list(dict.fromkeys((*_own_blocks(agent), *_turn_ends(disk, agent))))
+    blocks = list(dict.fromkeys((*_own_blocks(agent), *_turn_ends(agent))))
     found = find_extensions(disk, blocks)
     shared = {one.block for one in found if one.header.key in keep}
     return [block for block in blocks if block.key not in keep and block not in shared]
@@ -91,26 +91,12 @@ def blocks_to_forget(disk: DiskTier, agent: Agent, keep: Collection[BlockKey]) -
 
 def _own_blocks(agent: Agent) -> list[NamedBlock]:
     """What it has or had."""
-    of_branches = joined.from_iterable(agent.sized_blocks_of(each) for each in agent.branches)
+    of_branches = joined.from_iterable(each.sized_blocks for each in agent.branches)
     return list(dict.fromkeys((*of_branches, *agent.left)))
 
 
-def _turn_ends(disk: DiskTier, agent: Agent) -> Iterator[NamedBlock]:
-    return joined.from_iterable(_ends_of_branch(disk, agent, each) for each in agent.branches)
-
-
-def _ends_of_branch(disk: DiskTier, agent: Agent, branch: Branch) -> Iterator[NamedBlock]:
-    """The blocks that ended with a turn; an older version did not write their keys."""
-    if branch.ends:
-        yield from branch.turn_ends()
-        return
-    parents = (root(branch.namespace), *branch.blocks)
-    held = list(find_holders(disk, agent.sized_blocks_of(branch), branch.n_tokens))
-    for number, n_tokens in (divmod(turn, BLOCK_TOKENS) for turn in branch.turns):
-        if n_tokens and number < len(held):
-            tokens = held[number].tokens[: 4 * n_tokens]
-            key = block_key(branch.namespace, parents[number], tokens)
-            yield NamedBlock(key, parents[number], n_tokens)
+def _turn_ends(agent: Agent) -> Iterator[NamedBlock]:
+    return joined.from_iterable(branch.turn_ends() for branch in agent.branches)
 
 
 def blocks_to_pin(disk: DiskTier, agent: Agent) -> list[BlockKey]:
@@ -123,8 +109,8 @@ def blocks_to_pin(disk: DiskTier, agent: Agent) -> list[BlockKey]:
         n_head = len(agent.blocks)
     elif agent.quota_bytes:
         n_head = _n_within(disk, agent.blocks, agent.quota_bytes)
-    pinned = [agent.sized_blocks_of(branch) for branch in agent.branches if branch.pinned]
-    runs = [agent.sized_blocks[:n_head], *pinned]
+    pinned = [branch.sized_blocks for branch in agent.branches if branch.pinned]
+    runs = [agent.head.sized_blocks[:n_head], *pinned]
     return list(dict.fromkeys(key for run in runs for key in _ends_of_runs(disk, run)))
 
 

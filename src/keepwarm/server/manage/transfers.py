@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
-import re
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from fastapi.responses import StreamingResponse
@@ -24,14 +20,11 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from keepwarm.errors import BadInput, Busy, Cancelled, TooLarge
-from keepwarm.files import RANDOM, STALE_AFTER_S
 
 MAX_TRANSFERS = 8
 MAX_OF_ONE_KEY = 4
 CHUNK_BYTES = 1 << 20
 TAR = "application/x-tar"
-OLD_DIRECTORY = re.compile(f"bundle-{RANDOM}")
-OLD_FILE = re.compile(rf"bundle|\.bundle\.part-{RANDOM}")
 T = TypeVar("T")
 
 
@@ -137,21 +130,3 @@ class UploadedFile(io.RawIOBase):
         except ClientDisconnect as error:
             raise Cancelled("The client left in the middle of a bundle.") from error
         return b""
-
-
-def remove_old_bundles(home: Path) -> None:
-    """Delete what older versions left behind when they were killed: bundles in files, in plain."""
-    with suppress(OSError):
-        for entry in os.scandir(home):
-            if OLD_DIRECTORY.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                _remove_old(Path(entry.path))
-
-
-def _remove_old(directory: Path) -> None:
-    """Not what an older version that still runs may be using, nor what is not its own."""
-    with suppress(OSError):
-        for file in os.scandir(directory):
-            is_old = time.time() - file.stat(follow_symlinks=False).st_mtime > STALE_AFTER_S
-            if is_old and OLD_FILE.fullmatch(file.name) and file.is_file(follow_symlinks=False):
-                Path(file.path).unlink()
-        directory.rmdir()

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -14,7 +14,6 @@ from typing_extensions import TypedDict
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.verify import verify_store
 from keepwarm.errors import Cancelled
-from keepwarm.server.deprecation import renamed_to
 from keepwarm.server.http.body import JsonInput
 from keepwarm.server.http.problems import openai_body, problem_of
 from keepwarm.server.http.sse import frame
@@ -31,8 +30,6 @@ class BadRecordOut(TypedDict):
     record: str
     reason: str
     quarantined: bool
-    wrong: Annotated[str, renamed_to("reason")]
-    set_aside: Annotated[bool, renamed_to("quarantined")]
 
 
 class VerifyOut(TypedDict):
