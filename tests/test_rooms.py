@@ -30,11 +30,12 @@ LEVELS = {
     **dict.fromkeys(("kv", "store", "device"), 2),
     "models": 3,
     **dict.fromkeys(("cache", "text"), 4),
-    "engine": 5,
-    "session": 6,
-    "server": 7,
-    "cli": 9,
-    **dict.fromkeys(("__init__", "__main__"), 10),
+    "telemetry": 5,
+    "engine": 6,
+    "session": 7,
+    "server": 8,
+    "cli": 10,
+    **dict.fromkeys(("__init__", "__main__"), 11),
 }
 
 # `prefix` is pure: it computes, and reads and writes nothing.

@@ -11,7 +11,7 @@ from benchmarks.requests.client import BenchRequest, TimedReply
 from keepwarm import config
 from keepwarm.cache.store import Store
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.insight.stats import Stats
+from keepwarm.engine.stats import Stats
 from keepwarm.errors import EngineFailed
 from keepwarm.models.load import Model, load
 from keepwarm.prefix.policy import Policy

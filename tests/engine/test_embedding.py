@@ -99,10 +99,10 @@ def test_what_is_embedded_is_no_miss(models, tmp_path):
     with engine_on(model_of(models, "qwen3"), tmp_path) as engine:
         engine.submit(Request(prompt=prompt, sampling=Sampling(max_tokens=2))).result()
         embed(engine, changed).result()
-        assert engine.misses.latest() == []
+        assert engine.ledger.misses() == []
         engine.submit(Request(prompt=changed, sampling=Sampling(max_tokens=2))).result()
         engine.settle()
-        assert len(engine.misses.latest()) == 1  # control
+        assert len(engine.ledger.misses()) == 1  # control
 
 
 def test_a_prepared_request_runs_as_it_was_prepared(models, tmp_path):

@@ -231,7 +231,7 @@ def test_prompts_and_answers_are_forgotten(engine, other):
     again = engine.submit(Request(messages=told, sampling=SAMPLING, explain=True)).result()
     assert again.receipt.miss is not None
     assert (again.receipt.spliced, again.receipt.miss.reason) == (0, "new")
-    assert engine.misses.latest() == []
+    assert engine.ledger.misses() == []
 
 
 def test_a_request_that_runs_meanwhile_is_not_remembered(engine, other):

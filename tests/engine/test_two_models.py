@@ -2,7 +2,7 @@
 
 import threading
 from contextlib import contextmanager
-from itertools import count, pairwise
+from itertools import pairwise
 
 import pytest
 
@@ -12,6 +12,7 @@ from keepwarm.cache.store import Budgets, Store
 from keepwarm.engine.admission import DeviceLock, EngineConfig
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import InsufficientResources
+from keepwarm.telemetry.ledger import Ledger
 from tests.kit.engines import Exam, FixedRates, TrustingBook, ask, held, memory
 from tests.kit.runs import prompt_of
 
@@ -36,9 +37,9 @@ class LoggedLock(DeviceLock):
 def pair(models, tmp_path):
     """Two engines on one store."""
     settings = config.load({"KEEPWARM_HOME": str(tmp_path)})
-    device, numbers = LoggedLock(), count(1)
+    device, ledger = LoggedLock(), Ledger()
     with Store(budgets=Budgets(min_free_disk_bytes=0), settings=settings) as store:
-        options = {"settings": settings, "device": device, "numbers": numbers}
+        options = {"settings": settings, "device": device, "ledger": ledger}
         chosen = EngineConfig(memory=memory())
         with (
             Engine(models.of(NAMES[0]), store, chosen, **options) as one,
@@ -71,11 +72,13 @@ def test_both_answer_at_once_in_turns_and_each_finds_its_own_blocks(pair, models
     assert all(one != two for one, two in after_a_wait)
 
 
-def test_requests_have_numbers_of_their_own(pair):
+def test_two_engines_book_into_one_ledger(pair):
     for engine in pair:
         engine.submit(ask(prompt_of(20), 1)).result()
-    numbers = [entry.number for engine in pair for entry in engine.requests()]
-    assert sorted(numbers) == [1, 2]
+    records = pair[0].ledger.records()
+    assert [one.number for one in records] == [1, 2]
+    assert len({one.model for one in records}) == 2
+    assert pair[0].stats().counters["finished"] == pair[1].stats().counters["finished"] == 2
 
 
 def test_slices_are_short_while_another_engine_waits(pair):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,6 @@ from keepwarm.cache.agents.agents import Agents
 from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.agents.pins import TtlPins
 from keepwarm.engine import chores
-from keepwarm.engine.insight.history import MINUTES_KEPT, Timeline, day_name, minute_name
 from keepwarm.files import STALE_AFTER_S, replacing, write_atomically
 from keepwarm.prefix.blocks import chain
 from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
@@ -22,6 +22,7 @@ from keepwarm.store.memory import MemoryTier
 from keepwarm.store.names import INDEX, INDEX_FILES, is_quarantined
 from keepwarm.store.record import Part
 from keepwarm.store.tier import TTL_PIN
+from keepwarm.telemetry.history import MINUTES_KEPT, Timeline, day_name, minute_name
 from tests.kit.engines import ask, engine_on
 from tests.kit.runs import prompt_of
 from tests.store.kit import NAMESPACE, BrokenFiles, first_block, keys_of, record, tokens_of
@@ -212,7 +213,7 @@ def test_minutes_from_the_future_do_not_displace_those_of_now():
         ahead = replace(
             ahead, minutes={**ahead.minutes, minute_name(now + YEAR_S + 60 * number): {}}
         )
-    both = ahead.until(now).plus(Timeline.entry(now, {"prompt": 1}))
+    both = ahead.until(now).plus(Timeline.of_minutes({int(now // 60): Counter(prompt=1)}))
     assert both.minutes == {minute_name(now): {"prompt": 1}}
     assert both.days == {day_name(now): {"prompt": 1}}
 

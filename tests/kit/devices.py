@@ -36,6 +36,7 @@ from keepwarm.prefix.fingerprint import Identity
 from keepwarm.prefix.policy import Policy
 from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.store.blobs.deadline import CallDeadline
+from keepwarm.telemetry.ledger import Ledger
 from keepwarm.text.prepare import Preparer
 from keepwarm.text.request import Delta, KVOptions, Outcome, Request, Sampling
 from tests.kit.models import VOCABULARY
@@ -328,7 +329,7 @@ def simulated(device: Device, model: Model, home: Path) -> Iterator[Simulation]:
         lane = Lane(stand_in, KVOptions(), identity, restorer, Live(1 << 28), ALWAYS)
         sizer = SliceSizer(device.max_slice, gap_s=device.gap_s, on_grid=device.on_grid)
         scheduler = Scheduler(
-            Admission(1 << 30), sizer, lambda row: None, lambda job: None, clock=clock
+            Admission(1 << 30), sizer, lambda row: None, lambda job: None, Ledger(), clock=clock
         )
         preparer = Preparer(stand_in, VOCABULARY, RecentPrompts())
         yield Simulation(device, clock, module, lane, scheduler, preparer)

@@ -107,7 +107,6 @@ OPERATIONS = [
     ("GET", "/v1/dashboard/forest"),
     ("GET", "/v1/dashboard/misses"),
     ("GET", "/v1/dashboard/misses/{number}"),
-    ("GET", "/v1/dashboard/what-if"),
 ]
 NOT_HERE = {  # these take the model away; test_admin.py does so
     ("POST", "/v1/admin/load"),

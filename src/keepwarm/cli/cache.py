@@ -250,7 +250,7 @@ def import_(
     agent and its forks are served from it.
     """
     from keepwarm.cache.agents.signing import BundleKeys
-    from keepwarm.engine.insight.recompute import EXTENT
+    from keepwarm.engine.import_check import EXTENT
 
     settings = config.load(model=model)
     if check is not None and not re.fullmatch(EXTENT, check):
@@ -321,7 +321,7 @@ def _checked(
 ) -> Agent:
     """An imported agent after so many of its blocks were computed and compared."""
     from keepwarm.engine.engine import Engine
-    from keepwarm.engine.insight.recompute import ImportCheck
+    from keepwarm.engine.import_check import ImportCheck
 
     if check is None:
         return made

@@ -16,6 +16,7 @@ from keepwarm.cache.store import Store
 from keepwarm.engine.jobs import Job, RunningSequence
 from keepwarm.errors import KeepwarmError, StoreFailed
 from keepwarm.prefix.turn import KeptTurn
+from keepwarm.telemetry.ledger import RequestRecord
 from keepwarm.text.request import Request
 
 EXPIRY_INTERVAL_S = 60.0
@@ -75,13 +76,13 @@ class Chores:
         if job.request.policy.to_disk and job.request.breakpoints:
             self._pool.submit(self._run, self._pin, job, list(job.tokens))
 
-    def count(self, job: Job) -> None:
+    def count(self, record: RequestRecord) -> None:
         """Count a request that has been looked up, however it ended."""
-        if job.receipt is None:
+        if record.receipt is None:
             return
-        n_prompt, reused = job.receipt.prompt_tokens, job.receipt.reused
+        n_prompt, is_later = record.processed_tokens, record.is_later_turn
         self._store.counts.add(
-            PromptCounts.of_request(n_prompt, reused, is_later_turn=job.is_later_turn)
+            PromptCounts.of_request(n_prompt, record.reused, is_later_turn=is_later)
         )
         if not self._is_saving_counts:  # once for requests that end together
             self._is_saving_counts = True

@@ -10,12 +10,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from typing import Self, TypeAlias, TypeVar
 
 from keepwarm import blas
@@ -27,25 +26,23 @@ from keepwarm.device.memory import MemoryConfig, memories
 from keepwarm.device.pressure import Watcher, make_guards
 from keepwarm.engine.admission import Admission, DeviceLock, EngineConfig
 from keepwarm.engine.answer import Answer
+from keepwarm.engine.audit import Auditor
 from keepwarm.engine.chores import Chores
-from keepwarm.engine.insight.audit import Auditor
-from keepwarm.engine.insight.journal import Journal, JournalEntry, entries_of, entry_of
-from keepwarm.engine.insight.lookup import Lookup, look_up
-from keepwarm.engine.insight.misses import Misses
-from keepwarm.engine.insight.stats import MemoryUse, Stats, memory_uses, snapshot
-from keepwarm.engine.insight.texts import RememberedTexts
-from keepwarm.engine.insight.whatif import LookupLog
 from keepwarm.engine.jobs import Job, RunningSequence
 from keepwarm.engine.lane import Lane, Lanes, make_options
 from keepwarm.engine.live import Live
+from keepwarm.engine.lookup import Lookup, look_up
 from keepwarm.engine.padding import padding_book
 from keepwarm.engine.prefill import SliceSizer
 from keepwarm.engine.preparation import AnyRequest, Preparation
+from keepwarm.engine.recent_texts import RecentTexts
 from keepwarm.engine.scheduler import Scheduler
+from keepwarm.engine.stats import MemoryUse, Stats, memory_uses, record_of, snapshot
 from keepwarm.errors import Busy, Cancelled, KeepwarmError, Stopping
 from keepwarm.kv import make_caches, run_probe
 from keepwarm.models.load import Model
 from keepwarm.prefix.recent import RecentPrompts
+from keepwarm.telemetry.ledger import Ledger, RequestRecord
 from keepwarm.text.prepare import PreparedRequest, Preparer
 from keepwarm.text.request import Request
 from keepwarm.text.sampling_rules import default_rules
@@ -71,7 +68,7 @@ class Engine:
         settings: Settings | None = None,
         scopes: MemoryScopes | None = None,
         device: DeviceLock | None = None,  # shared by the engines of several models
-        numbers: Iterator[int] | None = None,  # of requests: these too
+        ledger: Ledger | None = None,  # this too
     ) -> None:
         """Without `store` the store of the settings is opened, and closed with the engine."""
         self.model = model
@@ -87,15 +84,12 @@ class Engine:
         self._memory = memory
         self.live = Live(memory.live_bytes)
         recent = RecentPrompts()
-        self._journal = Journal()
-        self.misses = Misses(recent)
-        self.lookup_log = LookupLog()
+        self.ledger = ledger or Ledger()
         self._auditor = Auditor(self.config.audit_share)
-        self._numbers = numbers or count(1)
         self._device = device or DeviceLock()
         probe = run_probe(model.module, make_caches(model.module))
         self.preparer = Preparer.of(model, probe.n_logits, recent, settings, self.config.isolated)
-        self._texts = RememberedTexts(recent, self.misses, self.preparer, self._post)
+        self._texts = RecentTexts(recent, self.ledger, self.preparer, self._post)
         self._lanes = Lanes(model, self.store, self.live, probe.layout, padding_book(settings.home))
         self._admission = Admission(memory.batch_bytes)
         self._chores = Chores(self.store, lambda job: self._post(partial(self._scheduler.end, job)))
@@ -106,6 +100,7 @@ class Engine:
         self._scheduler = Scheduler(
             *(self._admission, SliceSizer.for_this_device(), self._on_kept),
             end_durably=self._chores.end_durably,
+            ledger=self.ledger,
             others_wait=self._device.others_wait,
         )
         self._scopes = scopes or scopes_of_process()
@@ -150,7 +145,7 @@ class Engine:
         prepared, lane, since = self._preparation.make_ready(request, deadline, lane)
         job = Job(
             *(prepared.request, prepared, lane, Answer(self._cancel, prepared)),
-            number=next(self._numbers),
+            number=next(self.ledger.numbers),
             cuts=prepared.cuts if lane.needs_cuts else [],  # finding them takes time
             on_start=self._chores.touch,
             on_end=self._on_end,
@@ -193,9 +188,13 @@ class Engine:
         """Current load, and counts since the start."""
         return snapshot(self._scheduler, self.live, self.store, self._lanes)
 
-    def requests(self) -> list[JournalEntry]:
-        """Recent requests that ended, then those that wait or run."""
-        return [*self._journal.entries(), *entries_of(self._client_jobs, self._scheduler)]
+    def requests(self) -> list[RequestRecord]:
+        """Recent requests of the ledger, then those that wait or run here."""
+        return [*self.ledger.records(), *self.running()]
+
+    def running(self) -> list[RequestRecord]:
+        """Requests that wait or run."""
+        return [record_of(job) for job in self._client_jobs]
 
     def cancel(self, number: int) -> bool:
         """Stop a request, by its number among `requests`; whether it was waiting or running."""
@@ -362,18 +361,20 @@ class Engine:
         is_auditing = any(job.audit for job in self._scheduler.jobs)
         may_audit = self._accepting and sequence.reason and not is_auditing
         if may_audit and self._auditor.wants(sequence):
-            self._scheduler.add(self._auditor.job(sequence, self._scheduler.counters.add_audit))
+            self._scheduler.add(self._auditor.job(sequence, self._count_audit))
         self._chores.record_sequence(sequence)
+
+    def _count_audit(self, is_equal: bool) -> None:
+        self.ledger.count(audits=1, drifts=not is_equal)
 
     def _add(self, job: Job) -> None:
         self._scheduler.add(job)
-        self.misses.add_request(job)
+        self._texts.add_request(job)
 
     def _on_end(self, job: Job, error: KeepwarmError | None) -> None:
         self._texts.remember(job)
-        self._chores.count(job)
-        self._journal.add(entry_of(job, error))
-        self.misses.end_request(job)
+        record = record_of(job, error)
+        self.ledger.append(record, self._texts.candidate(job))
+        self._chores.count(record)
         if error is None and not job.sequences:
             self._chores.record_prompt(job)
-        self.lookup_log.add_job(job)

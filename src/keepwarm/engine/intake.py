@@ -8,12 +8,13 @@ from typing import NamedTuple
 from keepwarm.cache.restore.loading import Fault
 from keepwarm.cache.restore.restorer import Capture
 from keepwarm.engine.admission import Admission, kv_bytes
-from keepwarm.engine.jobs import Counters, Job, PrefillTask, RunningSequence
+from keepwarm.engine.jobs import Job, PrefillTask, RunningSequence
 from keepwarm.engine.lane import MIN_SHARED_TOKENS, Lane, WarmPrefix
 from keepwarm.engine.prefill import Clock, Prefill, Stopwatch
 from keepwarm.engine.sampling import PromptScores, Sampler
 from keepwarm.errors import InsufficientResources
 from keepwarm.prefix.blocks import common_tokens, pack
+from keepwarm.telemetry.ledger import Ledger
 from keepwarm.text.parsing import AnswerReader
 from keepwarm.text.request import Miss, MissCause, Receipt, Started
 
@@ -58,13 +59,13 @@ class Intake:
     def __init__(
         self,
         admission: Admission,
-        counters: Counters,
+        ledger: Ledger,
         publish: Callable[[PrefillTask], None],
         clock: Clock,
     ) -> None:
         """`publish` lets other requests find what a task has prefilled so far."""
         self._admission = admission
-        self._counters = counters
+        self._ledger = ledger
         self._publish = publish
         self._clock = clock
 
@@ -136,7 +137,7 @@ class Intake:
 
     def _wait_for(self, job: Job, task: PrefillTask, n_tokens: int) -> None:
         if job.waits_for is None:
-            self._counters.waited_for_prefix += 1
+            self._ledger.count(waited_for_prefix=1)
         if job.waits_for is None or n_tokens > job.wait_until:
             job.waits_for, job.wait_until, job.n_uncached = task, n_tokens, None
             task.prefill.add_point(n_tokens)
@@ -153,16 +154,13 @@ class Intake:
 
     def start(self, job: Job, tasks: Iterable[PrefillTask]) -> PrefillTask:
         """Restore the known prefix and send the receipt; the task prefills the rest."""
-        watch = Stopwatch(self._clock)
+        job.admitted, watch = self._clock(), Stopwatch(self._clock)
         loading, job.loading = job.loading, None
         copied = None if loading else _copied(job, tasks)
         warm = copied or job.lane.restore(job.tokens, job.request.policy, loading)
         load_s = max(watch.seconds(), loading.seconds if loading else 0.0)
+        job.restored = self._clock()
         job.receipt = _receipt(job, warm, load_s)
-        if not job.audit:
-            self._counters.prompt_tokens += len(job.tokens)
-            self._counters.saved_ms += job.receipt.saved_ms
-            self._counters.add_reused(warm.reused)
         job.sequences = [_sequence(job, choice) for choice in range(job.n_answers)]
         job.answer.put(Started(job.receipt))
         job.on_start(job)

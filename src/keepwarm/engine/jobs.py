@@ -3,7 +3,6 @@
 Job               one request, from its arrival to its last event
 RunningSequence   one of its answers
 PrefillTask       a prompt being prefilled; afterwards its sequences join the batch
-Counters          what all of them add up to
 KeyTurns          whose turn it is
 """
 
@@ -11,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -52,39 +51,6 @@ from keepwarm.text.tools import calls_of_round, signature_of
 LOG = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 MAX_TENANTS = 1024  # whose turns are remembered
-
-
-@dataclass
-class Counters:
-    """Counts since the engine started, written by its thread. Tokens are counted where the model
-    is called.
-    """
-
-    requests: int = 0
-    finished: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    prompt_tokens: int = 0
-    prefilled_tokens: int = 0
-    rebuilt_tokens: int = 0  # prefilled again because a batch failed
-    audited_tokens: int = 0  # prefilled again to compare a restored cache with a cold one
-    generated_tokens: int = 0
-    waited_for_prefix: int = 0
-    rebuilt_batches: int = 0
-    failed_saves: int = 0
-    audits: int = 0
-    drifts: int = 0  # audits whose answer differed
-    reused_tokens: dict[str, int] = field(default_factory=dict)  # by tier
-    saved_ms: float = 0.0
-    keeping_ms: float = 0.0  # of the engine's thread
-
-    def add_audit(self, is_equal: bool) -> None:
-        self.audits += 1
-        self.drifts += not is_equal
-
-    def add_reused(self, reused: Mapping[str, int]) -> None:
-        for tier, n_tokens in reused.items():
-            self.reused_tokens[tier] = self.reused_tokens.get(tier, 0) + n_tokens
 
 
 class RunningSequence(Row):
@@ -196,6 +162,10 @@ class Job:
     lease: Lease | None = None
     receipt: Receipt | None = None
     sequences: list[RunningSequence] = field(default_factory=list)
+    n_prefilled: int = 0  # tokens of its prompt that the model was fed
+    admitted: float | None = None  # when it no longer waits
+    restored: float | None = None
+    prefilled: float | None = None
     first_token: float | None = None
     last_token: float | None = None
     loading: Loading | None = None  # blocks that are loaded while other requests run

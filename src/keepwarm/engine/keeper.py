@@ -14,8 +14,9 @@ from typing import Any, TypeAlias
 from keepwarm import kv
 from keepwarm.cache.restore.restorer import Capture
 from keepwarm.engine.batch import Batch
-from keepwarm.engine.jobs import Counters, Job, PrefillTask, RunningSequence
+from keepwarm.engine.jobs import Job, PrefillTask, RunningSequence
 from keepwarm.prefix.blocks import BLOCK_TOKENS
+from keepwarm.telemetry.ledger import Ledger
 
 LOG = logging.getLogger(__name__)
 
@@ -25,9 +26,9 @@ OnKept: TypeAlias = Callable[[RunningSequence], None]
 class Keeper:
     """Captures blocks during prefill and decode, and at the end of both."""
 
-    def __init__(self, counters: Counters, on_kept: OnKept) -> None:
+    def __init__(self, ledger: Ledger, on_kept: OnKept) -> None:
         """`on_kept` is called with every finished sequence, after its blocks can be found."""
-        self._counters = counters
+        self._ledger = ledger
         self._on_kept = on_kept
 
     def keep_restored(self, task: PrefillTask) -> None:
@@ -111,10 +112,10 @@ class Keeper:
         try:
             yield
         except Exception:
-            self._counters.failed_saves += 1
+            self._ledger.count(failed_saves=1)
             LOG.exception("computed state could not be kept")
         finally:
-            self._counters.keeping_ms += 1000 * (time.perf_counter() - began)
+            self._ledger.count(keeping_ms=1000 * (time.perf_counter() - began))
 
 
 def _copy_states(caches: kv.Caches, empty: kv.Caches) -> kv.Caches:

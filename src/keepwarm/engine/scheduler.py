@@ -20,12 +20,13 @@ from keepwarm import kv
 from keepwarm.engine.admission import Admission
 from keepwarm.engine.batch import Batch
 from keepwarm.engine.intake import Intake, Places
-from keepwarm.engine.jobs import Counters, Job, KeyTurns, PrefillTask, RunningSequence
+from keepwarm.engine.jobs import Job, KeyTurns, PrefillTask, RunningSequence
 from keepwarm.engine.keeper import Keeper, OnKept
 from keepwarm.engine.lane import Lane
 from keepwarm.engine.prefill import Clock, Prefill, SliceSizer, Stopwatch
 from keepwarm.errors import CacheMismatch, EngineFailed, KeepwarmError
 from keepwarm.prefix.policy import Policy
+from keepwarm.telemetry.ledger import Ledger
 from keepwarm.text.request import Progress
 
 LOG = logging.getLogger(__name__)
@@ -40,24 +41,25 @@ class Scheduler:
         slice_sizer: SliceSizer,
         on_kept: OnKept,
         end_durably: Callable[[Job], None],
+        ledger: Ledger,
         *,
         clock: Clock = time.perf_counter,
         others_wait: Callable[[], bool] = bool,  # for this step to end; never
     ) -> None:
         """`end_durably` ends a job, by `end`, once all that was kept of it is on disk."""
         self.slice_sizer = slice_sizer
-        self.counters = Counters()
+        self.ledger = ledger
         self.waiting: list[Job] = []
         self.prefilling: deque[PrefillTask] = deque()
         self._batches: dict[Hashable, Batch[RunningSequence]] = {}
         self._open: dict[Job, None] = {}  # jobs not computed yet; other threads read it
         self._starts, self._slices = KeyTurns(), KeyTurns()
         self._end_durably = end_durably
-        self._keeper = Keeper(self.counters, on_kept)
+        self._keeper = Keeper(ledger, on_kept)
         self._clock = clock
         self._others_wait = others_wait
         publish = self._keeper.publish_partial_block
-        self._intake = Intake(admission, self.counters, publish, clock)
+        self._intake = Intake(admission, ledger, publish, clock)
 
     @property
     def rows(self) -> list[RunningSequence]:
@@ -74,7 +76,7 @@ class Scheduler:
         return bool(self._batches or self.prefilling)
 
     def add(self, job: Job) -> None:
-        self.counters.requests += not job.audit
+        self.ledger.count(requests=not job.audit)
         self._open[job] = None
         self.waiting.append(job)
         self.waiting.sort(key=lambda job: (-job.request.priority, job.arrived))
@@ -97,7 +99,6 @@ class Scheduler:
     def abort(self, job: Job, error: KeepwarmError) -> None:
         """End a job in whatever state it is; the blocks it finished are kept."""
         if not job.ended:
-            self.counters.cancelled += 1
             self._close(job, error)
         self._remove_waiting(job)
         for task in self._tasks_of(job):
@@ -216,12 +217,13 @@ class Scheduler:
         if self.slice_sizer.is_typical(rates.slices, n_tokens, context):
             rates.saw_slice(n_tokens, context, seconds)
         if task.is_rebuild:
-            self.counters.rebuilt_tokens += n_tokens
+            self.ledger.count(rebuilt_tokens=n_tokens)
             return
         if task.job.audit:
-            self.counters.audited_tokens += n_tokens
+            self.ledger.count(audited_tokens=n_tokens)
             return
-        self.counters.prefilled_tokens += n_tokens
+        self.ledger.count(prefilled_tokens=n_tokens)
+        task.job.n_prefilled += n_tokens
         task.job.answer.put(Progress(task.prefill.n_done, len(task.tokens)))
 
     def _tasks_of(self, job: Job) -> list[PrefillTask]:
@@ -233,6 +235,7 @@ class Scheduler:
 
     def _start_decoding(self, task: PrefillTask, logits: mx.array) -> None:
         """The sequences join the batch; a job without any is finished."""
+        task.job.prefilled = task.job.prefilled or self._clock()
         task.send_results(logits)
         if not task.sequences:
             self._keeper.keep_prompt(task)
@@ -297,7 +300,7 @@ class Scheduler:
 
     def _add_token(self, row: RunningSequence, token: int) -> bool:
         """Append a token to a sequence; whether the sequence goes on."""
-        self.counters.generated_tokens += 1
+        self.ledger.count(generated_tokens=1)
         try:
             row.job.add_token(row, token)
             if not (row.reason or row.job.ended):
@@ -338,7 +341,6 @@ class Scheduler:
     def end(self, job: Job) -> None:
         """The whole answer was sent."""
         if not job.ended:
-            self.counters.finished += 1
             self._close(job)
 
     def _end_finished(self, rows: list[RunningSequence]) -> None:
@@ -360,7 +362,6 @@ class Scheduler:
     def _fail(self, job: Job, error: Exception) -> None:
         """End one job with an error; the others continue."""
         if not job.ended:
-            self.counters.failed += 1
             self._close(job, _as_keepwarm_error(error))
         for task in self._tasks_of(job):
             self._end_prefill(task)
@@ -375,7 +376,7 @@ class Scheduler:
 
     def _rebuild(self, key: Hashable, batch: Batch[RunningSequence]) -> None:
         """Restore every sequence of a failed batch from its blocks."""
-        self.counters.rebuilt_batches += 1
+        self.ledger.count(rebuilt_batches=1)
         self._batches.pop(key, None)
         rows = batch.disband()
         self._end_finished(rows)

@@ -94,13 +94,16 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     unloading = asyncio.create_task(models.unload_unused())
     endpoint: McpEndpoint | None = app.state.mcp
     events: EventPublisher | None = app.state.events
-    with app.state.dashboard.record_history(), events.running() if events else nullcontext():
+    saving = asyncio.create_task(app.state.dashboard.save_regularly())
+    with events.running() if events else nullcontext():
         async with endpoint.running() if endpoint else nullcontext():
             yield
     unloading.cancel()
+    saving.cancel()
     app.state.transfers.close()
     await app.state.closing.aclose()
     await asyncio.to_thread(models.close)
+    await asyncio.to_thread(app.state.dashboard.history.save)  # with what ended until now
 
 
 def _add_cors(app: FastAPI, settings: Settings) -> None:

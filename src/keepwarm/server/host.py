@@ -96,14 +96,13 @@ def _submit_all(
 
 
 class ObservedAnswer(AsyncIterator[Event]):
-    """An engine's answer that reports its usage once its end is read.
+    """An engine's answer that remembers its receipt and usage.
 
     A client that asked for no tokens gets `n_empty` empty choices.
     """
 
-    def __init__(self, answer: Answer, on_done: Callable[[Usage], None], n_empty: int = 0) -> None:
+    def __init__(self, answer: Answer, n_empty: int = 0) -> None:
         self._answer = answer
-        self._on_done = on_done
         self._empty = [Finished(choice, "length") for choice in range(n_empty)]
         self._done: Done | None = None  # read, but behind the empty choices
         self.receipt: Receipt | None = None
@@ -128,17 +127,13 @@ class ObservedAnswer(AsyncIterator[Event]):
         if isinstance(event, Started | Done):
             self.receipt = event.receipt
         if isinstance(event, Done):
-            self._end(event.usage)
+            self.usage = event.usage
         return event
 
     async def wait(self) -> Result:
         from keepwarm.engine.answer import collect  # loads MLX
 
         return collect([event async for event in self])
-
-    def _end(self, usage: Usage) -> None:
-        self.usage = usage
-        self._on_done(usage)
 
 
 class EngineHost:
@@ -153,7 +148,6 @@ class EngineHost:
         self.name = name
         self.created = int(time.time())
         self._warmer: Warmer | None = None
-        self._listeners: list[Callable[[Usage], None]] = []
 
     def start_warmer(self) -> None:
         if self._engine is not None and self._warmer is None:
@@ -202,7 +196,7 @@ class EngineHost:
     async def run(self, prepared: Sequence[PreparedRequest]) -> list[ObservedAnswer]:
         """Start answers to requests that were prepared before, after their turn."""
         answers = await asyncio.to_thread(_submit_all, self.engine, prepared)
-        return [ObservedAnswer(answer, self._answered) for answer in answers]
+        return [ObservedAnswer(answer) for answer in answers]
 
     async def warm(self, request: Request, turn: Turn) -> ObservedAnswer:
         """Start to prefill a prompt that needs no answer."""
@@ -214,17 +208,9 @@ class EngineHost:
         self, answers: Sequence[Answer], turn: Turn, n_empty: int = 0
     ) -> list[ObservedAnswer]:
         turn.end()
-        observed = [ObservedAnswer(answer, self._answered, n_empty) for answer in answers]
+        observed = [ObservedAnswer(answer, n_empty) for answer in answers]
         turn.answers = observed
         return observed
-
-    def on_answer(self, listener: Callable[[Usage], None]) -> None:
-        """Call the listener with the usage of every answer that ends, of any engine."""
-        self._listeners.append(listener)
-
-    def _answered(self, usage: Usage) -> None:
-        for listener in self._listeners:
-            listener(usage)
 
     def drain(self, timeout_s: float) -> None:
         """Refuse new requests; running ones finish, or fail after `timeout_s`."""
@@ -235,8 +221,7 @@ class EngineHost:
     @property
     def n_unfinished(self) -> int:
         """Requests that a drain waits for."""
-        requests = [] if self._engine is None else self._engine.requests()
-        return sum(request.ended is None for request in requests)
+        return 0 if self._engine is None else len(self._engine.running())
 
     def take(self) -> Engine | None:
         """Remove the engine and return it; the caller closes it."""

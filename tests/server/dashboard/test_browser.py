@@ -70,15 +70,13 @@ def test_it_loads_from_its_own_server_only(page):
     assert page.locator("#model").inner_text() == "tiny"
     page.locator("#memory .meter").nth(3).wait_for()
     page.locator("#hit-chart rect.fill").first.wait_for()
-    page.locator("#latency-chart :is(circle, polyline)").first.wait_for()
+    # A line of equal times has no height, so the browser would call it hidden.
+    page.locator("#latency-chart :is(circle, polyline)").first.wait_for(state="attached")
     page.get_by_role("link", name="Forest").click()
     page.get_by_text("2 agents").wait_for()
     page.get_by_role("link", name="Health").click()
     page.locator("#health-list dt").first.wait_for()
     assert set(page.locator("#health-list dd").all_inner_texts()) == {"0"}
-    budgets = page.locator("#what-if").get_by_role("region", name="Outcome by disk budget")
-    assert "no limit" in budgets.inner_text()
-    assert "lookups in the last" in page.locator("#what-if").inner_text()
     page.get_by_label("changed only").uncheck()
     page.locator("#settings").get_by_role("row", name="disk_bytes").wait_for()
 

@@ -5,11 +5,14 @@ from dataclasses import replace
 
 import pytest
 
+from keepwarm.cache.counts import PromptCounts
 from keepwarm.cache.restore.writing import WriteStats
+from keepwarm.engine.live import LiveStats
+from keepwarm.engine.stats import Stats
 from keepwarm.server.dashboard.totals import condition_out
 from keepwarm.store.tier import TierStats
+from keepwarm.telemetry.ledger import Ledger
 from keepwarm.text.request import Request, Sampling
-from tests.engine.insight.test_history import stats
 from tests.kit.waiting import wait_until
 from tests.server.dashboard.test_dashboard import ADMIN, LONG, A, B, ask, show
 
@@ -36,17 +39,17 @@ def test_a_prompt_is_seen_being_prefilled(live, monkeypatch):
     seen = []
 
     def watch():  # between two slices, on the engine's thread
-        seen.extend(entry for entry in engine.requests() if entry.state == "reading")
+        seen.extend(entry for entry in engine.requests() if entry.state == "prefilling")
 
     reader = threading.Thread(target=answer.result)
     reader.start()
     while reader.is_alive():
         engine.call(watch).result()
-    parts = [(entry.prefilled, entry.prompt_tokens) for entry in seen]
+    parts = [(entry.processed_tokens, entry.prompt_tokens) for entry in seen]
     assert any(0 < n < whole for n, whole in parts)
     assert [n for n, _ in parts] == sorted(n for n, _ in parts)
     ended = engine.requests()[-1]
-    assert (ended.state, ended.prefilled) == ("done", ended.prompt_tokens)
+    assert (ended.state, ended.processed_tokens) == ("done", ended.prompt_tokens)
 
 
 def started(live, agent, headers):
@@ -128,14 +131,11 @@ def test_the_revision_changes_only_when_something_has(serving):
     ],
 )
 def test_damage_and_lost_saves_turn_the_status(change, level, reason):
-    counted = stats()
-    counted = replace(counted, counters={**counted.counters, **NO_FAULTS})
-    found = condition_out(replace(counted, **change))
+    live, counters = LiveStats(0, 0, 0, 0, 0, 0, 0), Ledger().counters()
+    sound = Stats(0, 0, 0, counters, 0.0, 1.0, live, {}, WriteStats(), True, PromptCounts(), {})
+    found = condition_out(replace(sound, **change))
     assert found["level"] == level
     assert [reason in said for said in found["reasons"]] == ([True] if reason else [])
-
-
-NO_FAULTS = dict.fromkeys(("failed_saves", "audits", "drifts"), 0)
 
 
 def test_a_damaged_record_is_told(serving):

@@ -191,7 +191,7 @@ def test_every_route_has_a_name():
 
 def table():
     """The rows of docs/operations.md."""
-    histograms = [metrics.TTFT, metrics.OLD_TTFT]
+    histograms = [metrics.TTFT]
     observed = [
         (*metrics.READY, "gauge", ""),
         (*metrics.LOADED, "gauge", "model"),

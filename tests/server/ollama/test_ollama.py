@@ -68,7 +68,7 @@ def small(served_model, fetched, tmp_path_factory):
 
 
 def running(live):
-    states = ("waiting", "reading", "answering")
+    states = ("waiting", "prefilling", "decoding")
     engine = live.host.loaded
     return [entry for entry in engine.requests() if entry.state in states] if engine else []
 

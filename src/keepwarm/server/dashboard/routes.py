@@ -1,4 +1,4 @@
-"""The dashboard's endpoints: activity, savings, agents, the forest of blocks, misses, what-if.
+"""The dashboard's endpoints: activity, savings, agents, the forest of blocks, misses.
 
 A key sees its own requests, agents and blocks, and how many others there are. The admin key sees
 those of all keys and the totals. No key sees the text of another key's prompts.
@@ -14,9 +14,6 @@ from typing import Annotated
 from fastapi import Depends, Query, Request
 
 from keepwarm import __version__
-from keepwarm.engine.engine import Engine
-from keepwarm.engine.insight.journal import JournalEntry
-from keepwarm.engine.insight.misses import PrefixMiss
 from keepwarm.errors import UnknownRequest
 from keepwarm.server.clients import ServerInfo
 from keepwarm.server.dashboard.agents import agents_out
@@ -25,7 +22,6 @@ from keepwarm.server.dashboard.forest import forest_out
 from keepwarm.server.dashboard.settings import settings_out
 from keepwarm.server.dashboard.shapes import (
     ActivityOut,
-    BudgetOutcomeOut,
     CancelledRequestOut,
     ConnectOut,
     DivergenceOut,
@@ -38,9 +34,8 @@ from keepwarm.server.dashboard.shapes import (
     SavingsOut,
     SettingListOut,
     ViewerOut,
-    WhatIfOut,
 )
-from keepwarm.server.dashboard.state import Dashboard, DashboardState
+from keepwarm.server.dashboard.state import Dashboard
 from keepwarm.server.dashboard.totals import (
     budget_out,
     condition_out,
@@ -55,8 +50,10 @@ from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.request_fields import Config, Served
 from keepwarm.server.http.viewer import CurrentViewer, Viewer, require_totals
 from keepwarm.server.models.models import Models
-from keepwarm.server.models.together import lookups_of, memory_of, misses_of, requests_of
+from keepwarm.server.models.together import memory_of
 from keepwarm.server.openai.shapes import OpenAIErrorOut
+from keepwarm.telemetry.ledger import RequestRecord
+from keepwarm.telemetry.misses import PrefixMiss
 from keepwarm.text.detokenize import decode
 
 N_ENDED = 20
@@ -75,9 +72,8 @@ router = api_router(
 @router.get("/now")
 def show_now(models: Served, viewer: CurrentViewer, state: Dashboard) -> ActivityOut:
     """Waiting, running and recent requests, speed, and memory by budget."""
-    stats, entries = models.stats(), requests_of(models.engines)
-    running = [entry for entry in entries if entry.ended is None]
-    ended = [entry for entry in entries if entry.ended is not None and viewer.may_see(entry.tenant)]
+    stats, running = models.stats(), _running(models)
+    ended = [record for record in models.ledger.records() if viewer.may_see(record.tenant)]
     return {
         "object": "dashboard.now",
         "time": time.time(),
@@ -105,6 +101,11 @@ def show_now(models: Served, viewer: CurrentViewer, state: Dashboard) -> Activit
     }
 
 
+def _running(models: Models) -> list[RequestRecord]:
+    found = [record for engine in models.engines for record in engine.running()]
+    return sorted(found, key=lambda record: record.number)
+
+
 def _viewer(viewer: Viewer) -> ViewerOut:
     return {
         "key_needed": viewer.key_needed,
@@ -114,7 +115,7 @@ def _viewer(viewer: Viewer) -> ViewerOut:
     }
 
 
-def request_out(entry: JournalEntry, viewer: Viewer, log: str | None = None) -> RequestOut:
+def request_out(entry: RequestRecord, viewer: Viewer, log: str | None = None) -> RequestOut:
     usage = entry.usage if entry.usage and entry.usage.completion_tokens else None
     return {
         "number": entry.number,
@@ -128,7 +129,9 @@ def request_out(entry: JournalEntry, viewer: Viewer, log: str | None = None) -> 
         "ttft_ms": entry.ttft_ms,
         "first_token_ms": entry.ttft_ms,
         "tokens_per_second": usage.tokens_per_second if usage else None,
-        "prefilled": entry.prefilled,
+        "prefilled": entry.computed_tokens,
+        "processed": entry.processed_tokens,
+        "phases_ms": dict(entry.phases_ms),
         "receipt": None if entry.receipt is None else receipt_dict(entry.receipt),
         "error": entry.error if viewer.may_read(entry.tenant) else "",  # it may quote the prompt
         "ended": entry.ended,
@@ -145,7 +148,8 @@ def list_requests(
 ) -> RequestListOut:
     """Recent requests, newest first, each with its line in the log."""
     lines = state.lines.by_request()
-    seen = [entry for entry in requests_of(models.engines) if viewer.may_see(entry.tenant)]
+    records = [*models.ledger.records(), *_running(models)]
+    seen = [entry for entry in records if viewer.may_see(entry.tenant)]
     data = [
         request_out(entry, viewer, lines.get((entry.tenant, entry.request_id)))
         for entry in seen[: -limit - 1 : -1]
@@ -156,7 +160,8 @@ def list_requests(
 @router.post("/requests/{number}/cancel")
 def cancel_request(number: int, models: Served, viewer: CurrentViewer) -> CancelledRequestOut:
     """Cancel a waiting or running request; what it has computed is kept."""
-    entries = [entry for entry in requests_of(models.engines) if entry.number == number]
+    records = [*models.ledger.records(), *_running(models)]
+    entries = [entry for entry in records if entry.number == number]
     if not any(viewer.may_see(entry.tenant) for entry in entries):
         raise UnknownRequest(
             f"There is no request {number} of this key; it may have ended long ago."
@@ -176,7 +181,6 @@ def show_saved(
     Counted over all keys; with more than one key, the admin key is needed.
     """
     stats = models.stats()
-    state.history.observe(stats)
     timeline, disk = state.history.timeline, stats.tiers["disk"]
     p50, p95 = latencies_ms(timeline, hours)
     written = sorted(models.store.on_disk.wear.by_day().items())
@@ -245,10 +249,10 @@ def show_settings(settings: Config) -> SettingListOut:
 @router.get("/misses")
 async def show_misses(models: Served, viewer: CurrentViewer) -> MissListOut:
     """Recent requests that recomputed tokens of an earlier prompt, and the cost."""
-    found = await asyncio.to_thread(misses_of, models.engines)
+    found = await asyncio.to_thread(models.ledger.misses)
     return {
         "object": "list",
-        "data": [miss_out(each, viewer) for _, each in found if viewer.may_see(each.tenant)],
+        "data": [miss_out(each, viewer) for each in found if viewer.may_see(each.tenant)],
     }
 
 
@@ -273,52 +277,23 @@ def miss_out(miss: PrefixMiss, viewer: Viewer) -> MissOut:
 @router.get("/misses/{number}")
 async def show_divergence(number: int, models: Served, viewer: CurrentViewer) -> DivergenceOut:
     """Show as text where one of the caller's prompts diverges from the earlier one."""
-    found = await asyncio.to_thread(misses_of, models.engines)
-    own = [each for each in found if each[1].number == number and viewer.may_read(each[1].tenant)]
-    if not own:
+    found = await asyncio.to_thread(models.ledger.misses)
+    own = [each for each in found if each.number == number and viewer.may_read(each.tenant)]
+    text = await asyncio.to_thread(divergence_out, models, own[0]) if own else None
+    if text is None:
         raise UnknownRequest(f"There is no miss {number} whose text this key may read.")
-    return await asyncio.to_thread(divergence_out, *own[0])
+    return text
 
 
-def divergence_out(engine: Engine, miss: PrefixMiss) -> DivergenceOut:
+def divergence_out(models: Models, miss: PrefixMiss) -> DivergenceOut | None:
+    """None while the model that knows its tokens is not loaded."""
+    engine = next((one for one in models.engines if one.model.name == miss.model), None)
+    if engine is None:
+        return None
     tokenizer = engine.model.tokenizer
     return {
         "object": "dashboard.place",
         "before": decode(tokenizer, miss.before),
         "earlier": decode(tokenizer, miss.earlier),
         "now": decode(tokenizer, miss.now),
-    }
-
-
-@router.get("/what-if", dependencies=[Depends(require_totals)])
-async def show_what_if(models: Served, state: Dashboard) -> WhatIfOut:
-    """What other disk budgets would have saved, by replaying all lookups since the start.
-
-    Counted over all keys; with more than one key, the admin key is needed.
-    """
-    return await asyncio.to_thread(_what_if, models, state)
-
-
-def _what_if(models: Models, state: DashboardState) -> WhatIfOut:
-    stats = models.stats()
-    max_bytes = stats.tiers["disk"].max_bytes
-    found = state.what_if(lookups_of(models.engines), max_bytes)
-    now = next((o.n_tokens for o in found.outcomes if o.max_bytes == max_bytes), 0)
-    outcomes: list[BudgetOutcomeOut] = [
-        {
-            "max_bytes": outcome.max_bytes,
-            "found_tokens": outcome.n_tokens,
-            "more_tokens": outcome.n_tokens - now,
-            "more_seconds": round((outcome.n_tokens - now) / stats.prefill_tokens_per_s, 1),
-        }
-        for outcome in found.outcomes
-    ]
-    return {
-        "object": "dashboard.what_if",
-        "lookups": found.n_lookups,
-        "looks": found.n_lookups,
-        "since": found.since,
-        "asked_tokens": found.asked_tokens,
-        "max_bytes": max_bytes,
-        "outcomes": outcomes,
     }

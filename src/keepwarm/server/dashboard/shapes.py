@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 from typing_extensions import TypedDict
 
-from keepwarm.engine.insight.journal import RequestState
-from keepwarm.engine.insight.misses import MissReason
 from keepwarm.server.deprecation import renamed_to
 from keepwarm.server.http.receipts import ReceiptOut
 from keepwarm.server.manage.agent_shapes import AgentOut
+from keepwarm.telemetry.ledger import RequestState
+from keepwarm.telemetry.misses import MissReason
 
 
 class ViewerOut(TypedDict):
@@ -34,7 +34,9 @@ class RequestOut(TypedDict):
     ttft_ms: float | None
     first_token_ms: Annotated[float | None, renamed_to("ttft_ms")]
     tokens_per_second: float | None
-    prefilled: int  # tokens of the prompt that are in its cache
+    prefilled: int  # tokens of the prompt that the model was fed
+    processed: int  # tokens of the prompt that are in its cache
+    phases_ms: dict[str, float]  # until the first token: waiting, restoring, prefilling, first_step
     receipt: ReceiptOut | None
     error: str
     ended: float | None
@@ -111,7 +113,6 @@ class TotalsOut(TypedDict):
     reused: dict[str, int]  # tokens by tier
     computed: int  # tokens
     saved_s: float
-    written_bytes: int
 
 
 HealthCountsOut = TypedDict(
@@ -261,20 +262,3 @@ class DivergenceOut(TypedDict):
     before: str
     earlier: str
     now: str
-
-
-class BudgetOutcomeOut(TypedDict):
-    max_bytes: int | None
-    found_tokens: int
-    more_tokens: int  # than with the current budget; may be negative
-    more_seconds: float
-
-
-class WhatIfOut(TypedDict):
-    object: Literal["dashboard.what_if"]
-    lookups: int
-    looks: Annotated[int, renamed_to("lookups")]
-    since: float | None
-    asked_tokens: int
-    max_bytes: int | None
-    outcomes: list[BudgetOutcomeOut]

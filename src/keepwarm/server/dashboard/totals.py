@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 
 from keepwarm.cache.counts import ALL_TIERS, TIERS, PromptCounts
-from keepwarm.engine.insight.history import Amounts, Timeline, minute_name
-from keepwarm.engine.insight.latency import percentile_ms
-from keepwarm.engine.insight.stats import Stats
+from keepwarm.engine.stats import Stats
 from keepwarm.server.dashboard.shapes import (
     BudgetOut,
     ConditionOut,
@@ -15,6 +13,7 @@ from keepwarm.server.dashboard.shapes import (
     HistoryPointOut,
     TotalsOut,
 )
+from keepwarm.telemetry.history import Amounts, Timeline, minute_name, percentile_ms
 
 N_POINTS = 60
 # What turns the status red, and what amber; a count of each, in words for one and for several.
@@ -85,7 +84,6 @@ def totals_out(amounts: Amounts) -> TotalsOut:
         "reused": {t: n for t in ALL_TIERS if (n := amounts.get(t, 0)) or t in TIERS},
         "computed": _computed(amounts),
         "saved_s": amounts.get("saved_ms", 0) / 1000,
-        "written_bytes": amounts.get("written_bytes", 0),
     }
 
 

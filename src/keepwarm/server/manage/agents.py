@@ -24,7 +24,7 @@ from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.restore.records import check_record
 from keepwarm.config import Settings
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.insight.recompute import EXTENT, ImportCheck
+from keepwarm.engine.import_check import EXTENT, ImportCheck
 from keepwarm.errors import BadField, UnknownAgent
 from keepwarm.server.http.body import api_router
 from keepwarm.server.http.request_fields import Config, Served, tenant_agent_id

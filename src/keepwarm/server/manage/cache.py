@@ -18,7 +18,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from keepwarm.cache.counts import PromptCounts
-from keepwarm.engine.insight.stats import Stats
+from keepwarm.engine.stats import Stats
 from keepwarm.errors import BadField, Forbidden
 from keepwarm.server.anthropic.routes import build_request
 from keepwarm.server.anthropic.shapes import CountRequest

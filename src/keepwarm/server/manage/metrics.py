@@ -9,18 +9,22 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
 from fastapi import Request, Response
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from keepwarm.engine.insight.stats import Stats
+from keepwarm.engine.stats import Stats
 from keepwarm.server.http.body import api_router
 from keepwarm.server.http.viewer import CurrentViewer
 from keepwarm.server.manage.vllm_metrics import VllmCollector
 from keepwarm.server.models.models import Models
-from keepwarm.text.request import Usage
 
 Values: TypeAlias = Mapping[str, float]  # by label value; "" without a label
 
@@ -46,14 +50,11 @@ APIS = {
     "/metrics": "metrics",
 }
 TTFT = "keepwarm_time_to_first_token_seconds", "From a request's arrival to its first token."
-OLD_TTFT = "keepwarm_first_token_seconds", "Deprecated: keepwarm_time_to_first_token_seconds."
 TOKEN = "keepwarm_token_seconds", "Time per output token of one answer."
 HTTP = "keepwarm_http_requests", "Completed HTTP requests, refused ones included."
 LOADED = "keepwarm_model_loaded", "1 while the model is loaded."
 LOADS = "keepwarm_model_loads", "How often the model was loaded."
 READY = "keepwarm_ready", "1 while requests are accepted."
-TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 
 router = api_router(tags=["Health"])
 
@@ -258,6 +259,16 @@ class EngineCollector(ReadyCollector):
             stats = self._models.stats()
             yield from (_family(sample, sample.read(stats)) for sample in SAMPLES)
         yield from self._by_model()
+        yield from self._latencies()
+
+    def _latencies(self) -> Iterator[Metric]:
+        ledger = self._models.ledger
+        ttft = HistogramMetricFamily(*TTFT, labels=["warm"])
+        for sample in ledger.times_to_first_token():
+            ttft.add_metric([sample.label], sample.buckets, sample.total)
+        token = ledger.times_per_token()
+        yield ttft
+        yield HistogramMetricFamily(*TOKEN, buckets=token.buckets, sum_value=token.total)
 
     def _by_model(self) -> Iterator[Metric]:
         loaded = GaugeMetricFamily(*LOADED, labels=["model"])
@@ -283,28 +294,13 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.ready = CollectorRegistry()
         self.ready.register(ReadyCollector(models))
-        self._ttft = [
-            Histogram(*name, ["warm"], buckets=TTFT_S, registry=self.registry)
-            for name in (TTFT, OLD_TTFT)
-        ]
-        self._token = Histogram(*TOKEN, buckets=TOKEN_S, registry=self.registry)
         self._http = Counter(*HTTP, ["api", "outcome"], registry=self.registry)
         self.registry.register(EngineCollector(models))
         self.registry.register(VllmCollector(models))
         ProcessCollector(registry=self.registry)
-        models.on_answer(self.observe)
 
     def count_request(self, api: str, outcome: str) -> None:
         self._http.labels(api, outcome).inc()
-
-    def observe(self, usage: Usage) -> None:
-        """Record the latency of an answer."""
-        if usage.completion_tokens:
-            warm = "yes" if usage.cached_tokens else "no"
-            for histogram in self._ttft:
-                histogram.labels(warm).observe(usage.ttft_ms / 1000)
-        if usage.tokens_per_second > 0:
-            self._token.observe(1 / usage.tokens_per_second)
 
 
 class RequestCounter:

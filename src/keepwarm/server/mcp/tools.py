@@ -21,7 +21,6 @@ from keepwarm.server.manage.agent_shapes import AgentId, ForkBody
 from keepwarm.server.manage.agents import TenantAgents
 from keepwarm.server.manage.talking import CompactBody, compact_agent
 from keepwarm.server.models.models import Models
-from keepwarm.server.models.together import misses_of
 
 MAX_BRANCH = 1 << 31
 
@@ -105,12 +104,12 @@ async def _rewind(caller: ToolCaller, given: RewindArguments) -> Mapping[str, An
 
 async def _explain(caller: ToolCaller, given: MissArguments) -> Mapping[str, Any]:
     viewer = Viewer.of(caller.request)
-    found = await asyncio.to_thread(misses_of, caller.models.engines)
-    for engine, miss in found:
+    found = await asyncio.to_thread(caller.models.ledger.misses)
+    for miss in found:
         out = miss_out(miss, viewer)
         if miss.tenant == viewer.tenant and given.agent in (None, out["agent"]):
             reads = viewer.may_read(miss.tenant)
-            text = await asyncio.to_thread(divergence_out, engine, miss) if reads else None
+            text = await asyncio.to_thread(divergence_out, caller.models, miss) if reads else None
             return {"miss": out, "text": text}
     return {"miss": None, "text": None}
 

@@ -6,11 +6,11 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from keepwarm.config import Settings
 from keepwarm.errors import (
@@ -25,13 +25,13 @@ from keepwarm.server.host import EngineHost
 from keepwarm.server.models.listing import ListedModel
 from keepwarm.server.models.names import NamedModel, OnDemand, configured, key_of, plain
 from keepwarm.server.models.slots import Slot, Slots
-from keepwarm.text.request import Usage
+from keepwarm.telemetry.ledger import Ledger
 
 if TYPE_CHECKING:
     from keepwarm.cache.restore.writing import WriteStats
     from keepwarm.cache.store import Store
     from keepwarm.engine.engine import Engine
-    from keepwarm.engine.insight.stats import Stats
+    from keepwarm.engine.stats import Stats
     from keepwarm.server.http.turns import Turn
 
 LOG = logging.getLogger(__name__)
@@ -46,11 +46,11 @@ class Models:
         engine = first.loaded
         self._settings = settings
         self._on_demand = OnDemand(settings)
-        self._listeners: list[Callable[[Usage], None]] = []
-        self._closed: Mapping[str, Any] = {}  # counters of engines that were closed
-        self._last: Stats | None = None  # of the last of them
+        self._last: Stats | None = None  # of the last engine that was closed
+        self.ledger = engine.ledger if engine else Ledger()
         self._adding = threading.Lock()
-        self.slots = Slots(settings, engine.store if store is None and engine else store)
+        store = engine.store if store is None and engine else store
+        self.slots = Slots(settings, store, self.ledger)
         self.slots.on_close = self._note_closed
         self.default = Slot(first, [first.name], settings.model)
         if engine is not None:
@@ -80,8 +80,6 @@ class Models:
             self._add(Slot(host, [model.name], model.source, pinned))
 
     def _add(self, slot: Slot) -> None:
-        for listener in self._listeners:
-            slot.host.on_answer(listener)
         self.slots.all.append(slot)
 
     def start(self) -> None:
@@ -234,25 +232,17 @@ class Models:
 
     def stats(self) -> Stats:
         """Over all models, also those that were unloaded."""
-        from keepwarm.engine.insight.stats import add_up
+        from keepwarm.engine.stats import add_up
 
         found = [engine.stats() for engine in self.engines]
         if not found and self._last is not None:
-            found = [replace(self._last, tiers=self.store.tier_stats())]
-        return add_up(found or [self.engine.stats()], self._closed)
+            tiers, counters = self.store.tier_stats(), self.ledger.counters()
+            found = [replace(self._last, tiers=tiers, counters=counters)]
+        return add_up(found or [self.engine.stats()])
 
     def _note_closed(self, engine: Engine) -> None:
-        from keepwarm.engine.insight.stats import add_counters
-
         stats = engine.stats()
-        self._closed = add_counters(self._closed, stats.counters)
-        self._last = replace(stats, counters={}, live=stats.live._replace(entries=0, n_bytes=0))
-
-    def on_answer(self, listener: Callable[[Usage], None]) -> None:
-        """Call the listener with the usage of every answer that ends, of any model."""
-        self._listeners.append(listener)
-        for slot in self.slots.all:
-            slot.host.on_answer(listener)
+        self._last = replace(stats, live=stats.live._replace(entries=0, n_bytes=0))
 
     # the server's life
 

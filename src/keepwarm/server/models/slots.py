@@ -17,7 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +31,7 @@ from keepwarm.errors import (
 )
 from keepwarm.models.catalog import locate
 from keepwarm.server.host import EngineHost, start_engine
+from keepwarm.telemetry.ledger import Ledger
 from keepwarm.units import format_bytes
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Slot:
 class Slots:
     """All models of a server. For all threads."""
 
-    def __init__(self, settings: Settings, store: Store | None) -> None:
+    def __init__(self, settings: Settings, store: Store | None, ledger: Ledger) -> None:
         self._settings = settings
         self.store = store
         self.all: list[Slot] = []
@@ -83,7 +83,7 @@ class Slots:
         self._is_closing = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="keepwarm-models")
         self._device = DeviceLock()
-        self._numbers = count(1)
+        self.ledger = ledger
 
     # leases
 
@@ -176,7 +176,7 @@ class Slots:
             *(model, self.store, self._settings, report),
             memory=memory,
             device=self._device,
-            numbers=self._numbers,
+            ledger=self.ledger,
         )
 
     # memory

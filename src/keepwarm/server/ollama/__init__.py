@@ -1,5 +1,5 @@
 """Ollama's API, and what clients of llama.cpp's server ask for.
 
 Imports `engine`, `models`, `prefix`, `server`, `server.http`, `server.models`, `server.openai`,
-`text`.
+`telemetry`, `text`.
 """

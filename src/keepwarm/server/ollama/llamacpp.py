@@ -12,7 +12,6 @@ from typing_extensions import TypedDict
 
 from keepwarm import __version__
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.insight.journal import JournalEntry
 from keepwarm.errors import BadField
 from keepwarm.prefix.blocks import common_prefix
 from keepwarm.server.http.body import Checked, JsonInput, api_router
@@ -20,11 +19,10 @@ from keepwarm.server.http.request_fields import Config, InTurn, Served
 from keepwarm.server.http.viewer import CurrentViewer
 from keepwarm.server.openai.shapes import OpenAIErrorOut, SamplingOut
 from keepwarm.server.openai.tokens import Pieces
+from keepwarm.telemetry.ledger import RequestRecord
 from keepwarm.text import request as engine_request
 from keepwarm.text.detokenize import decode
 from keepwarm.text.sandbox.deadline import PrepareDeadline
-
-RUNNING = frozenset({"waiting", "reading", "answering"})
 
 router = api_router(
     tags=["llama.cpp"],
@@ -168,13 +166,13 @@ async def slots(models: Served, viewer: CurrentViewer) -> list[SlotOut]:
     found = [
         (entry, engine.model.n_context)
         for engine in models.engines
-        for entry in engine.requests()
-        if entry.state in RUNNING and entry.tenant == viewer.tenant
+        for entry in engine.running()
+        if entry.tenant == viewer.tenant
     ]
     return [_slot(i, entry, n_context) for i, (entry, n_context) in enumerate(found)]
 
 
-def _slot(index: int, entry: JournalEntry, n_context: int) -> SlotOut:
+def _slot(index: int, entry: RequestRecord, n_context: int) -> SlotOut:
     cached = entry.receipt.cached_tokens if entry.receipt else 0
     return {
         "id": index,
@@ -182,7 +180,7 @@ def _slot(index: int, entry: JournalEntry, n_context: int) -> SlotOut:
         "n_ctx": n_context,
         "is_processing": entry.state != "waiting",
         "n_prompt_tokens": entry.prompt_tokens,
-        "n_prompt_tokens_processed": entry.prefilled - cached,
+        "n_prompt_tokens_processed": entry.computed_tokens,
         "n_prompt_tokens_cache": cached,
         "next_token": [{"n_decoded": entry.answer_tokens, "has_next_token": True}],
     }

@@ -1,8 +1,8 @@
-// Faults, verifying records, the effect of other disk budgets, and the settings in force.
+// Faults, verifying records, and the settings in force.
 
 import { stream } from "./api.js";
 import { byId, empty, h, hide, put, table } from "./dom.js";
-import { bytes, count, percent, plural, seconds, short } from "./format.js";
+import { bytes, count, percent } from "./format.js";
 
 const HEALTH = {
   quarantined: "damaged records quarantined",
@@ -16,11 +16,6 @@ const HEALTH = {
 };
 const HARMLESS = new Set(["evicted", "audits"]);
 const SETTINGS = [{ name: "Setting" }, { name: "Value" }, { name: "Default" }];
-
-const COLUMNS = [
-  { name: "Disk budget" }, { name: "Reused", number: true }, { name: "Compared with now", number: true },
-  { name: "Time saved", number: true },
-];
 
 let admin = false;
 let verifying = false;
@@ -82,24 +77,4 @@ function renderSettings() {
   put("settings", found.length ? table("Settings in force", SETTINGS, found.map((one) =>
     [h("code", {}, one.name), one.changed ? h("strong", {}, one.value || "–") : one.value || "–", one.default || "–"]))
     : empty("Every setting has its default."));
-}
-
-export function whatIf(found) {
-  if (!found.lookups) {
-    put("what-if", empty("No lookups of a full 256-token block yet: send a longer prompt."));
-    return;
-  }
-  const rows = found.outcomes.map((one) => [
-    one.max_bytes === null ? "no limit" : `${bytes(one.max_bytes)}${one.max_bytes === found.max_bytes ? " (now)" : ""}`,
-    `${short(one.found_tokens)} tokens (${percent(one.found_tokens, found.asked_tokens)})`,
-    one.max_bytes === found.max_bytes ? "–" : signed(one.more_tokens, short),
-    one.max_bytes === found.max_bytes ? "–" : signed(one.more_seconds, (s) => seconds(s)),
-  ]);
-  put("what-if", h("p", { class: "quiet above" },
-    `${plural(found.lookups, "lookup")} in the last ${seconds(Date.now() / 1000 - found.since)}, replayed with least-recently-used eviction.`),
-    table("Outcome by disk budget", COLUMNS, rows));
-}
-
-function signed(n, words) {
-  return n === 0 ? "the same" : `${n > 0 ? "+" : "−"}${words(Math.abs(n))}`;
 }

@@ -44,7 +44,6 @@ const VIEWS = {
   misses: [source({ least: 3, path: () => "/v1/dashboard/misses", show: misses.show })],
   agents: [source({ least: 3, path: () => "/v1/dashboard/agents", show: showAgents })],
   health: [saved,
-    source({ least: 30, sums: true, path: () => "/v1/dashboard/what-if", show: health.whatIf }),
     source({ least: 300, sums: true, path: () => "/v1/dashboard/settings", show: health.settings })],
   connect: [source({ least: 300, path: () => `/v1/dashboard/connect${connect.query()}`, show: connect.show })],
 };

@@ -4,7 +4,6 @@ import { post } from "./api.js";
 import { byId, details, empty, h, pages, put, say, slice, table } from "./dom.js";
 import { ago, count, percent, plural, seconds } from "./format.js";
 
-const STATES = { reading: "prefilling", answering: "decoding" }; // other states are shown as they are
 const PAGE = 20;
 const COLUMNS = [
   { name: "Request" }, { name: "State" }, { name: "Prompt" }, { name: "Answer", number: true },
@@ -58,7 +57,7 @@ function row(one) {
     one.request_id ? h("div", { class: "quiet id" }, one.request_id) : ""];
   return [
     name,
-    [h("span", { class: `state ${one.state}`, title: one.error || null }, STATES[one.state] ?? one.state),
+    [h("span", { class: `state ${one.state}`, title: one.error || null }, one.state),
       one.ended ? h("span", { class: "quiet" }, ` ${ago(one.ended)}`) : ""],
     receipt(one), count(one.answer_tokens), one.ttft_ms === null ? "–" : seconds(one.ttft_ms / 1000),
     seconds(one.seconds),
@@ -81,16 +80,16 @@ async function cancel(one) {
 function receipt(one) {
   if (!one.receipt) return plural(one.prompt_tokens, "token");
   const { reused, recomputed, prompt_tokens: whole, saved_ms: saved, inexact = [] } = one.receipt;
-  const warm = whole - recomputed;
-  const isReading = one.state === "reading";
-  const computed = isReading ? Math.max(0, one.prefilled - warm) : recomputed;
+  const warm = Object.values(reused).reduce((n, some) => n + some, 0);
+  const isPrefilling = one.state === "prefilling";
+  const computed = isPrefilling ? one.prefilled : recomputed;
   const parts = [...Object.entries(reused), ["computed", computed]].filter(([, n]) => n);
   const places = parts.map(([tier, n]) => `${tier} ${count(n)}`).join(", ");
-  const what = isReading
+  const what = isPrefilling
     ? `${count(warm + computed)} of ${count(whole)} prefilled (${percent(warm + computed, whole)})`
     : `${count(warm)} of ${count(whole)} warm (${percent(warm, whole)})`;
   return h("div", { class: "receipt", title: places }, stack(parts, whole), h("span", {}, what),
-    h("span", { class: "quiet" }, [` ${places}`, saved && !isReading ? `; saved ${seconds(saved / 1000)}` : "",
+    h("span", { class: "quiet" }, [` ${places}`, saved && !isPrefilling ? `; saved ${seconds(saved / 1000)}` : "",
       ...inexact.map((reason) => `; ${reason}`)].join("")));
 }
 

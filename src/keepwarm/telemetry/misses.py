@@ -5,14 +5,9 @@ A few tokens around the difference are kept, with their tenant: the server shows
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import deque
 from typing import Literal, NamedTuple
 
-from keepwarm.engine.jobs import Job
-from keepwarm.prefix.blocks import pack, unpack
-from keepwarm.prefix.recent import NearestPrompt, RecentPrompts
+from keepwarm.prefix.blocks import unpack
 
 MIN_WASTED = 32  # fewer recomputed tokens are not reported
 MIN_SHARE = 4  # nor fewer than a fourth of all computed tokens
@@ -29,6 +24,7 @@ class MissCandidate(NamedTuple):
     number: int
     tenant: str
     agent: str | None
+    model: str
     when: float
     prompt: bytes
     earlier: bytes
@@ -43,6 +39,7 @@ class PrefixMiss(NamedTuple):
     number: int
     tenant: str
     agent: str | None
+    model: str
     when: float
     prompt_tokens: int
     restored: int
@@ -61,60 +58,6 @@ class PrefixMiss(NamedTuple):
         return self.wasted >= max(MIN_WASTED, computed // MIN_SHARE)
 
 
-class Misses:
-    """Written by the engine's thread, read by any."""
-
-    def __init__(self, recent: RecentPrompts) -> None:
-        self._recent = recent
-        self._nearest: dict[int, NearestPrompt] = {}  # of requests that have not ended
-        self._lock = threading.Lock()
-        self._candidates: deque[MissCandidate] = deque(maxlen=MAX_CANDIDATES)
-        self._found: deque[PrefixMiss] = deque(maxlen=MAX_MISSES)
-
-    def add_request(self, job: Job) -> None:
-        """Find the most similar earlier prompt, before this one is recorded."""
-        if job.request.policy.reads and not job.request.embed:
-            whose = (job.request.kv, job.request.tenant)
-            self._nearest[job.number] = self._recent.nearest(whose, job.tokens)
-
-    def end_request(self, job: Job) -> None:
-        """Queue it if it may be a miss; `latest` does the comparison."""
-        nearest = self._nearest.pop(job.number, None)
-        if nearest is None or nearest.entry is None or job.receipt is None:
-            return
-        if job.receipt.recomputed < MIN_WASTED:
-            return
-        candidate = MissCandidate(
-            job.number,
-            job.request.tenant,
-            job.request.agent,
-            time.time(),
-            pack(job.tokens),
-            nearest.entry.packed,
-            nearest.n_common,
-            job.receipt.cached_tokens,
-            len(job.tokens) / job.lane.restorer.rates.prefill_s(0, len(job.tokens)),
-        )
-        with self._lock:
-            self._candidates.append(candidate)
-
-    def clear(self) -> None:
-        """Forget all misses, and what running requests are compared with: parts of prompts."""
-        self._nearest.clear()
-        with self._lock:
-            self._candidates.clear()
-            self._found.clear()
-
-    def latest(self) -> list[PrefixMiss]:
-        """Newest first."""
-        with self._lock:
-            candidates = list(self._candidates)
-            self._candidates.clear()
-            found = [find_miss(candidate) for candidate in candidates]
-            self._found.extend(miss for miss in found if miss.is_significant)
-            return list(self._found)[::-1]
-
-
 def find_miss(candidate: MissCandidate) -> PrefixMiss:
     """How much of a prompt was recomputed, and from which position."""
     n_prompt = len(candidate.prompt) // 4
@@ -126,6 +69,7 @@ def find_miss(candidate: MissCandidate) -> PrefixMiss:
         candidate.number,
         candidate.tenant,
         candidate.agent,
+        candidate.model,
         candidate.when,
         n_prompt,
         candidate.restored,

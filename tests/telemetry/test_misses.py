@@ -2,8 +2,8 @@
 
 import pytest
 
-from keepwarm.engine.insight.misses import MissCandidate, find_miss, n_repeated
 from keepwarm.prefix.blocks import common_tokens, pack
+from keepwarm.telemetry.misses import MissCandidate, find_miss, n_repeated
 from tests.kit.engines import Models, ask, engine_on
 from tests.store.kit import tokens_of
 
@@ -11,7 +11,9 @@ from tests.store.kit import tokens_of
 def candidate(prompt, earlier, restored=None):
     common = common_tokens(pack(prompt), pack(earlier))
     restored = common if restored is None else restored
-    return MissCandidate(1, "", None, 0.0, pack(prompt), pack(earlier), common, restored, 100.0)
+    return MissCandidate(
+        1, "", None, "tiny", 0.0, pack(prompt), pack(earlier), common, restored, 100.0
+    )
 
 
 HEAD, TAIL = tokens_of(40, 1), tokens_of(200, 2)
@@ -78,14 +80,14 @@ def test_the_engine_finds_its_misses(tmp_path):
     with engine_on(Models(tmp_path / "models").of("llama"), tmp_path / "home") as engine:
         engine.submit(ask(first, 2)).result()
         engine.submit(ask([*first, *tokens_of_model(50, 9)], 2)).result()
-        assert engine.misses.latest() == []
+        assert engine.ledger.misses() == []
         engine.submit(ask(changed, 2, agent="a", tenant="")).result()
         engine.submit(ask([*changed[:-1], 9], 2, tenant="other")).result()
-        (miss,) = engine.misses.latest()
+        (miss,) = engine.ledger.misses()
         assert (miss.number, miss.agent, miss.position) == (3, "a", 3)
         assert miss.wasted >= 280
         assert miss.prompt_tokens == 300
-        assert engine.misses.latest() == [miss]
+        assert engine.ledger.misses() == [miss]
 
 
 def tokens_of_model(n, seed=4):

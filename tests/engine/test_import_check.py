@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm.cache.restore.records import records_of
-from keepwarm.engine.insight.recompute import TOLERANCE, differences
+from keepwarm.engine.import_check import TOLERANCE, differences
 from keepwarm.kv.slices import cut_blocks
 from keepwarm.prefix.blocks import Namespace, chain
 from tests.kit.models import tiny

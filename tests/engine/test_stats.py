@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepwarm.engine.insight.journal import entry_of
+from keepwarm.engine.stats import record_of
 from keepwarm.errors import Cancelled
 from keepwarm.text.request import Request
 from tests.kit.devices import M4_MAX, simulated
@@ -15,12 +15,12 @@ from tests.kit.runs import prompt_of
 def test_a_request_that_waits_and_how_it_ended(models, tmp_path):
     with simulated(M4_MAX, models.of("llama"), tmp_path) as sim:
         sent = [sim.send(40) for _ in range(2)]
-        waiting = entry_of(sent[0].job)
-        assert (waiting.state, waiting.prefilled, waiting.error) == ("waiting", 0, "")
+        waiting = record_of(sent[0].job)
+        assert (waiting.state, waiting.computed_tokens, waiting.error) == ("waiting", 0, "")
         error = Cancelled("Enough.")
         sim.scheduler.abort(sent[1].job, error)
         sim.run_until(lambda: sent[0].job.ended)
-        ended = [entry_of(sent[0].job), entry_of(sent[1].job, error)]
+        ended = [record_of(sent[0].job), record_of(sent[1].job, error)]
         assert [one.state for one in ended] == ["done", "cancelled"]
         assert [one.error for one in ended] == ["", "Enough."]
 

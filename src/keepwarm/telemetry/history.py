@@ -1,0 +1,162 @@
+"""Tokens reused and computed, and times to the first token, by minute and by day, in a small file.
+
+Several servers may share the file: each adds its counts since its last write.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol, Self, TypeAlias
+
+from keepwarm.files import write_atomically
+from keepwarm.store.atomic import exclusive
+
+LOG = logging.getLogger(__name__)
+
+MINUTES_KEPT = 24 * 60
+DAYS_KEPT = 400
+LATENCY = "ttft_"
+CLASSES_PER_DOUBLING = 4  # a percentile is at most 9 % off
+MIN_MS = 1.0
+
+Amounts: TypeAlias = Mapping[str, int]
+Series: TypeAlias = Mapping[str, Amounts]  # by the ISO name of a minute or a day, in UTC
+
+
+class UnsavedMinutes(Protocol):
+    """What `telemetry.ledger.Ledger` has counted since the file was saved."""
+
+    def minutes(self) -> dict[int, Counter[str]]: ...
+    def drop_minutes(self, saved: Mapping[int, Counter[str]]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Timeline:
+    minutes: Series = field(default_factory=dict)
+    days: Series = field(default_factory=dict)
+    total: Amounts = field(default_factory=dict)
+
+    def plus(self, other: Timeline) -> Timeline:
+        return Timeline(
+            _sum(self.minutes, other.minutes, MINUTES_KEPT),
+            _sum(self.days, other.days, DAYS_KEPT),
+            _added(self.total, other.total),
+        )
+
+    def until(self, when: float) -> Timeline:
+        """Without what was counted while the clock was ahead; it would displace what is new."""
+        minute, day = minute_name(when), day_name(when)
+        return Timeline(
+            {name: n for name, n in self.minutes.items() if name <= minute},
+            {name: n for name, n in self.days.items() if name <= day},
+            self.total,
+        )
+
+    @classmethod
+    def of_minutes(cls, minutes: Mapping[int, Counter[str]]) -> Self:
+        """Amounts by the number of the minute since the epoch."""
+        days: dict[str, Counter[str]] = {}
+        for number, amounts in minutes.items():
+            days.setdefault(day_name(60 * number), Counter()).update(amounts)
+        named = {minute_name(60 * number): amounts for number, amounts in minutes.items()}
+        return cls(named, days, sum(minutes.values(), Counter()))
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """A missing or damaged file counts as empty."""
+        try:
+            read = json.loads(path.read_text())
+            return cls(_series(read["minutes"]), _series(read["days"]), _amounts(read["total"]))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return cls()
+
+
+def minute_name(when: float) -> str:
+    return datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%MZ")
+
+
+def day_name(when: float) -> str:
+    return datetime.fromtimestamp(when, UTC).date().isoformat()
+
+
+def _sum(a: Series, b: Series, n_kept: int) -> Series:
+    names = sorted(a.keys() | b.keys())[-n_kept:]
+    return {name: _added(a.get(name, {}), b.get(name, {})) for name in names}
+
+
+def _added(a: Amounts, b: Amounts) -> Amounts:
+    return {name: a.get(name, 0) + b.get(name, 0) for name in a.keys() | b.keys()}
+
+
+def _series(read: Mapping[str, Mapping[str, int]]) -> Series:
+    return {str(name): _amounts(amounts) for name, amounts in read.items()}
+
+
+def _amounts(read: Mapping[str, int]) -> Amounts:
+    return {str(name): int(amount) for name, amount in read.items()}
+
+
+class History:
+    """The file, and what the ledger has since it was last saved."""
+
+    def __init__(
+        self, path: Path, unsaved: UnsavedMinutes, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._path = path
+        self._unsaved = unsaved
+        self._clock = clock
+        self._saved = Timeline.read(path)
+
+    @property
+    def timeline(self) -> Timeline:
+        unsaved = Timeline.of_minutes(self._unsaved.minutes())
+        return self._saved.until(self._clock()).plus(unsaved)
+
+    def today(self) -> Amounts:
+        return self.timeline.days.get(day_name(self._clock()), {})
+
+    def save(self) -> None:
+        """Add unsaved counts to the file; on an error they stay in memory."""
+        if minutes := self._unsaved.minutes():
+            try:
+                self._saved = self._write(Timeline.of_minutes(minutes))
+                self._unsaved.drop_minutes(minutes)
+            except OSError as error:
+                LOG.warning("the history could not be written: %s", error)
+
+    def _write(self, unsaved: Timeline) -> Timeline:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with exclusive(self._path.with_suffix(".lock")):
+            timeline = Timeline.read(self._path).until(self._clock()).plus(unsaved)
+            write_atomically(self._path, json.dumps(asdict(timeline), separators=(",", ":")))
+        return timeline
+
+
+def latency_name(ms: float) -> str:
+    """The class of a time to the first token: counts of classes add up over minutes."""
+    return f"{LATENCY}{round(CLASSES_PER_DOUBLING * math.log2(max(MIN_MS, ms)))}"
+
+
+def percentile_ms(amounts: Amounts, share: float) -> float | None:
+    """The time that this share of the answers did not exceed; None without answers."""
+    counts = sorted(
+        (int(name.removeprefix(LATENCY)), n) for name, n in amounts.items() if _is_class(name)
+    )
+    wanted, passed = share * sum(n for _, n in counts), 0
+    for number, n in counts:
+        passed += n
+        if passed >= wanted:
+            return round(2 ** (number / CLASSES_PER_DOUBLING), 1)
+    return None
+
+
+def _is_class(name: str) -> bool:
+    return name.startswith(LATENCY) and name.removeprefix(LATENCY).isdecimal()

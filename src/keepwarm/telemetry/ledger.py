@@ -1,0 +1,239 @@
+"""The ledger: one record of every request, appended when it ends, with what was really done.
+
+Counters, recent requests, latencies, the history and misses are views of it. It holds numbers and
+names; of prompts only the few tokens by which a miss is shown.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from keepwarm.telemetry.history import MINUTES_KEPT, latency_name
+from keepwarm.telemetry.misses import (
+    MAX_CANDIDATES,
+    MAX_MISSES,
+    MissCandidate,
+    PrefixMiss,
+    find_miss,
+)
+from keepwarm.text.request import Receipt, Usage
+
+RequestState = Literal["waiting", "prefilling", "decoding", "done", "cancelled", "failed"]
+Minutes: TypeAlias = dict[int, Counter[str]]  # amounts by the number of the minute
+OUTCOMES = {"done": "finished", "cancelled": "cancelled", "failed": "failed"}
+TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
+# Counts since the start of the process. Tokens are counted where the model is called.
+COUNTS = (
+    *("requests", "finished", "cancelled", "failed"),
+    "prompt_tokens",  # of requests that ended: reused or computed
+    "prefilled_tokens",
+    "rebuilt_tokens",  # prefilled again because a batch failed
+    "audited_tokens",  # prefilled again to compare a restored cache with a cold one
+    *("generated_tokens", "waited_for_prefix", "rebuilt_batches", "failed_saves"),
+    *("audits", "drifts"),  # drifts: audits whose answer differed
+    "saved_ms",
+    "keeping_ms",  # of the engine's thread
+)
+BY_MINUTE = {"prefilled_tokens": "prefilled", "generated_tokens": "generated"}
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """One request: what was done for it, until now or until it ended."""
+
+    number: int
+    seconds: float  # from its arrival until now or its end
+    tenant: str
+    agent: str | None
+    model: str
+    state: RequestState
+    prompt_tokens: int
+    answer_tokens: int
+    receipt: Receipt | None  # None while it waits; of one that was cut short, as far as it came
+    computed_tokens: int = 0  # of the prompt, that the model was fed
+    phases_ms: Mapping[str, float] = field(default_factory=dict)  # parts of the time until now
+    ttft_ms: float | None = None
+    usage: Usage | None = None
+    is_later_turn: bool = False
+    error: str = ""
+    ended: float | None = None  # seconds since the epoch
+    request_id: str = ""
+
+    @property
+    def reused(self) -> Mapping[str, int]:
+        """Tokens by tier."""
+        return {} if self.receipt is None else self.receipt.reused
+
+    @property
+    def processed_tokens(self) -> int:
+        """Prompt tokens that are in its cache: reused or computed."""
+        return sum(self.reused.values()) + self.computed_tokens
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether more of its prompt was reused than computed."""
+        return sum(self.reused.values()) > self.computed_tokens
+
+    @property
+    def saved_ms(self) -> float:
+        is_read = self.receipt is not None and self.processed_tokens >= self.prompt_tokens
+        return self.receipt.saved_ms if self.receipt and is_read else 0.0
+
+    @property
+    def is_answered(self) -> bool:
+        return bool(self.usage and self.usage.completion_tokens)
+
+    def amounts(self) -> dict[str, int]:
+        """What it adds to the history of its minute."""
+        is_timed = self.is_answered and self.ttft_ms is not None
+        amounts = {
+            **self.reused,
+            **({latency_name(self.ttft_ms or 0.0): 1} if is_timed else {}),
+            "prompt": self.processed_tokens,
+            "saved_ms": round(self.saved_ms),
+            OUTCOMES[self.state]: 1,
+        }
+        return {name: n for name, n in amounts.items() if n}
+
+
+class Distribution:
+    """How many values are in each class; Prometheus calls it a histogram."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.total += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """How many values do not exceed each bound."""
+        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        return [(name, float(sum(self._counts[: i + 1]))) for i, name in enumerate(names)]
+
+
+class HistogramSample(NamedTuple):
+    """One distribution as it is now, with the value of its label."""
+
+    label: str
+    buckets: list[tuple[str, float]]
+    total: float
+
+
+class Ledger:
+    """What the engines of one process have done. They write to it; any thread reads.
+
+    It has one lock, held for no longer than a sum.
+    """
+
+    def __init__(self, n_kept: int = 500, clock: Callable[[], float] = time.time) -> None:
+        self.numbers = count(1)  # of requests
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._counts: dict[str, float] = dict.fromkeys(COUNTS, 0)
+        self._reused: Counter[str] = Counter()
+        self._records: deque[RequestRecord] = deque(maxlen=n_kept)
+        self._minutes: Minutes = {}  # not in the history's file yet
+        self._ttft = {"no": Distribution(TTFT_S), "yes": Distribution(TTFT_S)}  # by `is_warm`
+        self._token = Distribution(TOKEN_S)
+        self._candidates: deque[MissCandidate] = deque(maxlen=MAX_CANDIDATES)
+        self._misses: deque[PrefixMiss] = deque(maxlen=MAX_MISSES)
+        self._n_forgotten = 0  # how often texts were forgotten
+
+    def count(self, **amounts: float) -> None:
+        """Add to counts that are not those of a request's end."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._counts[name] += amount
+                if name in BY_MINUTE:
+                    self._minute()[BY_MINUTE[name]] += int(amount)
+
+    def append(self, record: RequestRecord, candidate: MissCandidate | None = None) -> None:
+        """Book a request that has ended; `candidate` if it may be a miss."""
+        with self._lock:
+            self._records.append(record)
+            self._counts[OUTCOMES[record.state]] += 1
+            self._counts["prompt_tokens"] += record.processed_tokens
+            self._counts["saved_ms"] += record.saved_ms
+            self._reused.update(record.reused)
+            self._minute().update(record.amounts())
+            self._time(record)
+            if candidate is not None:
+                self._candidates.append(candidate)
+
+    def _time(self, record: RequestRecord) -> None:
+        if record.usage is None:
+            return
+        if record.is_answered:
+            self._ttft["yes" if record.is_warm else "no"].add(record.usage.ttft_ms / 1000)
+        if record.usage.tokens_per_second > 0:
+            self._token.add(1 / record.usage.tokens_per_second)
+
+    def _minute(self) -> Counter[str]:
+        number = int(self._clock() // 60)
+        if number not in self._minutes:
+            self._minutes[number] = Counter()
+            while len(self._minutes) > MINUTES_KEPT:  # nobody saves them
+                del self._minutes[next(iter(self._minutes))]
+        return self._minutes[number]
+
+    def records(self) -> list[RequestRecord]:
+        """The last requests that ended, oldest first."""
+        with self._lock:
+            return list(self._records)
+
+    def counters(self) -> dict[str, Any]:
+        """Counts by name, and reused tokens by tier."""
+        with self._lock:
+            return {**self._counts, "reused_tokens": dict(self._reused)}
+
+    def times_to_first_token(self) -> list[HistogramSample]:
+        with self._lock:
+            return [HistogramSample(warm, d.buckets(), d.total) for warm, d in self._ttft.items()]
+
+    def times_per_token(self) -> HistogramSample:
+        with self._lock:
+            return HistogramSample("", self._token.buckets(), self._token.total)
+
+    # the history
+
+    def minutes(self) -> Minutes:
+        """Amounts that are not in the history's file yet."""
+        with self._lock:
+            return {number: amounts.copy() for number, amounts in self._minutes.items()}
+
+    def drop_minutes(self, saved: Mapping[int, Counter[str]]) -> None:
+        """These amounts are in the file; what was added since stays."""
+        with self._lock:
+            left = {number: n - saved.get(number, Counter()) for number, n in self._minutes.items()}
+            self._minutes = {number: amounts for number, amounts in left.items() if amounts}
+
+    # misses
+
+    def misses(self) -> list[PrefixMiss]:
+        """Requests that computed known tokens again, newest first. It compares whole prompts."""
+        with self._lock:
+            candidates, n_forgotten = list(self._candidates), self._n_forgotten
+            self._candidates.clear()
+        found = [miss for each in candidates if (miss := find_miss(each)).is_significant]
+        with self._lock:
+            if n_forgotten == self._n_forgotten:
+                self._misses.extend(found)
+            return list(self._misses)[::-1]
+
+    def forget_texts(self) -> None:
+        """Parts of prompts, by which misses are shown."""
+        with self._lock:
+            self._n_forgotten += 1
+            self._candidates.clear()
+            self._misses.clear()
