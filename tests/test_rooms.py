@@ -24,11 +24,13 @@ MAX_FUNCTION_LINES = 60
 # on the ground floor. The package itself and `python -m` stand above everything.
 GROUND = 0
 LEVELS = {
-    **dict.fromkeys(("errors", "config", "config_values", "files", "folders"), GROUND),
+    **dict.fromkeys(
+        ("errors", "concurrency", "config", "config_values", "files", "folders"), GROUND
+    ),
     **dict.fromkeys(("progress", "units", "backend", "blas", "blas_trial", "mlx_import"), GROUND),
     "prefix": 1,
     **dict.fromkeys(("kv", "store", "device"), 2),
-    "models": 3,
+    **dict.fromkeys(("models", "remote"), 3),
     **dict.fromkeys(("cache", "text"), 4),
     "telemetry": 5,
     "engine": 6,

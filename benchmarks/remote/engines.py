@@ -12,7 +12,7 @@ from keepwarm.cache.store import Budgets, Store
 from keepwarm.engine.engine import Engine
 from keepwarm.models.load import Model
 from keepwarm.prefix.policy import Policy
-from keepwarm.store.remote.tier import RemoteTier
+from keepwarm.remote.tier import RemoteTier
 from keepwarm.text.request import Delta, Receipt, Request, Sampling
 
 
@@ -26,6 +26,7 @@ def engine_at(model: Model, home: Path, remote: str = "") -> Iterator[Engine]:
 
 def tier_of(engine: Engine) -> RemoteTier:
     (tier,) = engine.lane_of().restorer.tiers.shared
+    assert isinstance(tier, RemoteTier)
     return tier
 
 

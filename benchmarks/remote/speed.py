@@ -20,15 +20,15 @@ from urllib.parse import urlsplit
 
 from xxhash import xxh3_128
 
+from keepwarm.concurrency import CallDeadline, CallError
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockRef, Namespace, chain
-from keepwarm.store.blobs.backend import Backend, BlobError
-from keepwarm.store.blobs.deadline import CallDeadline
-from keepwarm.store.blobs.opening import open_backend
-from keepwarm.store.buffers import memory_for
+from keepwarm.remote.addresses import open_backend
+from keepwarm.remote.backend import Backend
+from keepwarm.remote.compression import memory_for
+from keepwarm.remote.names import RecordPlace, RemoteNames
+from keepwarm.remote.question import Question
+from keepwarm.remote.tier import RemoteTier
 from keepwarm.store.record import Header, Part, Record, Tensor, encode_record
-from keepwarm.store.remote.names import RecordPlace, RemoteNames
-from keepwarm.store.remote.question import Question
-from keepwarm.store.remote.tier import RemoteTier
 
 THREADS = 3  # as many as read a prompt
 PATIENT = 1e6  # bytes a second that are expected: deadlines are not measured here
@@ -91,17 +91,19 @@ def measure(place: str, url: str, size: RecordSize, rounds: int) -> list[Ratio]:
     with closing(open_backend(url)) as backend, _tier(open_backend(url)) as tier:
         for record in records:
             if not tier.put(record).stored:
-                raise BlobError("it does not keep what is put")
+                raise CallError("it does not keep what is put")
         names = [_name(record.header) for record in records]
         raw_get, raw_put = _raw(place, url, backend)
 
         def ask() -> None:
             tier.speed.bytes_per_s = PATIENT
-            tier.ask(Question(namespace, refs, len(refs), 0, True, 0, False), CallDeadline(SOON))
+            tier.look_up(
+                Question(namespace, refs, len(refs), 0, True, 0, False), CallDeadline(SOON)
+            )
 
         def restore(number: int) -> None:
             if tier.read(refs[number].key, Part.DELTA) is None:
-                raise BlobError("a record was not read in time")
+                raise CallError("a record was not read in time")
 
         own = Namespace(os.urandom(32))
         n_puts = min(rounds, PUT_ROUNDS)
@@ -111,7 +113,7 @@ def measure(place: str, url: str, size: RecordSize, rounds: int) -> list[Ratio]:
             ref = next(new)
             header = Header(own, ref.key, ref.parent, Part.DELTA, 0, ref.tokens, {})
             if not tier.put(Record(header, records[number].tensors)).stored:
-                raise BlobError("a record was not put")
+                raise CallError("a record was not put")
 
         def get(number: int) -> object:
             return raw_get(names[number])
@@ -186,7 +188,7 @@ def _raw(
         )
     import obstore
 
-    from keepwarm.store.blobs.s3 import S3Address, open_store
+    from keepwarm.remote.s3 import S3Address, open_store
 
     store = open_store(S3Address.parse(urlsplit(url)), "")
     return (
@@ -202,7 +204,7 @@ def _tier(backend: Backend) -> Iterator[RemoteTier]:
         until = time.monotonic() + SOON
         while not tier.wait_until_tried(SOON):
             if tier.refused or time.monotonic() > until:
-                raise BlobError(tier.refused or "it does not answer")
+                raise CallError(tier.refused or "it does not answer")
             time.sleep(0.1)
         yield tier
     finally:

@@ -24,7 +24,7 @@ from benchmarks.remote.engines import engine_at, first_ms, tier_of
 from benchmarks.shapes import build, make_tokenizer
 from keepwarm.engine.engine import Engine
 from keepwarm.models.load import Model
-from keepwarm.store.remote.tier import ASK_S
+from keepwarm.remote.tier import ASK_S
 from keepwarm.text.request import Delta, Request, Sampling
 
 N_TOKENS = 1200  # what is computed sooner than in 20 ms is not asked for; longer is noisier
@@ -154,7 +154,7 @@ def _pause_ms(engine: Engine, prompt: list[int]) -> float:
 def _recovery_s(engine: Engine) -> float:
     """Until it is used again, without a restart."""
     began, tier = time.monotonic(), tier_of(engine)
-    while tier.breaker.is_open:
+    while tier.is_open:
         if time.monotonic() - began > SOON:
             raise RuntimeError("The shared tier is not used again.")
         time.sleep(0.01)

@@ -11,11 +11,11 @@ import pytest
 
 from keepwarm import __version__, blas, config
 from keepwarm.cache.break_even import break_even, describe, remembered_costs
-from keepwarm.cache.shared.opening import RemoteReport, measure_remotes
 from keepwarm.cli.doctor import MeasuredRemote, _tiers_page
 from keepwarm.device.machine import Machine, _advice_on_blas
 from keepwarm.engine.padding import KnownVerdict, Verdict, padding_book
-from keepwarm.store.remote.mark import MARK
+from keepwarm.remote.handshake import STORE_META
+from keepwarm.remote.opening import RemoteReport, measure_remotes
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.redis_server import redis_server
 
@@ -92,7 +92,7 @@ def test_the_break_even_of_each_is_stated_for_the_model(report):
     ],
 )
 def test_a_tier_that_would_be_refused_is_not_measured(tmp_path, mark, key, problem):
-    (path := tmp_path / MARK).parent.mkdir()
+    (path := tmp_path / STORE_META).parent.mkdir()
     path.write_bytes(mark)
     settings = config.load(
         {"KEEPWARM_HOME": str(tmp_path / "home")}, remote=tmp_path.as_uri(), encryption_key=key

@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from keepwarm.concurrency import CallDeadline
 from keepwarm.prefix.blocks import BlockKey, Namespace
-from keepwarm.store.blobs.backend import Backend
-from keepwarm.store.blobs.deadline import CallDeadline
-from keepwarm.store.blobs.opening import open_backend
-from keepwarm.store.blobs.redis import RedisBackend
+from keepwarm.remote.addresses import open_backend
+from keepwarm.remote.backend import Backend
+from keepwarm.remote.janitor import Janitor, PlaceLimits
+from keepwarm.remote.known import KnownRecord
+from keepwarm.remote.names import RecordPlace, parse_last
+from keepwarm.remote.question import read_header
+from keepwarm.remote.redis import RedisBackend
+from keepwarm.remote.tier import RemoteTier
 from keepwarm.store.record import Part, Record
-from keepwarm.store.remote.janitor import Janitor, PlaceLimits
-from keepwarm.store.remote.known import KnownRecord
-from keepwarm.store.remote.names import RecordPlace, parse_last
-from keepwarm.store.remote.question import read_header
-from keepwarm.store.remote.tier import RemoteTier
 from keepwarm.store.seal import Seal
 from keepwarm.store.tier import NamedBlock, PutResult, StoredBlock
 

@@ -7,9 +7,10 @@ from itertools import count
 
 import pytest
 
+from keepwarm.concurrency import CallError
 from keepwarm.errors import BadInput, BadRecord
-from keepwarm.store.blobs.backend import BlobError, Listed, Near
-from keepwarm.store.blobs.opening import open_backend
+from keepwarm.remote.addresses import open_backend
+from keepwarm.remote.backend import Listed, Near
 from tests.contract.shared import exemption_of
 from tests.kit.places import FUSE, KINDS
 
@@ -181,7 +182,7 @@ def test_readers_see_whole_blobs(blobs, folder):
     def write():
         while not stop.is_set():
             for data in wholes:
-                with suppress(BlobError):
+                with suppress(CallError):
                     put(blobs, name, data, replace=True)
 
     with ThreadPoolExecutor(2) as threads:
@@ -197,7 +198,7 @@ def test_readers_see_whole_blobs(blobs, folder):
 def is_whole(blobs, name, wholes):
     try:
         found = read(blobs, name)
-    except BlobError:
+    except CallError:
         return False
     assert found in wholes
     return True
@@ -224,8 +225,8 @@ def test_memory_that_is_not_given_fails_the_read_alone(blobs, folder):
     put(blobs, f"{folder}/x.d", b"x" * 100)
 
     def refuse(n_bytes):
-        raise BlobError(f"{n_bytes} are too many")
+        raise CallError(f"{n_bytes} are too many")
 
-    with pytest.raises(BlobError, match="too many"):
+    with pytest.raises(CallError, match="too many"):
         blobs.read(f"{folder}/x.d", refuse, SOON)
     assert read(blobs, f"{folder}/x.d") == b"x" * 100

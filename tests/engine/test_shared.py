@@ -11,15 +11,15 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
+from keepwarm.concurrency import CallDeadline
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.prefix.policy import Policy
-from keepwarm.store.blobs.backend import Listed
-from keepwarm.store.blobs.deadline import CallDeadline
-from keepwarm.store.blobs.opening import open_backend
-from keepwarm.store.buffers import decode_record
+from keepwarm.remote.addresses import open_backend
+from keepwarm.remote.backend import Listed
+from keepwarm.remote.compression import decode_record
+from keepwarm.remote.names import list_classes
+from keepwarm.remote.trial import try_backend
 from keepwarm.store.record import Part
-from keepwarm.store.remote.names import list_classes
-from keepwarm.store.remote.trial import try_backend
 from tests.contract.shared import names_in
 from tests.kit.engines import Exam, FedCounter, ask, engine_on, held
 from tests.kit.faulty_proxy import FaultyProxy
@@ -42,11 +42,11 @@ def remote(request, places, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     """Deadlines that a busy machine keeps too: hanging is a failure, and slowness is not."""
-    monkeypatch.setattr("keepwarm.cache.shared.opening.START_S", SOON)
-    monkeypatch.setattr("keepwarm.cache.shared.sharing.CLOSE_S", SOON)
-    monkeypatch.setattr("keepwarm.cache.restore.restorer.ASK_S", SOON)
-    monkeypatch.setattr("keepwarm.cache.restore.restorer.MAX_ASK_SHARE", SOON)
-    monkeypatch.setattr("keepwarm.store.remote.tier.MIN_READ_S", SOON)
+    monkeypatch.setattr("keepwarm.remote.opening.START_S", SOON)
+    monkeypatch.setattr("keepwarm.remote.uploader.CLOSE_S", SOON)
+    monkeypatch.setattr("keepwarm.remote.tier.ASK_S", SOON)
+    monkeypatch.setattr("keepwarm.remote.tier.MAX_ASK_SHARE", SOON)
+    monkeypatch.setattr("keepwarm.remote.tier.MIN_READ_S", SOON)
     monkeypatch.setattr("keepwarm.cache.restore.restorer.MIN_READ_S", SOON)
 
 
@@ -110,7 +110,7 @@ def _new(n_bytes):
 @pytest.mark.parametrize("remote", ["directory"], indirect=True)
 def test_a_tier_that_seemed_too_slow_is_measured_again(models, tmp_path, remote, monkeypatch):
     """Though nothing of the prompt is here, so that nothing at all is loaded."""
-    monkeypatch.setattr("keepwarm.store.remote.tier.REFRESH_S", 0.02)
+    monkeypatch.setattr("keepwarm.remote.tier.REFRESH_S", 0.02)
     model, prompt = models.of("llama"), prompt_of(600)
     with machine(model, tmp_path / "a", remote) as a:
         use(a, prompt)
@@ -206,8 +206,8 @@ def test_a_window_that_is_presumed_and_not_there_is_a_miss(
         assert windows.keys() >= {1, 2, 3, 4}
         if is_lost:
             place.delete([Listed(windows[2])], SOON)
-    monkeypatch.setattr("keepwarm.store.blobs.directory.DirectoryBackend.is_distant", True)
-    monkeypatch.setattr("keepwarm.store.remote.asking.MAX_REQUESTS", 7)
+    monkeypatch.setattr("keepwarm.remote.directory.DirectoryBackend.is_distant", True)
+    monkeypatch.setattr("keepwarm.remote.asking.MAX_REQUESTS", 7)
     with machine(model, tmp_path / "b", remote) as b:
         result = run(b, prompt)
         exam.add(prompt, result.choices[0])
@@ -324,20 +324,20 @@ def test_a_place_that_hangs_or_is_gone_changes_no_answer(models, tmp_path, monke
     with redis_server(tmp_path) as server, machine(model, tmp_path / "a", server.url) as a:
         (tier,) = a.lane_of().restorer.tiers.shared
         server.pause()
-        monkeypatch.setattr("keepwarm.cache.restore.restorer.ASK_S", 0.05)
+        monkeypatch.setattr("keepwarm.remote.tier.ASK_S", 0.05)
         try:
             for prompt in prompts[:4]:
                 exam.add(prompt, run(a, prompt).choices[0])
-            assert tier.breaker.is_open
+            assert tier.is_open
             assert a.store.tier_stats()["shared 1"].errors == 3, "the fourth has asked nobody"
         finally:
             server.go_on()
         server.kill()
         exam.add(prompts[4], run(a, prompts[4]).choices[0])
         server.start()
-        monkeypatch.setattr("keepwarm.cache.restore.restorer.ASK_S", SOON)
+        monkeypatch.setattr("keepwarm.remote.tier.ASK_S", SOON)
         until = time.monotonic() + SOON
-        while tier.breaker.is_open:
+        while tier.is_open:
             assert time.monotonic() < until
             time.sleep(0.02)
         exam.add(prompts[5], run(a, prompts[5]).choices[0])
@@ -395,7 +395,7 @@ def test_a_load_that_falls_behind_is_left_and_what_has_arrived_is_kept(
         result = run(b, prompt)
         assert result.receipt.reused == {"memory": 256}
         assert len(names) == 1
-        assert not tier.breaker.is_open
+        assert not tier.is_open
         exam.add(prompt, result.choices[0])
     exam.check()
 
@@ -430,7 +430,7 @@ def test_what_arrived_before_a_line_became_slow_is_kept(models, tmp_path, remote
             monkeypatch.setattr("keepwarm.cache.restore.restorer.MIN_READ_S", 3.0)
             result = run(b, prompt)
             assert result.receipt.reused == {"memory": 256}
-            assert not b.lane_of().restorer.tiers.shared[0].breaker.is_open
+            assert not b.lane_of().restorer.tiers.shared[0].is_open
             exam.add(prompt, result.choices[0])
     finally:
         ended.set()
@@ -445,7 +445,7 @@ def test_other_numbers_are_used_only_where_that_is_wanted_and_said(
     model, prompt, more = models.of("llama"), prompt_of(300), prompt_of(250, seed=2)
 
     def of_class(name):
-        monkeypatch.setattr("keepwarm.cache.shared.opening.numerics_class", lambda: name)
+        monkeypatch.setattr("keepwarm.remote.opening.numerics_class", lambda: name)
 
     anything = {"KEEPWARM_SHARE_NUMERICS": "any"}
     of_class("cuda-mlx-0.1")
@@ -496,7 +496,7 @@ def test_a_start_waits_for_the_first_trial(models, tmp_path, monkeypatch):
         time.sleep(0.2)
         try_backend(*args)
 
-    monkeypatch.setattr("keepwarm.store.remote.tier.try_backend", slowly)
+    monkeypatch.setattr("keepwarm.remote.tier.try_backend", slowly)
     with machine(models.of("llama"), tmp_path, tmp_path.as_uri()) as engine:
         (tier,) = engine.lane_of().restorer.tiers.shared
-        assert not tier.breaker.is_open
+        assert not tier.is_open

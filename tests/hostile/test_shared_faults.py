@@ -30,14 +30,14 @@ from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.kv.layout import probe
 from keepwarm.prefix.blocks import Namespace, chain
 from keepwarm.prefix.policy import Policy
-from keepwarm.store.blobs import directory
-from keepwarm.store.blobs.backend import Listed, Looked, Near
-from keepwarm.store.blobs.opening import open_backend
+from keepwarm.remote import directory
+from keepwarm.remote.addresses import open_backend
+from keepwarm.remote.backend import Listed, Looked, Near
+from keepwarm.remote.known import PRESENT_S
+from keepwarm.remote.names import RecordPlace, RemoteNames
+from keepwarm.remote.tier import RemoteTier
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part
-from keepwarm.store.remote.known import PRESENT_S
-from keepwarm.store.remote.names import RecordPlace, RemoteNames
-from keepwarm.store.remote.tier import RemoteTier
 from keepwarm.store.tiers import Tiers
 from tests.kit.compare import assert_same
 from tests.kit.faulty_proxy import FaultyProxy
@@ -437,9 +437,9 @@ def patience(monkeypatch):
     """Sets deadlines: long ones that a busy machine keeps too, and short ones for what hangs."""
 
     def set_deadlines(seconds):
-        monkeypatch.setattr("keepwarm.cache.restore.restorer.ASK_S", seconds)
+        monkeypatch.setattr("keepwarm.remote.tier.ASK_S", seconds)
         monkeypatch.setattr("keepwarm.cache.restore.restorer.MIN_READ_S", seconds, raising=False)
-        monkeypatch.setattr("keepwarm.store.remote.tier.MIN_READ_S", seconds)
+        monkeypatch.setattr("keepwarm.remote.tier.MIN_READ_S", seconds)
 
     monkeypatch.setattr("keepwarm.cache.restore.restorer.MIN_LOAD_SHARE", 0.0)
     set_deadlines(SOON)

@@ -22,6 +22,7 @@ from keepwarm import config, kv
 from keepwarm.cache.restore.loading import PendingReads, Reader, Use
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.store import Budgets, Store
+from keepwarm.concurrency import CallDeadline
 from keepwarm.engine.admission import Admission
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.jobs import Job
@@ -35,7 +36,6 @@ from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.prefix.fingerprint import Identity
 from keepwarm.prefix.policy import Policy
 from keepwarm.prefix.recent import RecentPrompts
-from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.telemetry.ledger import Ledger
 from keepwarm.text.prepare import Preparer
 from keepwarm.text.request import Delta, KVOptions, Outcome, Request, Sampling

@@ -12,16 +12,16 @@ from keepwarm.cli.main import main
 
 SOON = 60.0  # seconds
 DEADLINES = (
-    "keepwarm.cache.shared.opening.START_S",
-    "keepwarm.cache.restore.restorer.ASK_S",
-    "keepwarm.cache.restore.restorer.MAX_ASK_SHARE",
+    "keepwarm.remote.opening.START_S",
+    "keepwarm.remote.tier.ASK_S",
+    "keepwarm.remote.tier.MAX_ASK_SHARE",
     "keepwarm.cache.restore.restorer.MIN_READ_S",
-    "keepwarm.store.remote.tier.MIN_READ_S",
+    "keepwarm.remote.tier.MIN_READ_S",
 )
 
 if __name__ == "__main__":
     for name in DEADLINES:
         patch(name, SOON).start()
-    patch("keepwarm.store.remote.speed.TierSpeed.load_s", lambda *_: 0.0).start()
+    patch("keepwarm.remote.speed.TierSpeed.load_s", lambda *_: 0.0).start()
     sys.argv = ["keepwarm", "serve", "--port", "0", "--model", sys.argv[1]]
     main()

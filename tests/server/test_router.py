@@ -20,10 +20,10 @@ N_ANSWER = 6
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     """Deadlines that a busy machine keeps too: hanging is a failure, and slowness is not."""
-    monkeypatch.setattr("keepwarm.cache.shared.opening.START_S", SOON)
-    monkeypatch.setattr("keepwarm.cache.restore.restorer.ASK_S", SOON)
-    monkeypatch.setattr("keepwarm.store.remote.tier.MIN_READ_S", SOON)
-    monkeypatch.setattr("keepwarm.store.remote.speed.TierSpeed.load_s", lambda *_: 0.0)
+    monkeypatch.setattr("keepwarm.remote.opening.START_S", SOON)
+    monkeypatch.setattr("keepwarm.remote.tier.ASK_S", SOON)
+    monkeypatch.setattr("keepwarm.remote.tier.MIN_READ_S", SOON)
+    monkeypatch.setattr("keepwarm.remote.speed.TierSpeed.load_s", lambda *_: 0.0)
 
 
 def stable_token(tokenizer):

@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from keepwarm.cache.shared.opening import numerics_class
+from keepwarm.remote.opening import numerics_class
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.models import COMMON, CONFIGS, tiny
 from tests.kit.places import KINDS

@@ -1,5 +1,5 @@
 """Where prompts meet records: the block store that the engine and library users open.
 
-Imports `cache.agents`, `cache.restore`, `cache.shared`, `cache.texts`, `device`, `kv`, `models`,
-`prefix`, `store`.
+Imports `cache.agents`, `cache.restore`, `cache.texts`, `device`, `kv`, `models`,
+`prefix`, `remote`, `store`.
 """

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from keepwarm.cache.restore.rates import LoadSize, RateBook, Rates
-from keepwarm.cache.shared.opening import RemoteReport
 from keepwarm.config import Settings
 from keepwarm.models.catalog import find, find_local
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.units import format_rate
+
+if TYPE_CHECKING:
+    from keepwarm.remote.opening import RemoteReport  # only where a remote is set
 
 MOST_TOKENS = 1 << 17  # of a prompt
 USUAL_TOKENS = 1 << 11  # at which rates are stated

@@ -32,16 +32,16 @@ from keepwarm.cache.agents.reach import used_by
 from keepwarm.cache.agents.rewriting import prefix_blocks, prefix_records, renamed
 from keepwarm.cache.agents.signing import NO_KEYS, BundleKeys, SigningKey
 from keepwarm.cache.counts import CountBook
-from keepwarm.cache.shared.tombstones import Tombstones, delete_everywhere
-from keepwarm.cache.shared.unsharing import Erase, Unsharing
 from keepwarm.cache.texts.turns import AgentTurn
+from keepwarm.config import Settings
 from keepwarm.errors import BadCacheFile, BadInput, BadRecord, Busy
 from keepwarm.files import replacing
-from keepwarm.prefix.blocks import Namespace, unpack
+from keepwarm.prefix.blocks import BlockKey, Namespace, unpack
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.prefix.turn import KeptTurn
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.disk.staging import StagedRecords
+from keepwarm.store.disk.tombstones import Tombstones, delete_everywhere
 from keepwarm.store.disk.upkeep import (
     Progress,
     file_path,
@@ -76,13 +76,13 @@ class DiskStore:
         secret: str | None = None,
         retention_s: float | None = None,
         *,
-        agree: Callable[[bytes], bytes] = bytes,
+        handshake: Callable[[bytes], bytes] = bytes,
     ) -> None:
-        """`retention_s` is that of new agents. `agree` returns the mark that other machines have
-        put where blocks are shared, given that of a new encrypted store.
+        """`retention_s` is that of new agents. `handshake` returns the marker that other machines
+        have put where blocks are shared, given that of a new encrypted store.
         """
         try:
-            self.disk = DiskTier(root, limits, seal=unlock(root, secret, agree=agree))
+            self.disk = DiskTier(root, limits, seal=unlock(root, secret, handshake=handshake))
         except TimeoutError as error:
             raise Busy(
                 f"Another process, perhaps suspended, holds a lock of the store {root}; "
@@ -294,9 +294,9 @@ class DiskStore:
         names, keys = {one.namespace for one in stored}, [one.key for one in stored]
         return Cleared(n_agents, delete_everywhere(self.disk, names, keys, progress=progress))
 
-    def unsharing(self, erase: Callable[[str], Erase]) -> Unsharing:
-        """Deletes from shared tiers what was deleted here."""
-        return Unsharing(self.tombstones, lambda: used_by(self.disk, self.agents.all()), erase)
+    def blocks_of_agents(self) -> set[BlockKey]:
+        """The blocks of all agents: shared tiers keep them when others are deleted."""
+        return used_by(self.disk, self.agents.all())
 
     def close(self) -> None:
         self.counts.save()
@@ -310,3 +310,12 @@ class DiskStore:
 
     def _identity_path(self, name: Namespace) -> Path:
         return file_path(self.disk, "models", name.hex())
+
+
+def handshake_with(settings: Settings) -> Callable[[bytes], bytes]:
+    """For a new encrypted store: the marker, or that of the first remote store which answers."""
+    if not settings.remotes:
+        return bytes
+    from keepwarm.remote.handshake import handshake  # only fleets need it
+
+    return handshake(settings.remotes, settings.read_remote_password())

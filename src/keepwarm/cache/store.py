@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from keepwarm import blas, config, kv
 from keepwarm.cache.agent_layers import AgentBlocks, load_blocks
 from keepwarm.cache.attached import AttachedModel
 from keepwarm.cache.counts import CountBook
-from keepwarm.cache.disk_store import DiskStore
+from keepwarm.cache.disk_store import DiskStore, handshake_with
 from keepwarm.cache.identity import identity_of
 from keepwarm.cache.restore.forgetting import Forget, Forgetting
 from keepwarm.cache.restore.loading import Reader, RestoreFailures
@@ -25,7 +25,6 @@ from keepwarm.cache.restore.points import PointSizes
 from keepwarm.cache.restore.rates import RateBook
 from keepwarm.cache.restore.restorer import Restorer
 from keepwarm.cache.restore.writing import MemorySaver, Saver, Writer, WriteStats
-from keepwarm.cache.shared.shared_tiers import SharedTiers
 from keepwarm.device.memory import MemoryConfig
 from keepwarm.errors import BadInput, StoreFailed, UnknownAgent
 from keepwarm.kv.slabs import SlabPool
@@ -33,9 +32,13 @@ from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.prefix.policy import Policy
 from keepwarm.store.disk.disk import DiskLimits
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.remote.mark import agree_on_mark
-from keepwarm.store.tier import StoredBlock, Tier, TierStats
+from keepwarm.store.tier import StoredBlock, Tier, TierStats, as_store_errors
 from keepwarm.store.tiers import SHARED, Tiers
+
+if TYPE_CHECKING:
+    from keepwarm.remote.shared_tiers import SharedTiers
+
+MIXED = "mixed numerics"  # noted in the index
 
 
 @dataclass(frozen=True)
@@ -100,11 +103,12 @@ class Store:
             self.saver = writer
             self._tiers["disk"] = disk
             lookups += [("memory", writer.queued), ("disk", disk)]
-        tier = None if self._on_disk is None else self._on_disk.disk
-        self._shared = SharedTiers(self.settings, self.memory, tier)
-        self._lookups = Tiers(lookups, self._shared.tiers)
-        if self._on_disk is not None:
-            self._shared.start(self._lookups.local, self.saver.kept, self._on_disk.unsharing)
+        self._is_mixed = self._note_mixed()
+        self._shared = self._open_shared() if self.settings.remotes else None
+        self._lookups = Tiers(lookups, () if self._shared is None else self._shared.tiers)
+        if self._shared is not None and self._on_disk is not None:
+            keep = self._on_disk.blocks_of_agents
+            self._shared.start(self._lookups.local, self.saver.kept, keep)
             self.add_forget(self._shared.notice_deletion)
         self._reader = Reader(self._lookups, SlabPool.if_cuda(), self.memory)
         self._resize(_memory_bytes(budgets))
@@ -126,8 +130,25 @@ class Store:
             budgets.disk_writes_per_day,
             secret,
             retention_s,
-            agree=agree_on_mark(self.settings.remotes, self.settings.read_remote_password()),
+            handshake=handshake_with(self.settings),
         )
+
+    def _open_shared(self) -> SharedTiers:
+        from keepwarm.remote.shared_tiers import SharedTiers  # only fleets need it
+
+        disk = None if self._on_disk is None else self._on_disk.disk
+        return SharedTiers(self.settings, self.memory, disk, self._is_mixed)
+
+    def _note_mixed(self) -> bool:
+        """Whether blocks of other classes may be here: since the setting allowed them, for good."""
+        is_now = bool(self.settings.remotes) and self.settings.share_numerics == "any"
+        if self._on_disk is None:
+            return is_now
+        disk = self._on_disk.disk
+        with as_store_errors(disk, "note where its blocks come from"):
+            if is_now:
+                disk.index.database.set_flag(MIXED)
+            return disk.index.database.has_flag(MIXED)
 
     @property
     def on_disk(self) -> DiskStore:
@@ -183,8 +204,8 @@ class Store:
             self.saver,
             failures=self.restore_failures,
             forgetting=self._forgetting,
-            sharer=self._shared.sharer,
-            is_mixed=self._shared.is_mixed,
+            uploader=None if self._shared is None else self._shared.uploader,
+            is_mixed=self._is_mixed,
         )
 
     def load_agent(self, agent_id: str, branch: int | None = None) -> AgentBlocks:
@@ -255,7 +276,7 @@ class Store:
         """The addresses of shared tiers that still have some of what was deleted here; they are
         tried again.
         """
-        return self._shared.unreached()
+        return [] if self._shared is None else self._shared.unreached()
 
     def catch_up(self) -> int:
         """Forget what any process has deleted on purpose; the generation that this leads to."""
@@ -306,7 +327,7 @@ class Store:
 
     def tier_stats(self) -> dict[str, TierStats]:
         stats = {name: tier.stats() for name, tier in self._tiers.items()}
-        shared = enumerate(self._shared.tiers, 1)
+        shared = enumerate(self._lookups.shared, 1)
         return stats | {f"{SHARED} {n}": tier.stats() for n, tier in shared}
 
     def write_stats(self) -> WriteStats:
@@ -322,13 +343,15 @@ class Store:
     def close(self) -> None:
         """Write the queue to disk and close all files."""
         self._rates.save()
-        self._shared.stop()
+        if self._shared is not None:
+            self._shared.stop()
         self.saver.close()
         if self._on_disk is not None:
             with suppress(StoreFailed):  # it is counted
                 self._on_disk.disk.flush()
         self._reader.close()
-        self._shared.close()
+        if self._shared is not None:
+            self._shared.close()
         self.memory.close()
         if self._reader.slabs is not None:
             self._reader.slabs.close()

@@ -41,9 +41,8 @@ BranchNumber: TypeAlias = Annotated[
 
 
 def open_store() -> DiskStore:
-    from keepwarm.cache.disk_store import DiskStore
+    from keepwarm.cache.disk_store import DiskStore, handshake_with
     from keepwarm.store.disk.disk import DiskLimits
-    from keepwarm.store.remote.mark import agree_on_mark
 
     settings = config.load()
     limits, per_day = DiskLimits(settings.disk_bytes), settings.disk_writes_per_day or None
@@ -53,16 +52,18 @@ def open_store() -> DiskStore:
         per_day,
         settings.read_encryption_key(),
         settings.retention_s or None,
-        agree=agree_on_mark(settings.remotes, settings.read_remote_password()),
+        handshake=handshake_with(settings),
     )
 
 
 def delete_shared(store: DiskStore) -> dict[str, list[str]]:
     """Delete from shared tiers what was deleted here; which of them could not be reached."""
-    from keepwarm.cache.shared.unsharing import erase_at_once
+    if not store.tombstones.places():
+        return {}
+    from keepwarm.remote.deleter import RemoteDeleter, erase_at_once
 
-    password = config.load().read_remote_password()
-    unreached = store.unsharing(erase_at_once(password, store.disk.seal)).finish()
+    erase = erase_at_once(config.load().read_remote_password(), store.disk.seal)
+    unreached = RemoteDeleter(store.tombstones, store.blocks_of_agents, erase).finish()
     return {"shared_unreached": unreached} if unreached else {}
 
 

@@ -26,11 +26,11 @@ from keepwarm.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
     from keepwarm.cache.break_even import ModelCosts
-    from keepwarm.cache.shared.opening import RemoteReport
     from keepwarm.device.machine import Machine
     from keepwarm.engine.answer import Answer
     from keepwarm.engine.engine import Engine
     from keepwarm.models.load import Model
+    from keepwarm.remote.opening import RemoteReport
 
 
 def doctor(
@@ -99,7 +99,7 @@ class MeasuredRemote(NamedTuple):
 
 def _measure_remotes(settings: config.Settings) -> list[MeasuredRemote]:
     from keepwarm.cache.break_even import break_even, describe
-    from keepwarm.cache.shared.opening import measure_remotes
+    from keepwarm.remote.opening import measure_remotes
 
     reports = measure_remotes(settings)
     costs = _costs(settings) if any(not report.problem for report in reports) else None

@@ -11,14 +11,15 @@ import logging
 import sqlite3
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
 
+from keepwarm.concurrency import CallDeadline
 from keepwarm.errors import StoreFailed
-from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, Namespace
 from keepwarm.store.record import Part, ReadBuffer, Record, RecordView
 
 LOG = logging.getLogger(__name__)
@@ -243,6 +244,53 @@ class ReadableTier(Protocol):
 
     def discard(self, key: BlockKey, part: Part, why: str) -> None:
         """Make a record that its reader cannot use a miss, so that the next put replaces it."""
+
+
+class RemoteLookup(NamedTuple):
+    """A prompt, as far as it matters to a shared tier."""
+
+    namespace: Namespace
+    refs: Sequence[BlockRef]  # whole blocks, and the open one at the end
+    n_whole: int
+    n_here: int  # leading whole blocks that this machine has
+    has_rows: bool  # some layer needs the rows of every block
+    n_window: int  # last blocks whose window rows may be needed
+    has_states: bool
+
+
+class SharedTier(ReadableTier, Protocol):
+    """A tier that other machines fill too. Look-ups tell what `ask` has learned."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is left alone after failures."""
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether the last call succeeded."""
+
+    def ask(self, lookup: RemoteLookup, computing_s: float) -> bool:
+        """Learn what is there of a prompt, if that is worth the time that computing it takes.
+
+        False if it was late: no request waits for two tiers.
+        """
+
+    def load_s(self, n_bytes: int) -> float:
+        """Seconds that loading so many bytes takes."""
+
+    def declined(self) -> None:
+        """Loading from it seemed too slow; soon it is measured again."""
+
+    def stats(self) -> TierStats: ...
+
+    def visit(
+        self,
+        key: BlockKey,
+        part: Part,
+        use: Callable[[RecordView], None],
+        buffer: ReadBuffer,
+        deadline: CallDeadline | None = None,
+    ) -> bool: ...
 
 
 class Tier(ReadableTier, Protocol):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+from keepwarm.concurrency import CallDeadline
 from keepwarm.prefix.blocks import BlockKey
-from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.record import Part, ReadBuffer, RecordView
-from keepwarm.store.remote.tier import RemoteTier
-from keepwarm.store.tier import BlockInfo, CheckpointRef, Child, ReadableTier, ReadFault
+from keepwarm.store.tier import BlockInfo, CheckpointRef, Child, ReadableTier, ReadFault, SharedTier
 
 SHARED = "shared"  # the name of all that machines share
 
@@ -19,7 +18,7 @@ class Tiers:
     """
 
     def __init__(
-        self, tiers: Sequence[tuple[str, ReadableTier]], shared: Sequence[RemoteTier] = ()
+        self, tiers: Sequence[tuple[str, ReadableTier]], shared: Sequence[SharedTier] = ()
     ) -> None:
         """`shared` are tiers that machines share, looked up after the others."""
         self._local = list(tiers)
@@ -39,10 +38,10 @@ class Tiers:
         """Those of this machine, then with the first shared one, then with more; without shared
         ones that have failed.
         """
-        usable = [tier for tier in self.shared if tier.breaker.is_trusted]
+        usable = [tier for tier in self.shared if tier.is_trusted]
         return [Tiers(self._local, usable[:n]) for n in range(len(usable) + 1)]
 
-    def shared_bytes(self, records: Sequence[tuple[BlockKey, Part]]) -> dict[RemoteTier, int]:
+    def shared_bytes(self, records: Sequence[tuple[BlockKey, Part]]) -> dict[SharedTier, int]:
         """The bytes that each shared tier is read for, if these records are."""
         missing = set(_missing(self.local, records)) if self.shared else set()
         found = {}
@@ -81,8 +80,9 @@ class Tiers:
         The deadline is for tiers that machines share.
         """
         for name, tier in self._in_order(key, part):
-            if isinstance(tier, RemoteTier):
-                found = tier.visit(key, part, use, buffer, deadline)
+            shared = next((one for one in self.shared if one is tier), None)
+            if shared is not None:
+                found = shared.visit(key, part, use, buffer, deadline)
             else:
                 found = tier.visit(key, part, use, buffer)
             if found:

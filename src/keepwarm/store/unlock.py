@@ -17,10 +17,10 @@ from keepwarm.errors import BadInput, BadRecord
 from keepwarm.store.atomic import Files, exclusive
 from keepwarm.store.marker import claim
 from keepwarm.store.names import INDEX, SEALED
-from keepwarm.store.remote.mark import CHECK, make_mark
 from keepwarm.store.seal import KEY_BYTES, Seal
 
 VERSION = 1
+CHECK = b"keepwarm.check.1"  # what the sealed empty string is sealed under
 SALT_BYTES = 16
 SCRYPT: dict[str, int] = {"n": 1 << 17, "r": 8, "p": 1}  # 128 MiB, and half a second
 MIN_PASSPHRASE = 12  # characters
@@ -31,11 +31,11 @@ def unlock(
     root: Path,
     secret: str | None,
     files: Files | None = None,
-    agree: Callable[[bytes], bytes] = bytes,
+    handshake: Callable[[bytes], bytes] = bytes,
 ) -> Seal | None:
     """The seal of a store, None without a secret. An empty store is marked as sealed.
 
-    `agree` returns the mark that other machines have, whose salt is taken, or the given one.
+    `handshake` returns the mark that other machines have, whose salt is taken, or the given one.
     """
     if not secret:
         return None
@@ -44,8 +44,13 @@ def unlock(
     files.make_directory(root / "tmp")
     with exclusive(root / "tmp" / "index"):
         if not (root / SEALED).exists():
-            return _mark(root, secret, files, agree)
+            return _mark(root, secret, files, handshake)
         return _check(root, secret)
+
+
+def make_mark(seal: Seal, salted: Mapping[str, object]) -> bytes:
+    """A mark by which a key is recognised; `salted` is what else is in it."""
+    return json.dumps({**salted, "check": seal.seal(CHECK, b"").hex()}).encode()
 
 
 def check_encryption(root: Path, seal: Seal | None) -> None:
@@ -57,13 +62,13 @@ def check_encryption(root: Path, seal: Seal | None) -> None:
         raise _plain(root)
 
 
-def _mark(root: Path, secret: str, files: Files, agree: Callable[[bytes], bytes]) -> Seal:
+def _mark(root: Path, secret: str, files: Files, handshake: Callable[[bytes], bytes]) -> Seal:
     if (root / INDEX).exists() or _has_blocks(root):
         raise _plain(root)
     salt = os.urandom(SALT_BYTES)
     seal = Seal(derive_key(secret, salt, SCRYPT))
     own = make_mark(seal, {"version": VERSION, "salt": salt.hex(), "scrypt": SCRYPT})
-    mark = agree(own)
+    mark = handshake(own)
     theirs = None if mark == own else _opened_elsewhere(mark, secret)
     temp = root / "tmp" / SEALED
     files.discard(temp)

@@ -9,14 +9,13 @@ import pytest
 
 from keepwarm.cache.restore.plan import NOTHING, Needs
 from keepwarm.cache.restore.rates import Rates
-from keepwarm.cache.restore.restorer import ASK_S, Plan, ask_s
+from keepwarm.cache.restore.restorer import Plan
+from keepwarm.concurrency import CallError
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.prefix.policy import Policy
-from keepwarm.store.blobs.backend import BlobError
-from keepwarm.store.blobs.deadline import CallDeadline
-from keepwarm.store.blobs.opening import open_backend
+from keepwarm.remote.addresses import open_backend
+from keepwarm.remote.tier import MIN_READ_S, RemoteTier
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.remote.tier import MIN_READ_S, RemoteTier
 from keepwarm.store.tiers import Tiers
 from tests.kit.faulty_proxy import FaultyProxy
 from tests.kit.restorers import planner_over
@@ -59,27 +58,12 @@ def test_a_load_has_twice_its_planned_time_and_no_more_than_computing_takes(
     assert not limit.is_over
     clock.now += 0.002
     assert limit.is_over
-    with pytest.raises(BlobError):
+    with pytest.raises(CallError):
         limit.left_s()
 
 
 def test_what_is_here_has_no_limit():
     assert deadline(2.0, is_shared=False) is None
-
-
-@pytest.mark.parametrize(
-    ("planned_s", "computing_s", "seconds"),
-    [(0.64, 20.0, 0.64), (0.64, 6.5, 0.64), (0.64, 6.3, None), (0.01, 20.0, ASK_S),
-     (0.01, 0.2, 0.02), (0.01, 0.09, None)],
-    ids=["as planned", "just", "too long", "at least", "at most a tenth", "not even that"],
-)  # fmt: skip
-def test_a_question_to_a_distant_place_has_the_time_of_its_calls_if_that_is_little(
-    planned_s, computing_s, seconds
-):
-    distant = SimpleNamespace(backend=SimpleNamespace(is_distant=True), ask_s=lambda _: planned_s)
-    near = SimpleNamespace(backend=SimpleNamespace(is_distant=False))
-    assert ask_s(distant, None, computing_s) == pytest.approx(seconds)
-    assert ask_s(near, None, computing_s) == ASK_S
 
 
 class Far:
@@ -99,7 +83,7 @@ class Far:
             self.n_calls += 1
             self._clock.now += min(self.call_s, timeout_s)
             if self.call_s > timeout_s:
-                raise BlobError("late")
+                raise CallError("late")
             return call(*args, **options)
 
         return call if name == "close" else far
@@ -133,10 +117,6 @@ def ask(tier, rates, prompt=PROMPT):
 def far(tmp_path, monkeypatch):
     """A tier of which every call takes 80 ms."""
     clock = Clock()
-    monkeypatch.setattr(
-        "keepwarm.cache.restore.restorer.CallDeadline",
-        lambda seconds, *_: CallDeadline(seconds, clock),
-    )
     share(tmp_path.as_uri())
 
     @contextmanager
@@ -166,7 +146,7 @@ def test_it_is_not_asked_for_what_is_soon_computed_and_that_is_no_failure(far):
         for _ in range(5):
             ask(tier, QUICKLY)
         assert tier.place.n_calls == before
-        assert tier.breaker.is_trusted
+        assert tier.is_trusted
         assert tier.stats().errors == 0
         ask(tier, SLOWLY)
         assert tier.have(KEYS).keys() == set(KEYS)
@@ -179,10 +159,10 @@ def test_what_became_slower_is_left_alone_and_then_measured_anew(far):
         tier.place.call_s = 10 * FAR_S
         for seed in (1, 2, 3):
             ask(tier, SLOWLY, tokens_of(len(PROMPT), seed))
-        assert tier.breaker.is_open
+        assert tier.is_open
         tier.clock.now += 10.0
         until = time.monotonic() + SOON
-        while tier.breaker.is_open:
+        while tier.is_open:
             assert time.monotonic() < until
             time.sleep(0.01)
         ask(tier, Rates(prefill_tokens_per_s=10.0))
@@ -190,7 +170,7 @@ def test_what_became_slower_is_left_alone_and_then_measured_anew(far):
 
 
 def test_what_seemed_too_slow_is_timed_again_in_the_background(far, monkeypatch):
-    monkeypatch.setattr("keepwarm.store.remote.tier.REFRESH_S", 0.02)
+    monkeypatch.setattr("keepwarm.remote.tier.REFRESH_S", 0.02)
     with far() as tier:
         tier.place.call_s = FAR_S / 100
         ask(tier, QUICKLY)
@@ -242,7 +222,7 @@ def empty_bucket(places, tmp_path):
 
 
 def test_a_real_bucket_that_is_far_away_is_asked(empty_bucket, monkeypatch):
-    monkeypatch.setattr("keepwarm.store.remote.question.CONNECTING", 200)  # time enough for anybody
+    monkeypatch.setattr("keepwarm.remote.question.CONNECTING", 200)  # time enough for anybody
     share(empty_bucket)
     port = int(re.findall(r":(\d+)", empty_bucket)[-1])
     proxy = FaultyProxy(port)

@@ -10,10 +10,10 @@ from keepwarm.cache.agents.agents import Agents
 from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.agents.holders import find_holders, read_header
 from keepwarm.cache.agents.reach import used_by
-from keepwarm.cache.shared.tombstones import delete_everywhere
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey
 from keepwarm.store.disk.disk import DiskTier
+from keepwarm.store.disk.tombstones import delete_everywhere
 from keepwarm.store.disk.upkeep import Progress, no_progress
 from keepwarm.store.tier import NamedBlock, as_store_errors
 

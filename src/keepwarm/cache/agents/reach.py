@@ -9,9 +9,9 @@ from itertools import islice
 from keepwarm.cache.agents.agent import Agent
 from keepwarm.cache.agents.branch import Placed
 from keepwarm.cache.agents.holders import find_extensions
-from keepwarm.cache.shared.tombstones import delete_everywhere
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.disk.disk import DiskTier
+from keepwarm.store.disk.tombstones import delete_everywhere
 from keepwarm.store.disk.upkeep import Progress, no_progress
 from keepwarm.store.tier import NamedBlock
 

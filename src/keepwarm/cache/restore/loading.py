@@ -18,6 +18,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 from keepwarm.cache.restore.plan import Point, Read
 from keepwarm.cache.restore.records import SlabTensors, block_of
 from keepwarm.cache.restore.writing import Saver
+from keepwarm.concurrency import CallDeadline
 from keepwarm.errors import CacheError, CorruptBlock
 from keepwarm.kv.assembly import Assembly
 from keepwarm.kv.kinds import Caches
@@ -25,7 +26,6 @@ from keepwarm.kv.layout import Layout
 from keepwarm.kv.slabs import SlabPool
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, pack
 from keepwarm.store.atomic import CAN_PREFETCH
-from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part, ReadBuffer, RecordView
 from keepwarm.store.tiers import Tiers

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from keepwarm.cache.restore.forgetting import Forgetting, RequestClaim
 from keepwarm.cache.restore.loading import (
@@ -28,7 +29,7 @@ from keepwarm.cache.restore.points import Divergence, divergence_point, restore_
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.restore.records import records_of
 from keepwarm.cache.restore.writing import Saver
-from keepwarm.cache.shared.sharing import Sharer, Use
+from keepwarm.concurrency import CallDeadline
 from keepwarm.kv.kinds import Caches
 from keepwarm.kv.layout import Layout
 from keepwarm.kv.slices import Block, cut_blocks, offload_blocks
@@ -43,14 +44,15 @@ from keepwarm.prefix.blocks import (
     root,
 )
 from keepwarm.prefix.policy import Policy
-from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.record import Part
-from keepwarm.store.remote.question import Question
-from keepwarm.store.remote.tier import ASK_S, MIN_READ_S, RemoteTier
+from keepwarm.store.tier import RemoteLookup, SharedTier
 from keepwarm.store.tiers import SHARED, Tiers
 
+if TYPE_CHECKING:
+    from keepwarm.remote.uploader import Uploader  # only where a remote is set
+
 SMALL_LOAD_S = 0.02
-MAX_ASK_SHARE = 0.1  # of the time to compute, for a question to a distant place
+MIN_READ_S = 0.05  # that a load from other machines may always take
 MIN_LOAD_SHARE = 0.1  # that a load may always take: on a busy machine no plan is exact
 WORTH_SAVING = 32  # tokens that a place spares after a restart: less is not worth its records
 
@@ -64,7 +66,7 @@ class Plan:
     rates: Rates
     is_shared: bool = False  # a part comes from a tier that machines share
     n_here: int = 0  # tokens that this machine has
-    declined: tuple[RemoteTier, ...] = ()  # have more, too slowly
+    declined: tuple[SharedTier, ...] = ()  # have more, too slowly
 
     @property
     def n_tokens(self) -> int:
@@ -101,7 +103,7 @@ class Restorer:
     rates: Rates = field(default_factory=Rates)
     failures: RestoreFailures = field(default_factory=RestoreFailures)
     forgetting: Forgetting | None = None  # without a disk nobody else deletes
-    sharer: Sharer | None = None  # without shared tiers nobody shares
+    uploader: Uploader | None = None  # without shared tiers nobody shares
     is_mixed: bool = False  # blocks may be of machines that compute other numbers
     max_restored: int = sys.maxsize  # tokens of a prompt that are restored at most
 
@@ -139,7 +141,7 @@ class Restorer:
         n_here, shared_s = point.n_bytes, 0.0
         for tier, n_bytes in tiers.shared_bytes(point.keys_by_part).items():
             n_here -= n_bytes
-            shared_s += tier.speed.load_s(n_bytes)
+            shared_s += tier.load_s(n_bytes)
         load_s = shared_s + max(0, n_here) / self.rates.load_bytes_per_s
         return Plan(point, load_s, self.rates, shared_s > 0)
 
@@ -186,7 +188,7 @@ class Restorer:
         before it is planned on the engine's.
         """
         limit = self._limit(tokens)
-        shared = [tier for tier in self.tiers.shared if not tier.breaker.is_open]
+        shared = [tier for tier in self.tiers.shared if not tier.is_open]
         if limit <= 0 or not shared or not policy.reads:
             return
         blocks = self.blocks_of(tokens, self.tiers.local)
@@ -194,7 +196,7 @@ class Restorer:
         computing_s = self.rates.prefill_s(n_here, len(tokens))
         if n_here >= limit or computing_s < SMALL_LOAD_S:
             return
-        question = Question(
+        lookup = RemoteLookup(
             self.namespace,
             list(chain(self.namespace, tokens)),
             n_whole=len(blocks.refs),
@@ -204,13 +206,7 @@ class Restorer:
             has_states=self.needs.state,
         )
         for tier in shared:
-            seconds = ask_s(tier, question, computing_s)
-            if seconds is None:
-                tier.declined()
-                continue
-            deadline = CallDeadline(seconds)
-            tier.ask(question, deadline)
-            if deadline.is_over:  # no request waits for two
+            if not tier.ask(lookup, computing_s):
                 return
 
     def n_held(self, tokens: Sequence[int]) -> int:
@@ -286,18 +282,18 @@ class Restorer:
         """
         refs = list(chain(self.namespace, tokens))
         self.tiers.touch(list(dict.fromkeys([*(ref.key for ref in refs), *keys])))
-        if self.sharer is not None and refs:
-            self.sharer.offer(Use(self.namespace, refs, keys))
+        if self.uploader is not None and refs:
+            self.uploader.offer(self.namespace, refs, keys)
 
     @property
     def shares(self) -> bool:
         """Whether anything is written to tiers that machines share."""
-        return self.sharer is not None
+        return self.uploader is not None
 
     def share(self, tokens: Sequence[int]) -> Future[None] | None:
         """Share a prompt with other machines at its first use; done when it was tried."""
-        refs = list(chain(self.namespace, tokens)) if self.sharer is not None else []
-        return self.sharer.offer(Use(self.namespace, refs)) if self.sharer and refs else None
+        refs = list(chain(self.namespace, tokens)) if self.uploader is not None else []
+        return self.uploader.offer(self.namespace, refs) if self.uploader and refs else None
 
     def n_saved(self, tokens: Sequence[int], policy: Policy) -> int:
         """How many restored tokens a request need not save again.
@@ -372,17 +368,6 @@ class Restorer:
         diverges = Divergence(blocks.n_shared, n_known, n_states)
         learned = divergence_point(self.layout, diverges, cuts)
         return restore_points(self.layout, len(tokens), cuts, learned)
-
-
-def ask_s(tier: RemoteTier, question: Question, computing_s: float) -> float | None:
-    """Seconds that a question may take; None if it is not worth asking.
-
-    A distant place has as long as its calls usually take, and no longer than a tenth of computing.
-    """
-    if not tier.backend.is_distant:
-        return ASK_S
-    planned_s, most_s = tier.ask_s(question), MAX_ASK_SHARE * computing_s
-    return None if planned_s > most_s else max(planned_s, min(ASK_S, most_s))
 
 
 class Capture:

@@ -1,0 +1,4 @@
+"""Stores that machines share: backends, look-ups, uploads, deletions, health, compression.
+
+Imports `device`, `prefix`, `store`.
+"""

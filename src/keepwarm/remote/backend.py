@@ -1,0 +1,142 @@
+"""What a shared tier asks of the place that holds its records.
+
+Every call ends within its time. A place that cannot do what it is asked raises CallError, for
+whatever reason: it is gone, slow, full of other things, or refuses the password.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+
+from keepwarm.concurrency import CallError
+from keepwarm.errors import BadInput
+
+T = TypeVar("T")
+Take: TypeAlias = Callable[[int], memoryview]
+"""Gives the memory for a number of bytes; raises CallError if that is too many."""
+
+MAX_PIECES = 256  # that one call of the system is given
+PAGE = 1000  # names of a folder that are listed at most, unless all are wanted
+NAME = re.compile(r"(?!\.)[A-Za-z0-9_.-]{1,128}(/(?!\.)[A-Za-z0-9_.-]{1,128}){0,7}")
+
+
+class Listed(NamedTuple):
+    """A name, and the order it was put with; empty where the place keeps none.
+
+    Bytes and the time of the last use, by the place's clock, where listing tells them.
+    """
+
+    name: str
+    order: bytes = b""
+    n_bytes: int = 0
+    used: float = 0.0
+
+
+class Near(NamedTuple):
+    """A place in the order of a folder; without order it is the folder."""
+
+    folder: str
+    order: bytes = b""
+
+
+class Looked(NamedTuple):
+    """The bytes of each name, and what is listed near each place."""
+
+    sizes: list[int | None]
+    listed: list[list[Listed]]
+
+
+class Backend(Protocol):
+    """A place for blobs. Names are words of letters, digits, `_`, `.` and `-`, joined by `/`."""
+
+    in_batches: bool
+    """Whether many names are asked for in one round trip."""
+
+    is_distant: bool
+    """Whether a round trip may be long, so that no fixed time is enough for a question."""
+
+    def sizes(self, names: Sequence[str], timeout_s: float) -> list[int | None]:
+        """The bytes of each blob; None where there is none."""
+
+    def look(self, names: Sequence[str], places: Sequence[Near], timeout_s: float) -> Looked:
+        """The sizes of some names and the lists of some places, at the same time."""
+
+    def read(
+        self,
+        name: str,
+        take: Take,
+        timeout_s: float,
+        start: int = 0,
+        n_bytes: int | None = None,
+    ) -> memoryview | None:
+        """A blob, or the part of it from `start` on, in memory from `take`, or in a client's own if
+        `take` agrees to its size; None if there is none.
+
+        `n_bytes` is the most that is read.
+        """
+
+    def fetch(
+        self, name: str, take: Take, use: Callable[[memoryview], T], timeout_s: float
+    ) -> T | None:
+        """What `use` makes of a blob; None if there is none. It runs on the thread that has read
+        the bytes: another core would have to get them first.
+        """
+
+    def put(
+        self,
+        name: str,
+        pieces: Sequence[bytes | memoryview],
+        timeout_s: float,
+        order: bytes = b"",
+        replace: bool = False,
+    ) -> bool:
+        """Store a blob, unless there is one and it is not to be replaced; whether it is stored.
+
+        No room is a refusal and no error. Readers see a whole blob or none.
+        """
+
+    def touch(self, names: Sequence[str], timeout_s: float) -> None:
+        """Note a use of blobs, so that others are evicted before; the last is evicted last."""
+
+    def delete(self, blobs: Sequence[Listed], timeout_s: float) -> None:
+        """Delete blobs; a missing one is no error."""
+
+    def list_names(self, folder: str, timeout_s: float, near: bytes | None = b"") -> list[Listed]:
+        """Names that begin with the folder and `/`, or folders that they lie in; some may be stale.
+
+        Where the place keeps an order, only a few, on each side of `near`; all if that is None.
+        """
+
+    def close(self) -> None: ...
+
+
+def new_memory(n_bytes: int) -> memoryview:
+    return memoryview(bytearray(n_bytes))
+
+
+def at_most(n_most: int, take: Take = new_memory) -> Take:
+    """The same memory, but no more: a place may send more than it was asked for."""
+
+    def take_some(n_bytes: int) -> memoryview:
+        if n_bytes > n_most:
+            raise CallError(f"a blob of {n_bytes} bytes is too large")
+        return take(n_bytes)
+
+    return take_some
+
+
+def check_name(name: str) -> str:
+    """The name; raises if a place could take it for something else."""
+    if not NAME.fullmatch(name):
+        raise BadInput(f"{name!r} is not the name of a blob; use letters, digits, _ . - and /.")
+    return name
+
+
+def drop_written(pieces: list[bytes | memoryview], n_bytes: int) -> None:
+    """Take away the first bytes of pieces, which the system has taken."""
+    while pieces and n_bytes >= len(pieces[0]):
+        n_bytes -= len(pieces.pop(0))
+    if n_bytes:
+        pieces[0] = memoryview(pieces[0])[n_bytes:]

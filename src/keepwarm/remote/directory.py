@@ -1,0 +1,219 @@
+"""Blobs as files of a directory that machines share, as over NFS or SMB.
+
+Files are written under another name and renamed. There are no locks, no links and no database in
+the directory: network file systems do these badly.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+from keepwarm.concurrency import AbandonableExecutor, CallError
+from keepwarm.remote.backend import (
+    MAX_PIECES,
+    PAGE,
+    Listed,
+    Looked,
+    Near,
+    Take,
+    check_name,
+    drop_written,
+)
+
+T = TypeVar("T")
+READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # or a pipe in the place of a file would hang
+UNFINISHED = "tmp"  # where files are written
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class DirectoryBackend:
+    """A directory that exists: a share that is not mounted must not be replaced by a new one."""
+
+    in_batches = False
+    is_distant = False
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._hands = AbandonableExecutor()
+
+    def sizes(self, names: Sequence[str], timeout_s: float) -> list[int | None]:
+        paths = [self._path_of(name) for name in names]
+        return self._hands.run(lambda: [_size_of(path) for path in paths], timeout_s)
+
+    def look(self, names: Sequence[str], places: Sequence[Near], timeout_s: float) -> Looked:
+        paths = [self._path_of(name) for name in names]
+        folders = [(place.folder, self._path_of(place.folder)) for place in places]
+
+        def look() -> Looked:
+            lists = [list(islice(_listed(*folder), PAGE)) for folder in folders]
+            return Looked([_size_of(path) for path in paths], lists)
+
+        return self._hands.run(look, timeout_s)
+
+    def read(
+        self,
+        name: str,
+        take: Take,
+        timeout_s: float,
+        start: int = 0,
+        n_bytes: int | None = None,
+    ) -> memoryview | None:
+        path = self._file_of(name)
+        return self._hands.run(lambda: _read(path, take, start, n_bytes), timeout_s)
+
+    def fetch(
+        self, name: str, take: Take, use: Callable[[memoryview], T], timeout_s: float
+    ) -> T | None:
+        path = self._file_of(name)
+
+        def fetch() -> T | None:
+            memory = _read(path, take)
+            return None if memory is None else use(memory)
+
+        return self._hands.run(fetch, timeout_s)
+
+    def put(
+        self,
+        name: str,
+        pieces: Sequence[bytes | memoryview],
+        timeout_s: float,
+        order: bytes = b"",  # noqa: ARG002
+        replace: bool = False,
+    ) -> bool:
+        target = self._path_of(name)
+        temp = self._root / UNFINISHED / uuid.uuid4().hex
+        return self._hands.run(lambda: _put(temp, target, pieces, replace), timeout_s)
+
+    def touch(self, names: Sequence[str], timeout_s: float) -> None:
+        paths = [self._path_of(name) for name in names]
+
+        def touch() -> None:
+            for path in paths:
+                with suppress(FileNotFoundError):
+                    os.utime(path)
+
+        self._hands.run(touch, timeout_s)
+
+    def delete(self, blobs: Sequence[Listed], timeout_s: float) -> None:
+        paths = [self._path_of(blob.name) for blob in blobs]
+
+        def delete() -> None:
+            for path in paths:
+                path.unlink(missing_ok=True)
+            for folder in {path.parent for path in paths} - {self._root}:
+                with suppress(OSError):  # not empty
+                    folder.rmdir()
+
+        self._hands.run(delete, timeout_s)
+
+    def list_names(
+        self,
+        folder: str,
+        timeout_s: float,
+        near: bytes | None = b"",
+    ) -> list[Listed]:
+        """Some of them, unless all are wanted: a folder may have many thousands."""
+        path, n_most = self._path_of(folder), None if near is None else PAGE
+        return self._hands.run(lambda: list(islice(_listed(folder, path), n_most)), timeout_s)
+
+    def close(self) -> None:
+        self._hands.close()
+
+    def _path_of(self, name: str) -> Path:
+        return self._root / check_name(name)
+
+    def _file_of(self, name: str) -> str:
+        """The same for reads: a Path takes ten times as long to make."""
+        return f"{self._root}/{check_name(name)}"
+
+
+def _read(path: str, take: Take, start: int = 0, n_bytes: int | None = None) -> memoryview | None:
+    try:
+        file = os.open(path, READ)  # a file object costs more calls
+    except FileNotFoundError:
+        return None
+    try:
+        there = max(0, os.fstat(file).st_size - start)
+        memory = take(there if n_bytes is None else min(there, n_bytes))
+        _fill(memory, file, start)
+    finally:
+        os.close(file)
+    return memory if len(memory) else None
+
+
+def _fill(memory: memoryview, file: int, start: int) -> None:
+    while memory:
+        n_read = os.preadv(file, [memory], start)
+        if not n_read:
+            raise CallError("a file became shorter while it was read")
+        memory, start = memory[n_read:], start + n_read
+
+
+def _listed(folder: str, path: Path) -> Iterator[Listed]:
+    """Links are not followed: what is listed may be deleted."""
+    if any(one.is_symlink() for one in (path, *path.parents)[: 1 + folder.count("/")]):
+        return
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                if entry.is_symlink():
+                    continue
+                status = entry.stat()
+                n_bytes = status.st_size if entry.is_file() else 0
+                yield Listed(f"{folder}/{entry.name}", b"", n_bytes, status.st_mtime)
+
+
+def _size_of(path: Path) -> int | None:
+    try:
+        return path.stat().st_size or None
+    except FileNotFoundError:
+        return None
+
+
+def _put(temp: Path, target: Path, pieces: Sequence[bytes | memoryview], replace: bool) -> bool:
+    """Folders are made when they turn out to be missing: on a network every call counts."""
+    if not replace and target.exists():
+        return False
+    try:
+        try:
+            _write(temp, pieces)
+            _rename(temp, target)
+        except BaseException:
+            with suppress(OSError):
+                temp.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            return False
+        raise
+    return True
+
+
+def _write(temp: Path, pieces: Sequence[bytes | memoryview]) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        file = os.open(temp, flags, 0o666)
+    except FileNotFoundError:
+        temp.parent.mkdir(exist_ok=True)  # not its parents: the share must be there
+        file = os.open(temp, flags, 0o666)
+    try:
+        rest: list[bytes | memoryview] = [memoryview(piece).cast("B") for piece in pieces]
+        while rest:
+            drop_written(rest, os.writev(file, rest[:MAX_PIECES]))
+    finally:
+        os.close(file)  # some file systems say only here that there is no room
+
+
+def _rename(temp: Path, target: Path) -> None:
+    try:
+        temp.replace(target)
+    except FileNotFoundError:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temp.replace(target)

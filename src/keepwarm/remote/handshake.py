@@ -1,0 +1,96 @@
+"""The mark of a shared place: whether its records are sealed, and what makes their key.
+
+Plain and sealed records never mix, nor those of two keys. The first machine leaves the mark: of a
+sealed place that is its `sealed.json`, with the salt, from which the same passphrase makes the same
+key on every machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import closing
+
+from keepwarm.concurrency import CallDeadline, CallError
+from keepwarm.errors import BadInput, BadRecord
+from keepwarm.remote.addresses import open_backend
+from keepwarm.remote.backend import Backend, at_most
+from keepwarm.store.seal import Seal
+from keepwarm.store.unlock import CHECK, make_mark
+
+STORE_META = "meta/keepwarm.store.1"
+PLAIN = b"plain"
+MARK_S = 5.0  # the longest it may take
+MAX_BYTES = 4096
+
+
+def check_mark(backend: Backend, seal: Seal | None, own: bytes) -> None:
+    """Leave the mark of the local store, `own`, where there is none.
+
+    Raises BadInput if there is one, and it is of another kind or of another key.
+    """
+    if seal is None:
+        mark = put_mark(backend, PLAIN, MARK_S)
+    else:
+        mark = put_mark(backend, own or make_mark(seal, {}), MARK_S)
+    check_kind(mark, seal is not None)
+    if seal is not None and not _opens(seal, mark):
+        raise BadInput(
+            "It was encrypted with another key, or with the same passphrase and another salt; "
+            "use its key, or begin with an empty store while it can be reached: that takes its "
+            "salt."
+        )
+
+
+def check_kind(mark: bytes, is_sealed: bool) -> None:
+    """Raise BadInput if a place holds sealed records for a plain store, or the reverse."""
+    if mark != PLAIN and not is_sealed:
+        raise BadInput(
+            "It holds encrypted blocks; set KEEPWARM_ENCRYPTION_KEY to their key to use it."
+        )
+    if mark == PLAIN and is_sealed:
+        raise BadInput("It holds blocks that are not encrypted; name an empty place instead.")
+
+
+def put_mark(backend: Backend, mark: bytes, timeout_s: float) -> bytes:
+    """Leave a mark if there is none; the one that is there then. Raises CallError."""
+    deadline = CallDeadline(timeout_s)
+    if (found := read_mark(backend, deadline)) is None:
+        backend.put(STORE_META, [mark], deadline.left_s())
+        found = read_mark(backend, deadline)
+    if found is None:
+        raise CallError("it does not keep what is put")
+    return found
+
+
+def handshake(addresses: Sequence[str], password: str) -> Callable[[bytes], bytes]:
+    """For a new sealed store: takes its mark, and returns that of the first shared place which
+    answers. That is its own if there was none.
+    """
+
+    def take(mark: bytes) -> bytes:
+        for address in addresses:
+            with closing(open_backend(address, password)) as backend:
+                try:
+                    found = put_mark(backend, mark, MARK_S)
+                except CallError:
+                    continue
+            if found != PLAIN:
+                return found
+        return mark
+
+    return take
+
+
+def read_mark(backend: Backend, deadline: CallDeadline) -> bytes | None:
+    """None if nobody has left one."""
+    found = backend.read(STORE_META, at_most(MAX_BYTES), deadline.left_s(), n_bytes=MAX_BYTES)
+    return None if found is None else bytes(found)
+
+
+def _opens(seal: Seal, mark: bytes) -> bool:
+    try:
+        seal.open(CHECK, bytes.fromhex(json.loads(mark)["check"]))
+    except (BadRecord, ValueError, KeyError, TypeError, RecursionError):
+        return False
+    return True

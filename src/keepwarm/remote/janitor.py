@@ -1,0 +1,166 @@
+"""Keeps a shared directory or bucket within its limits, which nobody else does.
+
+Ends of prompts go before their beginnings, and of these the least recently used first. One machine
+at a time does it, under a lease: a blob that its holder renews. Clocks of machines are not
+compared: a lease is over when it was seen unchanged for long enough, and ages are by the clock of
+the place.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
+from typing import NamedTuple
+
+from keepwarm.remote.backend import NAME, Backend, Listed, at_most
+from keepwarm.remote.names import MAC, list_classes, parse_last
+
+LEASE_FOLDER = "janitor"
+LEASE = f"{LEASE_FOLDER}/lease"
+LEASE_S = 1800.0
+UNFINISHED = "tmp", "trial"  # folders of what is gone after a moment
+UNFINISHED_S = 86400.0
+MAX_LEASE = 1 << 10  # bytes
+EVERY_S = 600.0
+CALL_S = 30.0  # nobody waits for it
+AT_ONCE = 256  # names deleted in one call
+CLOSE_S = 1.0  # a sweep may be under way
+DEPTH = 3  # slashes in the name of a record
+
+
+class PlaceLimits(NamedTuple):
+    """What a place may hold, and for how long unused; 0 is no limit."""
+
+    n_bytes: int = 0
+    age_s: float = 0.0
+
+
+class _Block(NamedTuple):
+    """The blobs of a block. Its folder with its parent's name as the last word tells the parent."""
+
+    parent: str
+    blobs: list[Listed]
+
+    @property
+    def used(self) -> float:
+        return max(blob.used for blob in self.blobs)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(blob.n_bytes for blob in self.blobs)
+
+
+class Janitor:
+    def __init__(
+        self,
+        backend: Backend,
+        limits: PlaceLimits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._backend = backend
+        self._limits = limits
+        self._clock = clock
+        self._holder = uuid.uuid4().hex.encode()
+        self._numbers = count()
+        self._seen, self._since = b"", 0.0  # another's lease, and since when it is the same
+
+    def sweep(self) -> int:
+        """Delete what is over the limits, if this machine holds the lease; how many blobs.
+
+        Raises CallError.
+        """
+        if not self._hold_lease():
+            return 0
+        now = self._now()
+        doomed = [*surplus(self._walk(), self._limits, now), *self._leftovers(now)]
+        for start in range(0, len(doomed), AT_ONCE):
+            if not self._hold_lease():
+                return start
+            self._backend.delete(doomed[start : start + AT_ONCE], CALL_S)
+        return len(doomed)
+
+    def _hold_lease(self) -> bool:
+        """Take or renew the lease; False if another machine has it."""
+        found = self._read_lease()
+        if found is not None and not found.startswith(self._holder):
+            if found != self._seen:
+                self._seen, self._since = found, self._clock()
+            if self._clock() - self._since < LEASE_S:
+                return False
+        own = self._holder + b" %d" % next(self._numbers)
+        self._backend.put(LEASE, [own], CALL_S, replace=found is not None)
+        return self._read_lease() == own
+
+    def _leftovers(self, now: float) -> Iterator[Listed]:
+        """What machines that were killed have left unfinished."""
+        for folder in UNFINISHED:
+            for one in self._backend.list_names(folder, CALL_S, None):
+                if now - one.used > UNFINISHED_S and NAME.fullmatch(one.name):
+                    yield one
+
+    def _read_lease(self) -> bytes | None:
+        found = self._backend.read(LEASE, at_most(MAX_LEASE), CALL_S, n_bytes=MAX_LEASE)
+        return None if found is None else bytes(found)
+
+    def _now(self) -> float:
+        """When the lease was renewed, by the place's clock."""
+        times = [one.used for one in self._backend.list_names(LEASE_FOLDER, CALL_S, None)]
+        return max(times, default=0.0)
+
+    def _walk(self) -> Iterator[Listed]:
+        """All records and their MACs."""
+        folders = list_classes(self._backend, CALL_S)
+        while folders:
+            for one in self._backend.list_names(folders.pop(), CALL_S, None):
+                if one.name.count("/") < DEPTH:
+                    folders += [one.name] if NAME.fullmatch(one.name) else []
+                elif parse_last(one.name.removesuffix(MAC)) is not None:
+                    yield one
+
+
+def surplus(listed: Iterable[Listed], limits: PlaceLimits, now: float) -> Iterator[Listed]:
+    """What to delete, ends first."""
+    blocks: dict[str, _Block] = {}
+    for one in listed:
+        parent, _, last = one.name.rpartition("/")
+        within = parent.rpartition("/")[0]
+        own = f"{within}/{last.partition('.')[0]}"
+        blocks.setdefault(own, _Block(parent, [])).blobs.append(one)
+    n_children = Counter(block.parent for block in blocks.values())
+    ends = [(block.used, own) for own, block in blocks.items() if not n_children[own]]
+    heapq.heapify(ends)
+    n_bytes = sum(block.n_bytes for block in blocks.values())
+    while ends:
+        used, own = heapq.heappop(ends)
+        is_old = limits.age_s and now - used > limits.age_s
+        if not is_old and not (limits.n_bytes and n_bytes > limits.n_bytes):
+            return
+        parent, blobs = blocks[own]
+        n_bytes -= blocks[own].n_bytes
+        yield from blobs
+        n_children[parent] -= 1
+        if not n_children[parent] and parent in blocks:
+            heapq.heappush(ends, (blocks[parent].used, parent))
+
+
+class JanitorThread:
+    """Sweeps now and then."""
+
+    def __init__(self, sweep: Callable[[], object]) -> None:
+        self._sweep = sweep
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="keepwarm-janitor", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closing.wait(EVERY_S):
+            self._sweep()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(CLOSE_S)

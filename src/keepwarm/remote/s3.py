@@ -1,0 +1,209 @@
+"""Blobs as objects of a bucket: S3, and servers that speak its protocol.
+
+The client's own retries are off: they are what makes an outage long. Needs obstore, and is
+imported only where a bucket is named.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from urllib.parse import SplitResult, parse_qs, unquote
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.store import S3Store
+
+from keepwarm.concurrency import AbandonableExecutor, CallError
+from keepwarm.errors import BadInput
+from keepwarm.remote.backend import PAGE, Listed, Looked, Near, Take, check_name
+
+if TYPE_CHECKING:
+    from obstore import GetOptions, PutMode
+    from obstore.store import S3Config
+
+T = TypeVar("T")
+MAX_CALLS = 16  # at the same time
+REQUEST_S = "10s"  # the longest that a call which nobody waits for any more goes on
+FORM = "s3://bucket/prefix, or s3://key@bucket/prefix?endpoint=https://host:port&region=name"
+BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+NO_ROOM = re.compile(r"QuotaExceeded|StorageFull|InsufficientStorage|EntityTooLarge|\b507\b")
+
+
+class S3Address(NamedTuple):
+    bucket: str
+    prefix: str = ""
+    key_id: str = ""  # "": the credentials of the environment
+    endpoint: str = ""  # "": that of the environment, or of AWS
+    region: str = ""
+
+    @classmethod
+    def parse(cls, url: SplitResult) -> S3Address:
+        options = parse_qs(url.query, keep_blank_values=True)
+        endpoint, region = (options.pop(name, [""])[-1] for name in ("endpoint", "region"))
+        bucket, prefix = url.netloc.rpartition("@")[2], unquote(url.path).strip("/")
+        is_http = not endpoint or endpoint.startswith(("http://", "https://"))
+        if options or not is_http or not BUCKET.fullmatch(bucket):
+            raise BadInput(f"{url.geturl()!r} is not the address of a bucket; use {FORM}.")
+        return cls(bucket, check_name(prefix) if prefix else "", unquote(url.username or ""),
+                   endpoint, region)  # fmt: skip
+
+
+class S3Backend:
+    """A bucket, or what lies under a prefix in it. For all threads."""
+
+    in_batches = False
+    is_distant = True
+
+    def __init__(self, address: S3Address, secret: str = "") -> None:
+        """Without `key_id` in the address, credentials are those that AWS's tools use."""
+        self._store = open_store(address, secret)
+        self._hands = AbandonableExecutor(MAX_CALLS)
+
+    def sizes(self, names: Sequence[str], timeout_s: float) -> list[int | None]:
+        return self.look(names, (), timeout_s).sizes
+
+    def look(self, names: Sequence[str], places: Sequence[Near], timeout_s: float) -> Looked:
+        calls: list[Callable[[], int | list[Listed] | None]] = [
+            *(partial(self._size, check_name(name)) for name in names),
+            *(partial(self._list, check_name(place.folder), 1) for place in places),
+        ]
+        found = self._hands.run_all(calls, timeout_s)
+        lists = [one for one in found if isinstance(one, list)]
+        return Looked([one for one in found if not isinstance(one, list)], lists)
+
+    def read(
+        self,
+        name: str,
+        take: Take,
+        timeout_s: float,
+        start: int = 0,
+        n_bytes: int | None = None,
+    ) -> memoryview | None:
+        wanted: GetOptions = {}
+        if n_bytes is not None:
+            wanted = {"range": (start, start + n_bytes)}
+        elif start:
+            wanted = {"range": {"offset": start}}
+        path = check_name(name)
+        return self._hands.run(lambda: self._read(path, wanted, take), timeout_s)
+
+    def fetch(
+        self, name: str, take: Take, use: Callable[[memoryview], T], timeout_s: float
+    ) -> T | None:
+        path = check_name(name)
+
+        def fetch() -> T | None:
+            memory = self._read(path, {}, take)
+            return None if memory is None else use(memory)
+
+        return self._hands.run(fetch, timeout_s)
+
+    def put(
+        self,
+        name: str,
+        pieces: Sequence[bytes | memoryview],
+        timeout_s: float,
+        order: bytes = b"",  # noqa: ARG002
+        replace: bool = False,
+    ) -> bool:
+        path = check_name(name)
+        mode: PutMode = "overwrite" if replace else "create"
+        return self._hands.run(lambda: self._put(path, pieces, mode), timeout_s)
+
+    def touch(self, names: Sequence[str], timeout_s: float) -> None:
+        """Nothing: a bucket knows when an object was put, and to change that is to put it again."""
+
+    def delete(self, blobs: Sequence[Listed], timeout_s: float) -> None:
+        paths = [check_name(blob.name) for blob in blobs]
+        self._hands.run_all([partial(self._delete, path) for path in paths], timeout_s)
+
+    def list_names(self, folder: str, timeout_s: float, near: bytes | None = b"") -> list[Listed]:
+        """One page of them, unless all are wanted: a folder may have many thousands."""
+        path, n_pages = check_name(folder), None if near is None else 1
+        return self._hands.run(lambda: self._list(path, n_pages), timeout_s)
+
+    def close(self) -> None:
+        self._hands.close()
+
+    # On threads of its own: a call that hangs cannot be ended
+
+    def _size(self, path: str) -> int | None:
+        try:
+            with _blob_errors():
+                return obstore.head(self._store, path)["size"] or None
+        except FileNotFoundError:
+            return None
+
+    def _read(self, path: str, wanted: GetOptions, take: Take) -> memoryview | None:
+        try:
+            with _blob_errors():
+                found = obstore.get(self._store, path, options=wanted)
+                start, end = found.range
+                take(end - start)  # only to ask: the client has memory of its own, not to be copied
+                memory = memoryview(found.bytes())
+        except FileNotFoundError:
+            return None
+        if len(memory) != end - start:
+            raise CallError("an object is shorter than it says")
+        return memory if memory else None
+
+    def _put(self, path: str, pieces: Sequence[bytes | memoryview], mode: PutMode) -> bool:
+        try:
+            with _blob_errors():
+                obstore.put(self._store, path, pieces, mode=mode, use_multipart=False)
+        except FileExistsError:
+            return False
+        except CallError as error:
+            if NO_ROOM.search(str(error)):
+                return False
+            raise
+        return True
+
+    def _delete(self, path: str) -> None:
+        with suppress(FileNotFoundError), _blob_errors():
+            obstore.delete(self._store, path)
+
+    def _list(self, folder: str, n_pages: int | None) -> list[Listed]:
+        with _blob_errors():
+            pages = islice(obstore.list(self._store, folder, chunk_size=PAGE), n_pages)
+            return [
+                Listed(one["path"], b"", one["size"], one["last_modified"].timestamp())
+                for page in pages
+                for one in page
+            ]
+
+
+@contextmanager
+def _blob_errors() -> Iterator[None]:
+    """Errors of the client, in our words."""
+    try:
+        yield
+    except AlreadyExistsError as error:
+        raise FileExistsError from error
+    except (BaseError, ValueError) as error:
+        raise CallError(str(error).splitlines()[0]) from error
+
+
+def open_store(address: S3Address, secret: str) -> S3Store:
+    endpoint = address.endpoint or os.environ.get("AWS_ENDPOINT_URL", "")
+    is_plain = endpoint.startswith("http://")  # then only a signature protects what is put
+    config: S3Config = {"unsigned_payload": not is_plain}
+    if endpoint:
+        config["endpoint"] = endpoint
+    if address.region:
+        config["region"] = address.region
+    if address.key_id:
+        config |= {"access_key_id": address.key_id, "secret_access_key": secret}
+    return S3Store(
+        address.bucket,
+        prefix=address.prefix or None,
+        config=config,
+        client_options={"allow_http": is_plain, "timeout": REQUEST_S},
+        retry_config={"max_retries": 0},
+    )

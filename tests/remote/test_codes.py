@@ -1,0 +1,250 @@
+"""Records of bf16 in a place behind a slow line: fewer bytes there, and the same records here."""
+
+import pytest
+
+from keepwarm.concurrency import CallDeadline
+from keepwarm.prefix.blocks import BLOCK_TOKENS
+from keepwarm.remote.compression import MAGIC, undo_code
+from keepwarm.remote.janitor import Janitor, PlaceLimits, surplus
+from keepwarm.remote.known import ABSENT_S
+from keepwarm.remote.names import RecordPlace, RemoteNames
+from keepwarm.remote.question import HEADER_GUESS
+from keepwarm.remote.trust import FleetKey
+from keepwarm.store.record import Part, Record, encode_record
+from keepwarm.store.seal import Seal
+from keepwarm.store.tier import NamedBlock
+from tests.remote.conftest import CLASS, SOON
+from tests.remote.test_tier import question
+from tests.store.kit import content, encode, record, refs_of, tokens_of
+from tests.store.test_buffers import alike, with_front
+
+SLOW, FAST = 1e4, 1e12  # bytes in a second: coding pays, or does not
+KEY = FleetKey(b"k" * 32)
+(REF,) = refs_of(1)
+
+
+def numbers(ref, part=Part.DELTA, n_tensors=2, n_items=20_000, **options):
+    """A record of a layer or more whose keys and values are bf16."""
+    tensors = (alike(f"L{n}_B{ref.number}_K", n_items, n) for n in range(n_tensors))
+    return Record(record(ref, part, **options).header, tuple(tensors))
+
+
+def name_of(made):
+    return RemoteNames(CLASS).of(RecordPlace.of(made.header))
+
+
+def bytes_of(place, made):
+    return bytes(place.read(name_of(made), lambda n: memoryview(bytearray(n)), SOON))
+
+
+def ask(tier, n_tokens=BLOCK_TOKENS, **options):
+    tier.look_up(question(tokens_of(n_tokens), **options), CallDeadline(SOON))
+
+
+def found(tier):
+    ask(tier)
+    return tier.read(REF.key, Part.DELTA)
+
+
+@pytest.fixture
+def slow(machine):
+    def opener(bytes_per_s=SLOW, **options):
+        tier = machine(**options)
+        tier.speed.bytes_per_s = tier.speed.put_bytes_per_s = bytes_per_s
+        return tier
+
+    return opener
+
+
+def test_what_one_machine_codes_another_reads(slow, place):
+    one, there = slow(), slow(FAST)
+    made = [numbers(ref) for ref in refs_of(3, n_last=90)]
+    assert all(one.put(each).stored for each in made)
+    ask(there, 2 * BLOCK_TOKENS + 91)
+    known = there.have([each.header.key for each in made])
+    for each in made:
+        assert bytes_of(place, each).startswith(MAGIC)
+        assert content(there.read(each.header.key, Part.DELTA)) == content(each)
+        n_bytes = known[each.header.key].n_bytes
+        assert n_bytes == len(bytes_of(place, each)) < 0.75 * each.n_bytes, "what will be sent"
+    assert there.stats().quarantined == 0
+
+
+def test_over_a_fast_line_they_are_sent_as_they_are(slow, place):
+    made = numbers(REF)
+    put = slow(FAST).put(made)
+    assert (put.stored, put.n_saved) == (True, 0)
+    assert bytes_of(place, made) == encode(made)
+    assert content(found(slow())) == content(made)
+
+
+@pytest.mark.parametrize("put_s", [0.0, 100.0])
+def test_only_a_line_that_is_slow_both_ways_is_slow(machine, clock, put_s, monkeypatch):
+    """A trial that seemed slow is not enough: the first record shows how fast the line sends."""
+    tier = machine()
+    tier.speed.bytes_per_s = SLOW
+    put = tier.backend.put
+
+    def slowly(*args, **options):
+        clock.now += put_s
+        return put(*args, **options)
+
+    monkeypatch.setattr(tier.backend, "put", slowly)
+    first, second = (numbers(ref, n_tensors=8) for ref in refs_of(2))
+    assert tier.put(first).n_saved == 0
+    assert bool(tier.put(second).n_saved) is bool(put_s)
+
+
+def test_whoever_puts_first_decides(slow, place):
+    made = numbers(REF)
+    assert slow(FAST).put(made).stored
+    again = slow().put(made)
+    assert not again.stored
+    assert bytes_of(place, made) == encode(made)
+
+
+def test_the_writer_knows_how_many_bytes_it_sent(slow, place):
+    made, tier = numbers(REF), slow()
+    put = tier.put(made)
+    assert put.n_saved == len(encode(made)) - len(bytes_of(place, made)) > 0.25 * made.n_bytes
+    assert tier.have([REF.key])[REF.key].n_bytes == made.n_bytes - put.n_saved
+
+
+def test_sealed_records_are_not_coded_nor_read_as_such(slow, place, monkeypatch):
+    calls = []
+    monkeypatch.setattr("keepwarm.remote.tier.code_record", lambda *_: calls.append("code"))
+    monkeypatch.setattr("keepwarm.remote.trust.undo_code", lambda *_: calls.append("undo"))
+    made, seal = numbers(REF), Seal(b"s" * 32)
+    tier = slow(seal=seal)
+    assert tier.put(made).n_saved == 0
+    assert not bytes_of(place, made).startswith(MAGIC)
+    there = slow(seal=seal)
+    assert content(found(there)) == content(made)
+    sealed = bytes_of(place, made)
+    front = with_front(bytes(24), n_bytes=len(sealed))
+    place.put(name_of(made), [front, sealed], SOON, replace=True)
+    other = slow(seal=seal)
+    assert found(other) is None
+    assert other.take_fault(REF.key, Part.DELTA) == "damaged"
+    assert calls == []
+
+
+def test_a_mac_is_of_the_bytes_that_are_sent_and_checked_before_they_are_decoded(
+    slow, place, monkeypatch
+):
+    made = numbers(REF)
+    assert slow(fleet_key=KEY).put(made).n_saved
+    assert content(found(slow(fleet_key=KEY))) == content(made)
+    there = slow(fleet_key=KEY)
+    ask(there)
+    place.put(name_of(made), [bytes_of(place, made) + b"x"], SOON, REF.tokens, replace=True)
+    calls = []
+    monkeypatch.setattr("keepwarm.remote.trust.undo_code", calls.append)
+    assert there.read(REF.key, Part.DELTA) is None
+    assert calls == []
+    assert there.take_fault(REF.key, Part.DELTA) == "damaged"
+
+
+def flipped(at):
+    return lambda data: data[:at] + bytes([data[at] ^ 8]) + data[at + 1 :]
+
+
+BAD = {
+    "front": flipped(9),
+    "version": flipped(7),
+    "header": flipped(300),
+    "low bytes": flipped(30_000),
+    "high bytes": flipped(-900),
+    "cut": lambda data: data[:-1],
+    "cut in the middle": lambda data: data[:30_000],
+    "cut in the front": lambda data: data[:20],
+    "longer": lambda data: data + b"x",
+    "claims more": lambda data: with_front(data, n_bytes=1 << 29),
+}
+
+
+@pytest.mark.parametrize("change", BAD.values(), ids=list(BAD))
+def test_bad_bytes_are_a_miss_and_deleted_when_they_are_bad_twice(slow, place, clock, change):
+    made, there = numbers(REF), slow(FAST)
+    assert slow().put(made).n_saved
+    place.put(name_of(made), [change(bytes_of(place, made))], SOON, REF.tokens, replace=True)
+    before = there.speed.bytes_per_s
+    for n_left in (1, 0):
+        assert found(there) is None
+        assert there.take_fault(REF.key, Part.DELTA) == "damaged"
+        assert len([n for n in place.sizes([name_of(made)], SOON) if n]) == n_left
+        clock.now += ABSENT_S
+    assert there.stats().quarantined == 2
+    assert there.is_trusted
+    assert there.speed.bytes_per_s == before, "it came in time"
+
+
+def test_a_newer_code_is_a_miss_that_stays(slow, place, clock):
+    made, there = numbers(REF), slow()
+    slow().put(made)
+    newer = with_front(bytes_of(place, made), version=2)
+    place.put(name_of(made), [newer], SOON, REF.tokens, replace=True)
+    for _ in range(3):
+        assert found(there) is None
+        assert there.take_fault(REF.key, Part.DELTA) == "newer"
+        clock.now += ABSENT_S
+    assert bytes_of(place, made) == newer
+    assert there.stats().newer == 3
+    assert there.is_trusted
+
+
+@pytest.mark.parametrize("address", ["directory"], indirect=True)
+@pytest.mark.parametrize("n_tensors", [2, 1000])
+def test_tokens_are_told_by_the_header_of_a_coded_record(slow, place, n_tensors):
+    """One that is longer than what is read at first too."""
+    made, there = numbers(REF, n_tensors=n_tensors, n_items=2000), slow()
+    assert slow().put(made).n_saved
+    assert (len(encode_record(made)[1]) > HEADER_GUESS) is (n_tensors > 2)
+    ask(there, 100)
+    assert there.children(REF.parent, REF.tokens[:400]) == [(REF.key, 100)]
+
+
+def test_windows_are_not_coded(slow, place):
+    """Their bytes tell their rows."""
+    made = numbers(REF, Part.WINDOW, w_rows=40)
+    assert slow().put(made).n_saved == 0
+    assert bytes_of(place, made) == encode(made)
+
+
+def test_coded_records_are_erased_with_their_copies(slow, place):
+    """Which of them are copies is told by their headers, where no name tells tokens."""
+    tier = slow()
+    short, long = (numbers(ref) for ref in (refs_of(1, n_last=50)[0], REF))
+    for made in (short, long):
+        assert tier.put(made).n_saved
+    block = NamedBlock(REF.key, REF.parent, BLOCK_TOKENS)
+    assert tier.erase([long.header.namespace], [block], ())
+    assert place.sizes([name_of(short), name_of(long)], SOON) == [None, None]
+
+
+@pytest.mark.parametrize("address", ["directory"], indirect=True)
+def test_a_janitor_counts_the_bytes_that_are_there(slow, place):
+    tier, made = slow(), [numbers(ref) for ref in refs_of(4)]
+    for each in made:
+        tier.put(each)
+    n_bytes = sum(len(bytes_of(place, each)) for each in made)
+    assert n_bytes < 0.75 * sum(each.n_bytes for each in made)
+    listed = list(Janitor(place, PlaceLimits())._walk())
+    assert list(surplus(listed, PlaceLimits(n_bytes), 0.0)) == []
+    (end,) = surplus(listed, PlaceLimits(n_bytes - 1), 0.0)
+    assert end.name == name_of(made[-1])
+
+
+def test_decoding_is_a_part_of_the_rate(slow, clock, monkeypatch):
+    """So that a plan knows how long loading takes."""
+    made, there = numbers(REF, n_tensors=12), slow()
+    slow().put(made)
+
+    def slowly(data):
+        clock.now += 2.0
+        return undo_code(data)
+
+    monkeypatch.setattr("keepwarm.remote.trust.undo_code", slowly)
+    there.speed.begin_anew()
+    assert content(found(there)) == content(made)
+    assert there.speed.load_s(there.have([REF.key])[REF.key].n_bytes) == pytest.approx(2.0, rel=0.1)

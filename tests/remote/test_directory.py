@@ -1,0 +1,121 @@
+"""A shared directory: calls that hang, a share that is not mounted, files left unfinished."""
+
+import os
+import threading
+from contextlib import closing
+
+import pytest
+
+from keepwarm.concurrency import MAX_WORKERS, CallError
+from keepwarm.errors import BadInput
+from keepwarm.remote.addresses import open_backend
+from keepwarm.remote.backend import Listed
+from keepwarm.remote.directory import PAGE, DirectoryBackend
+
+SOON = 30.0
+
+
+def take(n_bytes):
+    return memoryview(bytearray(n_bytes))
+
+
+@pytest.fixture
+def blobs(tmp_path):
+    with closing(DirectoryBackend(tmp_path)) as opened:
+        yield opened
+
+
+def test_a_call_that_hangs_is_left_at_its_deadline(tmp_path, blobs):
+    """As when the server of a share is gone."""
+    is_back = threading.Event()
+
+    def hang(n_bytes):
+        is_back.wait(SOON)
+        return take(n_bytes)
+
+    assert blobs.put("a/x.d", [b"x"], SOON)
+    for _ in range(2):
+        with pytest.raises(CallError, match="20 ms"):
+            blobs.read("a/x.d", hang, 0.02)
+    assert blobs.put("a/y.d", [b"y"], SOON)
+    for _ in range(MAX_WORKERS):  # until no hand is left
+        with pytest.raises(CallError):
+            blobs.read("a/x.d", hang, 0.02)
+    with pytest.raises(CallError):
+        blobs.sizes(["a/y.d"], 0.02)
+    is_back.set()
+    assert blobs.sizes(["a/y.d"], SOON) == [1]
+
+
+def test_what_is_no_file_is_no_blob(tmp_path, blobs):
+    """Whoever writes to a share can put pipes and links there."""
+    (tmp_path / "a").mkdir()
+    os.mkfifo(tmp_path / "a" / "pipe.d")
+    (tmp_path / "a" / "null.d").symlink_to("/dev/zero")
+    for name in ("a/pipe.d", "a/null.d"):
+        assert blobs.sizes([name], SOON) == [None]
+        assert blobs.read(name, take, SOON) is None
+
+
+def test_links_are_not_followed_by_a_listing(tmp_path, blobs):
+    """Else the janitor would delete what is elsewhere on this machine."""
+    elsewhere = tmp_path.with_name(f"{tmp_path.name}-elsewhere")
+    (elsewhere / "b").mkdir(parents=True)
+    (elsewhere / "b" / "x.d").write_bytes(b"x")
+    (tmp_path / "a").symlink_to(elsewhere)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "b").symlink_to(elsewhere)
+    (tmp_path / "c" / "y.d").write_bytes(b"y")
+    listed = {
+        folder: blobs.list_names(folder, SOON) for folder in ("a", "a/b", "c", "c/b", "c/y.d")
+    }
+    assert [folder for folder, found in listed.items() if found] == ["c"]
+    assert [one.name for one in listed["c"]] == ["c/y.d"]
+
+
+def test_a_folder_goes_with_its_last_file(tmp_path, blobs):
+    """One is made for each block: they would be more than a file system has."""
+    for name in ("a/b/x.d", "a/b/y.d", "a/b/x.d"):
+        assert blobs.put(name, [b"x"], SOON)
+        blobs.delete([Listed("a/b/x.d")], SOON)
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["y.d"]
+    blobs.delete([Listed("a/b/y.d"), Listed("a/b/y.d")], SOON)
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_a_folder_of_very_many_is_listed_in_part_unless_all_are_wanted(tmp_path, blobs):
+    (tmp_path / "a").mkdir()
+    for number in range(PAGE + 1):
+        (tmp_path / "a" / f"{number}.d").touch()
+    assert len(blobs.list_names("a", SOON)) == PAGE
+    assert len(blobs.list_names("a", SOON, None)) == PAGE + 1
+
+
+def test_a_share_that_is_not_mounted_is_not_made(tmp_path):
+    with closing(DirectoryBackend(tmp_path / "mnt")) as blobs:
+        with pytest.raises(CallError):
+            blobs.put("a/x.d", [b"x"], SOON)
+        assert blobs.sizes(["a/x.d"], SOON) == [None]
+    assert not (tmp_path / "mnt").exists()
+
+
+def test_a_put_that_fails_leaves_nothing(tmp_path, blobs):
+    (tmp_path / "a" / "x.d" / "in the way").mkdir(parents=True)
+    with pytest.raises(CallError):
+        blobs.put("a/x.d", [b"x"], SOON, replace=True)
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "redis://", "http://host", "file://host/mnt", "file:mnt", "redis://h:port", "redis://h/x"],
+)
+def test_an_address_of_no_place_is_refused_in_one_sentence(address):
+    with pytest.raises(BadInput, match=r"use redis://"):
+        open_backend(address)
+
+
+def test_a_password_in_the_address_is_refused_and_not_repeated():
+    with pytest.raises(BadInput, match="KEEPWARM_REMOTE_PASSWORD") as refused:
+        open_backend("redis://:hunter2@host")
+    assert "hunter2" not in str(refused.value)

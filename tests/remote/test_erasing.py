@@ -1,0 +1,128 @@
+"""Deleting blocks for good from a place that machines share."""
+
+import pytest
+
+from keepwarm.prefix.blocks import BLOCK_TOKENS, chain, pack
+from keepwarm.remote.handshake import STORE_META
+from keepwarm.remote.names import RecordPlace, RemoteNames
+from keepwarm.remote.trust import FleetKey
+from keepwarm.store.record import Part
+from keepwarm.store.seal import Seal
+from keepwarm.store.tier import NamedBlock
+from tests.remote.conftest import CLASS, SOON
+from tests.store.kit import NAMESPACE, record, refs_of, tokens_of
+
+TOKENS = tokens_of(2 * BLOCK_TOKENS + 50)
+FIRST, SECOND, TAIL = chain(NAMESPACE, TOKENS)
+
+
+def named(ref):
+    return NamedBlock(ref.key, ref.parent, ref.n_tokens)
+
+
+def ending(tokens):
+    """The last block of a prompt."""
+    *_, last = chain(NAMESPACE, tokens)
+    return last
+
+
+LONGER = ending([*TOKENS, 1, 2, 3])  # begins as the tail does
+SHORTER = ending(TOKENS[: BLOCK_TOKENS + 90])  # the second block, when it was open
+OTHER = ending([*TOKENS[: BLOCK_TOKENS + 10], 5, 6, 7])  # parts inside of it
+BESIDE = ending([*TOKENS[: 2 * BLOCK_TOKENS + 40], 9])  # parts inside of the tail
+ALL = [FIRST, SECOND, TAIL, LONGER, SHORTER, OTHER, BESIDE]
+
+
+def there(place, refs, numerics=CLASS, part=Part.DELTA):
+    """Which of these blocks a place has."""
+    names = RemoteNames(numerics)
+    wanted = [names.of(RecordPlace(NAMESPACE, ref.parent, ref.key, part)) for ref in refs]
+    sizes = place.sizes(wanted, SOON)
+    return [ref for ref, size in zip(refs, sizes, strict=True) if size]
+
+
+@pytest.fixture(params=["plain", "signed", "sealed"])
+def trust(request):
+    signed = {"fleet_key": FleetKey(b"k" * 32)}
+    return {"plain": {}, "signed": signed, "sealed": {"seal": Seal(b"s" * 32)}}[request.param]
+
+
+def test_blocks_go_with_their_copies_and_leave_no_trace(machine, place, trust):
+    tier = machine(**trust)
+    for ref in ALL:
+        assert tier.put(record(ref)).stored
+    tier.put(record(SECOND, Part.WINDOW))
+    machine("cpu-mlx-0.2", **trust).put(record(TAIL))
+    doomed = [named(SECOND), named(TAIL)]
+    assert tier.erase([NAMESPACE], doomed, keep=())
+    assert there(place, ALL) == [FIRST, OTHER, BESIDE]
+    assert there(place, [SECOND], part=Part.WINDOW) == []
+    assert there(place, [TAIL], "cpu-mlx-0.2") == []
+    assert not tier.have([SECOND.key, TAIL.key])
+    names = RemoteNames(CLASS)
+    for ref in (SECOND, TAIL):
+        listed = place.list_names(names.folder(NAMESPACE, ref.parent), SOON, None)
+        left = {one.name.rpartition("/")[2].partition(".")[0] for one in listed}
+        assert left == {(OTHER if ref is SECOND else BESIDE).key.hex()}
+        assert all(one.order in (b"", OTHER.tokens, BESIDE.tokens) for one in listed)
+
+
+def test_what_agents_of_this_machine_have_stays(machine, place):
+    tier = machine()
+    for ref in ALL:
+        tier.put(record(ref))
+    keep = {FIRST.key, SECOND.key, SHORTER.key, LONGER.key}
+    assert tier.erase([NAMESPACE], [named(SECOND), named(TAIL)], keep)
+    assert there(place, ALL) == [FIRST, SECOND, LONGER, SHORTER, OTHER, BESIDE]
+
+
+@pytest.mark.parametrize("address", ["directory"], indirect=True)
+def test_sizes_are_taken_from_the_list(machine, monkeypatch):
+    tier = machine()
+    for ref in ALL:
+        tier.put(record(ref))
+    asked, sizes = [], tier.backend.sizes
+    monkeypatch.setattr(
+        tier.backend, "sizes", lambda names, s: asked.extend(names) or sizes(names, s)
+    )
+    assert tier.erase([NAMESPACE], [named(SECOND), named(TAIL)], keep=())
+    assert asked == [STORE_META]
+    assert there(tier.backend, ALL) == [FIRST, OTHER, BESIDE]
+
+
+@pytest.mark.parametrize("address", ["redis"], indirect=True)
+def test_evicted_records_leave_no_member_that_tells_tokens(machine):
+    """Redis may evict a record and keep the list that names it, or the reverse."""
+    tier, names = machine(), RemoteNames(CLASS)
+    for ref in (FIRST, SECOND):
+        tier.put(record(ref))
+    evicted = names.of(RecordPlace.of(record(FIRST).header))
+    folders = [names.folder(NAMESPACE, ref.parent) for ref in (FIRST, SECOND)]
+    for key in (evicted, f"{folders[1]}/"):
+        assert tier.backend._call([[b"UNLINK", f"keepwarm:{key}".encode()]], SOON) == [1]
+    assert tier.erase([NAMESPACE], [named(FIRST), named(SECOND)], ())
+    assert tier.backend.list_names(folders[0], SOON, None) == []
+    assert there(tier.backend, [SECOND]) == []
+
+
+def test_a_place_that_does_not_answer_is_to_be_tried_again(machine, clock):
+    tier = machine()
+    tier.put(record(FIRST))
+    tier.breaker.failed()
+    tier.breaker.failed()
+    tier.breaker.failed()
+    assert not tier.erase([NAMESPACE], [named(FIRST)], ())
+
+
+def test_a_sealed_place_tells_no_tokens(machine, place):
+    """Neither names nor the order of names, nor the records."""
+    tier = machine(seal=Seal(b"s" * 32))
+    for ref in refs_of(2, n_last=40):
+        tier.put(record(ref))
+    for ref in refs_of(2, n_last=40):
+        folder = RemoteNames(CLASS).folder(NAMESPACE, ref.parent)
+        for one in place.list_names(folder, SOON, None):
+            assert one.order == b""
+            data = bytes(place.read(one.name, lambda n: memoryview(bytearray(n)), SOON))
+            assert pack(tokens_of(8)) not in data
+            assert pack(tokens_of(8)).hex() not in one.name

@@ -1,0 +1,74 @@
+"""One passphrase gives every machine the same keys: the first leaves its salt in the place."""
+
+import json
+
+import pytest
+
+from keepwarm.errors import BadRecord
+from keepwarm.remote.handshake import STORE_META, handshake
+from keepwarm.store.names import SEALED
+from keepwarm.store.unlock import unlock
+from tests.remote.conftest import SOON
+from tests.store.kit import record, refs_of
+
+PASSPHRASE = "correct horse battery"
+COST = {"n": 2, "r": 8, "p": 1}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr("keepwarm.store.unlock.SCRYPT", COST)
+
+
+def opened(root, address, secret=PASSPHRASE):
+    agree = handshake([address], "") if address else bytes
+    return unlock(root, secret, agree=agree), (root / SEALED).read_bytes()
+
+
+def test_new_stores_take_the_salt_of_the_first(machine, address, tmp_path):
+    seal, mark = opened(tmp_path / "a", address)
+    tier = machine(seal=seal, mark=mark)
+    assert not tier.refused
+    other_seal, other_mark = opened(tmp_path / "b", address)
+    assert other_mark == mark
+    other_seal.open(b"name", seal.seal(b"name", b"bytes"))
+    assert other_seal.hidden("namespace", b"n") == seal.hidden("namespace", b"n")
+    assert not machine(seal=other_seal, mark=other_mark).refused
+    again, _ = opened(tmp_path / "b", "")
+    again.open(b"name", seal.seal(b"name", b"bytes"))
+
+
+def test_a_store_with_another_salt_or_secret_is_refused(machine, address, tmp_path):
+    seal, mark = opened(tmp_path / "a", address)
+    machine(seal=seal, mark=mark)
+    for name, at, secret in (("old", "", PASSPHRASE), ("wrong", address, "another passphrase")):
+        theirs, their_mark = opened(tmp_path / name, at, secret)
+        assert their_mark != mark
+        with pytest.raises(BadRecord):
+            theirs.open(b"name", seal.seal(b"name", b"bytes"))
+        refused = machine(seal=theirs, mark=their_mark)
+        assert "another key" in refused.refused
+        assert not refused.put(record(refs_of(1)[0])).stored
+    assert "encrypted blocks" in machine().refused
+
+
+def test_whoever_writes_there_cannot_make_the_passphrase_easy_to_guess(
+    address, machine, place, tmp_path, monkeypatch
+):
+    _, mark = opened(tmp_path / "a", address)
+    monkeypatch.setattr("keepwarm.store.unlock.SCRYPT", {"n": 4, "r": 8, "p": 1})
+    _, own = opened(tmp_path / "b", address)
+    assert own != mark
+    assert json.loads(own)["scrypt"] == {"n": 4, "r": 8, "p": 1}
+    for number, nonsense in enumerate((b"no json", b"[]", b"[" * 4096, b"x" * 9999)):
+        place.put(STORE_META, [nonsense], SOON, replace=True)
+        seal, own = opened(tmp_path / f"c{number}", address)
+        assert json.loads(own)["scrypt"] == {"n": 4, "r": 8, "p": 1}
+        assert "another key" in machine(seal=seal, mark=own).refused
+
+
+def test_a_place_that_does_not_answer_delays_no_new_store(tmp_path):
+    missing = (tmp_path / "missing" / "share").as_uri()
+    seal, mark = opened(tmp_path / "a", missing)
+    assert json.loads(mark)["scrypt"] == COST
+    assert seal is not None

@@ -1,0 +1,157 @@
+"""A place that does not evict by itself is kept within its limits, ends of prompts first."""
+
+import os
+import time
+from contextlib import closing
+
+import pytest
+
+from keepwarm.remote.addresses import open_backend
+from keepwarm.remote.backend import Listed
+from keepwarm.remote.janitor import LEASE_S, Janitor, PlaceLimits, surplus
+from keepwarm.remote.names import RecordPlace, RemoteNames
+from keepwarm.remote.tier import RemoteTier
+from keepwarm.remote.trust import FleetKey
+from tests.remote.conftest import CLASS, REAL, SOON
+from tests.store.kit import record, refs_of
+
+LONG, SHORT = refs_of(4), refs_of(2, seed=1)
+KEY = FleetKey(b"k" * 32)
+
+
+def name_of(ref):
+    return RemoteNames(CLASS).of(RecordPlace.of(record(ref).header))
+
+
+@pytest.fixture
+def share(tmp_path):
+    (tmp_path / "share").mkdir()
+    return tmp_path / "share"
+
+
+@pytest.fixture
+def place(share, clock):
+    """A directory with two prompts: the long one was used later, root last."""
+    with closing(open_backend(share.as_uri())) as backend:
+        tier = RemoteTier(backend, CLASS, clock=clock)
+        assert tier.wait_until_tried(SOON)
+        for ref in (*LONG, *SHORT):
+            assert tier.put(record(ref)).stored
+        used = (share / name_of(LONG[0])).stat().st_mtime - 1000
+        for n, ref in enumerate([*reversed(SHORT), *reversed(LONG)]):
+            os.utime(share / name_of(ref), (used + 100 * n, used + 100 * n))
+        yield backend
+        tier.close()
+
+
+def left(place):
+    sizes = place.sizes([name_of(ref) for ref in (*LONG, *SHORT)], SOON)
+    return [ref for ref, size in zip((*LONG, *SHORT), sizes, strict=True) if size]
+
+
+def test_bytes_go_ends_first(place, clock):
+    (size,) = place.sizes([name_of(LONG[0])], SOON)
+    assert Janitor(place, PlaceLimits(n_bytes=6 * size + 600), clock).sweep() == 0
+    assert Janitor(place, PlaceLimits(n_bytes=3 * size + 600), clock).sweep() == 0, "a lease"
+    clock.now += LEASE_S
+    late = Janitor(place, PlaceLimits(n_bytes=3 * size + 600), clock)
+    late.sweep()
+    clock.now += LEASE_S
+    assert late.sweep() == 3
+    assert left(place) == LONG[:3]
+
+
+def test_age_goes_by_the_clock_of_the_place(place, clock):
+    """The end of the short prompt is the oldest, its beginning is 100 seconds younger."""
+    assert Janitor(place, PlaceLimits(age_s=950), clock).sweep() == 1
+    assert left(place) == [*LONG, SHORT[0]]
+
+
+def test_what_was_left_unfinished_goes_after_a_day(place, share, clock):
+    now = time.time()
+    for folder, name, age_s in (
+        ("tmp", "old", 90_000),
+        ("trial", "old", 90_000),
+        ("tmp", "new", 9),
+    ):
+        (path := share / folder / name).parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x")
+        os.utime(path, (now - age_s, now - age_s))
+    assert Janitor(place, PlaceLimits(n_bytes=1 << 40), clock).sweep() == 2
+    assert [path.name for path in (share / "tmp").iterdir()] == ["new"]
+    assert not (share / "trial").exists()
+
+
+def test_one_machine_at_a_time(place, clock):
+    first, second = (Janitor(place, PlaceLimits(age_s=10), clock) for _ in range(2))
+    assert first._hold_lease()
+    assert not second._hold_lease()
+    clock.now += LEASE_S - 1
+    assert first._hold_lease(), "it renews its own"
+    clock.now += 2
+    assert not second._hold_lease(), "it has seen it change"
+    clock.now += LEASE_S
+    assert second._hold_lease()
+    assert not first._hold_lease()
+
+
+def test_a_beginning_stays_as_long_as_something_follows_it():
+    def blob(last, parent, used, n_bytes=10):
+        return Listed(f"c/n/{parent}/{last}", b"", n_bytes, used)
+
+    old_root, fresh_end = blob("aa.d", "root", 1.0), blob("bb.d", "aa", 99.0)
+    assert list(surplus([old_root, fresh_end], PlaceLimits(age_s=50), 100.0)) == []
+    mac, other = blob("bb.d.mac", "aa", 2.0), blob("bb.d", "xx", 1.0)
+    listed = [old_root, fresh_end, mac, other]
+    assert list(surplus(listed, PlaceLimits(n_bytes=25), 100.0)) == [fresh_end, mac, other]
+
+
+def wait_for_its_clock(bucket):
+    """Until what is put is younger than what is there: buckets tell seconds."""
+    before = max(one.used for one in Janitor(bucket, PlaceLimits())._walk())
+    until = time.monotonic() + SOON
+    while True:
+        bucket.put("probe/x", [b"1"], SOON, replace=True)
+        (probe,) = bucket.list_names("probe", SOON)
+        if probe.used > before:
+            return
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("address", ["moto", *REAL[1:]], indirect=True)
+@pytest.mark.parametrize(
+    "fleet_key",
+    [pytest.param(None, id="plain"), pytest.param(KEY, id="signed", marks=pytest.mark.soak)],
+)
+def test_a_bucket_keeps_beginnings_and_goes_by_its_own_clock(machine, address, clock, fleet_key):
+    """Of records and MACs; it knows only when each was put."""
+    tier = machine(fleet_key=fleet_key)
+    for ref in (LONG[0], SHORT[0]):
+        assert tier.put(record(ref)).stored
+    with closing(open_backend(address)) as bucket:
+        wait_for_its_clock(bucket)  # beginnings are older
+        for ref in (*LONG[1:], *SHORT[1:]):
+            assert tier.put(record(ref)).stored
+        names = [one.name for one in Janitor(bucket, PlaceLimits())._walk()]
+        assert len(names) == 6 * (1 if fleet_key is None else 2)
+        n_bytes = sum(bucket.sizes(names, SOON))
+        assert Janitor(bucket, PlaceLimits(n_bytes, age_s=3600), clock).sweep() == 0
+        clock.now += LEASE_S
+        late = Janitor(bucket, PlaceLimits(n_bytes // 2), clock)
+        assert late.sweep() == 0, "another's lease, seen for the first time"
+        clock.now += LEASE_S
+        assert late.sweep() == len(names) // 2
+        kept = left(bucket)
+        for prompt in (LONG, SHORT):
+            n_kept = sum(ref in kept for ref in prompt)
+            assert [ref for ref in prompt if ref in kept] == prompt[:n_kept]
+        assert len(kept) == 3
+        assert len(list(late._walk())) == len(names) // 2
+
+
+def test_redis_needs_none(redis):
+    with closing(open_backend(f"{redis.url}/999")) as backend:
+        tier = RemoteTier(backend, CLASS)
+        assert tier.keep_within(PlaceLimits(n_bytes=1)) is None
+        tier.close()

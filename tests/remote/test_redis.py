@@ -1,0 +1,226 @@
+"""Redis as it is: orders, passwords, TLS; and servers that pause, restart, fill up, or lie."""
+
+import datetime
+import ipaddress
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from keepwarm.concurrency import CallError
+from keepwarm.remote.addresses import open_backend
+from tests.kit.redis_server import redis_server
+from tests.kit.waiting import wait_until
+
+SOON = 30.0
+SHORT = 0.05
+
+
+def take(n_bytes):
+    return memoryview(bytearray(n_bytes))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with redis_server(tmp_path_factory.mktemp("redis")) as started:
+        yield started
+
+
+@pytest.fixture
+def blobs(server):
+    with closing(open_backend(server.url)) as opened:
+        yield opened
+
+
+def test_neighbours_in_order_are_listed_at_any_fan_out(blobs):
+    for n in range(500):
+        blobs.put(f"order/{n:03d}.d", [b"x"], SOON, order=n.to_bytes(4))
+    listed = blobs.list_names("order", SOON, near=(250).to_bytes(4) + b"more")
+    assert {250, 251} <= {int.from_bytes(one.order) for one in listed}
+    assert len(listed) == 16
+
+
+def test_a_beginning_comes_before_what_continues_it(blobs):
+    for name, order in (("short", b"\0\1"), ("long", b"\0\1\0\2"), ("other", b"\0\1\0\0")):
+        blobs.put(f"beginnings/{name}", [b"x"], SOON, order=order)
+    below = [one.name for one in blobs.list_names("beginnings", SOON, near=b"\0\1")]
+    assert below[0] == "beginnings/short"
+
+
+def test_a_connection_in_use_while_it_closes_is_closed_too(server):
+    before = server.n_connections()
+    blobs = open_backend(server.url)
+    blobs.put("closing/x.d", [b"x"], SOON)
+    server.pause()
+    with ThreadPoolExecutor() as threads:
+        call = threads.submit(blobs.sizes, ["closing/x.d"], SOON)
+        wait_until(lambda: not blobs._idle)
+        blobs.close()
+        server.go_on()
+        assert call.result() == [1]
+    wait_until(lambda: server.n_connections() <= before)
+
+
+def test_a_paused_server_takes_no_longer_than_the_deadline(server, blobs):
+    blobs.put("paused/x.d", [b"x"], SOON)
+    server.pause()
+    try:
+        began = time.monotonic()
+        for call in (
+            lambda: blobs.sizes(["paused/x.d"], SHORT),
+            lambda: blobs.read("paused/x.d", take, SHORT),
+            lambda: blobs.put("paused/y.d", [bytes(20 << 20)], SHORT),
+        ):
+            with pytest.raises(CallError, match="50 ms"):
+                call()
+        assert time.monotonic() - began < SOON
+    finally:
+        server.go_on()
+    assert blobs.sizes(["paused/x.d"], SOON) == [1]
+
+
+def test_a_server_that_restarted_is_called_on_new_connections(tmp_path):
+    with redis_server(tmp_path) as server, closing(open_backend(server.url)) as blobs:
+        assert blobs.put("a/x.d", [b"x"], SOON)
+        server.kill()
+        with pytest.raises(CallError):
+            blobs.sizes(["a/x.d"], SOON)
+        server.start()
+        assert blobs.sizes(["a/x.d"], SOON) == [None]
+        server.kill()
+        server.start()
+        assert blobs.sizes(["a/x.d"], SOON) == [None]  # on a connection that was open before
+
+
+def test_a_full_server_refuses_and_is_no_error(tmp_path):
+    limits = ("--maxmemory", "6mb", "--maxmemory-policy", "noeviction")
+    with redis_server(tmp_path, *limits) as server, closing(open_backend(server.url)) as blobs:
+        stored = [blobs.put(f"a/{n}.d", [bytes(1 << 20)], SOON) for n in range(8)]
+        assert stored[0]
+        assert not stored[-1]
+        assert blobs.sizes(["a/0.d"], SOON) == [1 << 20]
+
+
+def test_the_password_is_asked_for(tmp_path):
+    with redis_server(tmp_path, "--requirepass", "right") as server:
+        with closing(open_backend(server.url, "right")) as blobs:
+            assert blobs.put("a/x.d", [b"x"], SOON)
+        for password, said in (("", "NOAUTH"), ("wrong", "WRONGPASS")):
+            with (
+                closing(open_backend(server.url, password)) as blobs,
+                pytest.raises(CallError, match=said),
+            ):
+                blobs.sizes(["a/x.d"], SOON)
+
+
+def self_signed(directory):
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.datetime.now(datetime.UTC)
+    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(address, critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pem, no_password = serialization.Encoding.PEM, serialization.NoEncryption()
+    (directory / "cert.pem").write_bytes(made.public_bytes(pem))
+    (directory / "key.pem").write_bytes(
+        key.private_bytes(pem, serialization.PrivateFormat.PKCS8, no_password)
+    )
+
+
+def test_tls_needs_a_certificate_that_is_trusted(tmp_path, monkeypatch):
+    self_signed(tmp_path)
+    files = ("--tls-cert-file", "cert.pem", "--tls-key-file", "key.pem", "--tls-auth-clients", "no")
+    with redis_server(tmp_path, *files, tls=True) as server:
+        with (
+            closing(open_backend(server.url)) as blobs,
+            pytest.raises(CallError, match="CERTIFICATE_VERIFY_FAILED"),
+        ):
+            blobs.sizes(["a/x.d"], SOON)
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+        with closing(open_backend(server.url)) as blobs:
+            data = bytes(range(256)) * 20_000
+            assert blobs.put("a/x.d", [data[:10], data[10:]], SOON)
+            assert bytes(blobs.read("a/x.d", take, SOON)) == data
+
+
+@contextmanager
+def lying(reply):
+    """A server that accepts one greeting, and answers the next command with these bytes."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve():
+            with listening.accept()[0] as one:
+                one.recv(1 << 16)
+                one.sendall(b"+PONG\r\n")
+                one.recv(1 << 16)
+                reply(one)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        url = f"redis://127.0.0.1:{listening.getsockname()[1]}"
+        with closing(open_backend(url)) as blobs:
+            yield blobs
+        thread.join(SOON)
+
+
+def trickle(one):
+    one.sendall(b"$1000000\r\n")
+    for _ in range(100):
+        try:
+            one.sendall(b"x")
+        except OSError:
+            return
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        lambda one: one.sendall(b"$100\r\nhalf"),  # cut in the middle of a value
+        lambda one: one.sendall(b"$5\r\nwrong ends"),
+        lambda one: one.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+        lambda one: one.sendall(b"*1\r\n" * 50),
+        lambda one: one.sendall(b":seven\r\n"),
+        lambda one: one.sendall(b"x" * 200_000),
+        lambda one: one.close(),
+        trickle,
+    ],
+    ids=["cut", "end", "http", "nested", "number", "endless", "closed", "trickle"],
+)
+def test_bytes_that_are_no_answer_are_an_error(reply):
+    with lying(reply) as blobs, pytest.raises(CallError):
+        blobs.read("a/x.d", take, 0.5)
+
+
+def test_a_server_that_sends_more_than_it_was_asked_for_gets_no_memory():
+    asked = []
+
+    def note(n_bytes):
+        asked.append(n_bytes)
+        return take(min(n_bytes, 100))
+
+    def send_much(one):
+        one.sendall(b"$%d\r\n" % 10**14)
+
+    with lying(send_much) as blobs, pytest.raises(CallError, match="too large"):
+        blobs.read("a/x.d", note, SOON, n_bytes=100)
+    assert asked == []
+
+
+def test_a_refused_connection_is_an_error():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        url = f"redis://127.0.0.1:{one.getsockname()[1]}"
+        with closing(open_backend(url)) as blobs, pytest.raises(CallError):
+            blobs.sizes(["a/x.d"], SOON)

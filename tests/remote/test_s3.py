@@ -1,0 +1,207 @@
+"""Buckets as they are: addresses, secrets, what is sent without TLS, and servers that cannot."""
+
+import sys
+import threading
+import time
+from contextlib import closing, contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from keepwarm.concurrency import CallError
+from keepwarm.errors import BadInput
+from keepwarm.remote.addresses import open_backend
+from keepwarm.remote.speed import TierSpeed
+from keepwarm.remote.tier import RemoteTier
+from keepwarm.remote.trial import try_backend
+from tests.kit.s3_server import rclone_server, weed_server
+
+SOON = 30.0
+SHORT = 0.05
+
+
+def take(n_bytes):
+    return memoryview(bytearray(n_bytes))
+
+
+@contextmanager
+def bucket_that(answers):
+    """A server that handles every request so; the headers of all are in the list."""
+    seen = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def handle_one(self):
+            seen.append((self.command, self.path, dict(self.headers)))
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            answers(self)
+
+        do_GET = do_PUT = do_HEAD = do_DELETE = handle_one
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"s3://key@bucket/pre/fix?endpoint=http://127.0.0.1:{server.server_port}&region=here"
+        with closing(open_backend(url, "secret")) as blobs:
+            yield blobs, seen
+        server.shutdown()
+
+
+def answer(code, text=b""):
+    def send(one):
+        one.send_response(code)
+        one.send_header("Content-Length", str(len(text)))
+        one.send_header("ETag", '"1"')
+        one.end_headers()
+        one.wfile.write(text)
+
+    return send
+
+
+def test_without_tls_the_payload_is_signed():
+    with bucket_that(answer(200)) as (blobs, seen):
+        blobs.put("a/x.d", [b"bytes"], SOON)
+    ((method, path, headers),) = seen
+    headers = {name.lower(): value for name, value in headers.items()}
+    assert (method, path) == ("PUT", "/bucket/pre/fix/a/x.d")
+    assert headers["x-amz-content-sha256"] != "UNSIGNED-PAYLOAD"
+    assert "key/" in headers["authorization"]
+    assert "/here/s3/" in headers["authorization"]
+    assert headers["if-none-match"] == "*"
+
+
+def test_nothing_is_tried_again():
+    with bucket_that(answer(503)) as (blobs, seen):
+        for call in (
+            lambda: blobs.sizes(["a/x.d"], SOON),
+            lambda: blobs.read("a/x.d", take, SOON),
+            lambda: blobs.put("a/x.d", [b"x"], SOON),
+            lambda: blobs.list_names("a", SOON),
+        ):
+            with pytest.raises(CallError, match="503"):
+                call()
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize(
+    "answered",
+    [answer(507), answer(403, b"<Error><Code>QuotaExceeded</Code></Error>")],
+    ids=["507", "quota"],
+)
+def test_a_full_bucket_refuses_and_is_no_error(answered):
+    with bucket_that(answered) as (blobs, _):
+        assert not blobs.put("a/x.d", [b"x"], SOON)
+
+
+@pytest.mark.parametrize("to", ["http", "file:///etc/hostname"])
+def test_a_redirection_takes_neither_signature_nor_bytes_elsewhere(to):
+    """Reads of another host are followed by the client; what comes back is verified like all."""
+
+    def send_away(one):
+        one.send_response(307)
+        one.send_header("Location", target)
+        one.send_header("Content-Length", "0")
+        one.end_headers()
+
+    with bucket_that(answer(200, b"<Error/>")) as (elsewhere, seen):
+        target = elsewhere._store.config["endpoint"] if to == "http" else to
+        target = target.replace("127.0.0.1", "localhost")
+        with bucket_that(send_away) as (blobs, _):
+            for call in (
+                lambda: blobs.put("a/x.d", [b"x"], SOON),
+                lambda: blobs.list_names("a", SOON),
+                lambda: blobs.read("a/x.d", take, SOON),
+            ):
+                with suppress(CallError):
+                    call()
+    assert {method for method, _, _ in seen} <= {"GET"}
+    assert not [name for *_, headers in seen for name in headers if "auth" in name.lower()]
+    assert bool(seen) == (to == "http")
+
+
+def test_a_wrong_secret_is_an_error_that_says_so():
+    with (
+        bucket_that(answer(403, b"<Error><Code>SignatureDoesNotMatch</Code></Error>")) as (
+            blobs,
+            _,
+        ),
+        pytest.raises(CallError, match="SignatureDoesNotMatch"),
+    ):
+        blobs.read("a/x.d", take, SOON)
+
+
+def trickle(one):
+    one.send_response(200)
+    one.send_header("Content-Length", "1000000")
+    one.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+    one.end_headers()
+    for _ in range(100):
+        try:
+            one.wfile.write(b"x")
+        except OSError:
+            return
+        time.sleep(0.02)
+
+
+def test_a_value_that_trickles_takes_no_longer_than_the_deadline():
+    with bucket_that(trickle) as (blobs, _), pytest.raises(CallError, match="50 ms"):
+        blobs.read("a/x.d", take, SHORT)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "s3://Bucket",
+        "s3://b",
+        "s3://bucket/../x",
+        "s3://bucket/a b",
+        "s3://bucket?endpoint=host:9000",
+        "s3://bucket?secret=x",
+    ],
+)
+def test_an_address_of_no_bucket_is_refused_in_one_sentence(address):
+    with pytest.raises(BadInput, match=r"s3://|letters, digits"):
+        open_backend(address)
+
+
+def test_a_secret_in_the_address_is_refused_and_not_repeated():
+    with pytest.raises(BadInput, match="KEEPWARM_REMOTE_PASSWORD") as refused:
+        open_backend("s3://key:hunter2@bucket")
+    assert "hunter2" not in str(refused.value)
+
+
+def test_without_the_extra_the_sentence_names_it(monkeypatch):
+    monkeypatch.delitem(sys.modules, "keepwarm.remote.s3", raising=False)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(BadInput, match=r"install keepwarm\[s3\]"):
+        open_backend("s3://bucket")
+
+
+@pytest.mark.soak
+def test_a_server_that_cannot_read_parts_is_refused_by_name(tmp_path):
+    with (
+        rclone_server(tmp_path) as url,
+        closing(open_backend(url)) as blobs,
+        pytest.raises(BadInput, match="does not read parts"),
+    ):
+        try_backend(blobs, TierSpeed())
+
+
+@pytest.mark.soak
+def test_a_tier_says_so_too(tmp_path):
+    """As a server opens it: the mark is looked at as well, and is read in part."""
+    with rclone_server(tmp_path) as url:
+        tier = RemoteTier(open_backend(url), "cpu-mlx-0.1")
+        assert not tier.wait_until_tried(SOON)
+        tier.close()
+    assert "does not read parts" in tier.refused
+
+
+@pytest.mark.soak
+def test_a_server_with_volumes_of_its_own_is_accepted(tmp_path):
+    speed = TierSpeed()
+    with weed_server(tmp_path) as url, closing(open_backend(url)) as blobs:
+        try_backend(blobs, speed)
+    assert speed.bytes_per_s != TierSpeed().bytes_per_s

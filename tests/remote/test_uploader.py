@@ -1,0 +1,119 @@
+"""What is written to a shared tier: root first, within a day's budget, nothing that was deleted."""
+
+import pytest
+
+from keepwarm.remote.compression import count_bytes
+from keepwarm.remote.directory import DirectoryBackend
+from keepwarm.remote.names import parse_last
+from keepwarm.remote.tier import RemoteTier
+from keepwarm.remote.uploader import Uploader
+from keepwarm.store.disk.wear import Wear
+from keepwarm.store.memory import MemoryTier
+from keepwarm.store.tiers import Tiers
+from tests.remote.test_codes import numbers
+from tests.store.kit import NAMESPACE, encode, record, refs_of
+
+SOON = 30.0
+REFS = refs_of(4)
+
+
+class Place(DirectoryBackend):
+    """Remembers what was put, in order."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.keys = []
+        self.n_bytes = 0
+        self.on_put = lambda: None
+
+    def put(self, name, pieces, *args, **options):
+        stored = super().put(name, pieces, *args, **options)
+        if (parsed := parse_last(name)) is not None:
+            self.keys.append(parsed[0])
+            self.n_bytes += count_bytes(pieces)
+            self.on_put()
+        return stored
+
+
+@pytest.fixture
+def place(tmp_path):
+    (tmp_path / "place").mkdir()
+    return Place(tmp_path / "place")
+
+
+@pytest.fixture
+def tier(place):
+    tier = RemoteTier(place, "cpu-mlx-0.1")
+    assert tier.wait_until_tried(SOON)
+    yield tier
+    tier.close()
+
+
+@pytest.fixture
+def memory():
+    memory = MemoryTier(1 << 20)
+    for ref in REFS:
+        memory.put(record(ref))
+    yield memory
+    memory.close()
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    monkeypatch.setattr("keepwarm.remote.uploader.CLOSE_S", SOON)
+
+
+def share(tier, memory, budget=None, uses=1):
+    uploader = Uploader([tier], Tiers([("memory", memory)]), memory.have, budget)
+    for _ in range(uses):
+        uploader.offer(NAMESPACE, REFS)
+    uploader.close()
+
+
+def test_the_root_comes_first_and_nothing_twice(tier, place, memory):
+    share(tier, memory, uses=3)
+    assert place.keys == [ref.key for ref in REFS]
+
+
+def test_a_day_has_a_budget(tier, place, memory, tmp_path):
+    """What does not fit is offered again with its next use, perhaps tomorrow."""
+    n_bytes, day = record(REFS[0]).n_bytes, ["2026-01-01"]
+    (tmp_path / "tmp").mkdir()
+    budget = Wear(tmp_path, 3 * n_bytes, lambda: day[0], name="shared-writes")
+    share(tier, memory, budget)
+    assert place.keys == [ref.key for ref in REFS[:3]]
+    assert budget.by_day() == {"2026-01-01": 3 * n_bytes}
+    share(tier, memory, budget)
+    assert len(place.keys) == 3
+    day[0] = "2026-01-02"
+    share(tier, memory, budget)
+    assert len(place.keys) == 4
+
+
+def test_a_budget_counts_the_bytes_that_are_sent(tier, place, memory, tmp_path):
+    (tmp_path / "tmp").mkdir()
+    budget = Wear(tmp_path, name="shared-writes")
+    tier.speed.bytes_per_s = tier.speed.put_bytes_per_s = 1e4  # so slow that they are coded
+    made = [numbers(ref) for ref in REFS]
+    for one in made:
+        memory.delete(one.header.key)
+        memory.put(one)
+    share(tier, memory, budget)
+    n_headers = sum(len(encode(one)) - one.n_bytes for one in made)
+    (n_sent,) = budget.by_day().values()
+    assert n_sent == place.n_bytes - n_headers < 0.75 * sum(one.n_bytes for one in made)
+
+
+def test_what_is_deleted_while_it_is_put_is_withdrawn(tier, place, memory):
+    place.on_put = lambda: memory.delete(place.keys[-1]) if len(place.keys) == 4 else None
+    share(tier, memory)
+    sizes = [tier.has(record(ref).header) for ref in REFS]
+    assert sizes == [True, True, True, False]
+
+
+def test_the_queue_is_bounded_by_bytes(tier, place, memory, monkeypatch):
+    monkeypatch.setattr(
+        "keepwarm.remote.uploader.MAX_QUEUED", sum(len(ref.tokens) for ref in REFS) - 1
+    )
+    share(tier, memory)
+    assert place.keys == []
