@@ -108,6 +108,18 @@ def _allowed(importer: str, other: str) -> bool:
     return LEVELS[other] < LEVELS[importer] or LEVELS[importer] == LEVELS[other] == GROUND
 
 
+def imported_at_start(trees: Trees, wanted: str) -> list[str]:
+    """Modules outside a room that import it when they are imported themselves."""
+    return [
+        module
+        for module, tree in trees.items()
+        if room(module) != wanted
+        for node in tree.body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        if any(room(f"{name}.") == wanted for name in imported(node) if "." in name)
+    ]
+
+
 def folder_of(module: str) -> str:
     """`store.index` of `keepwarm.store.index.lookup`; empty on the ground floor."""
     return ".".join(module.split(".")[1:-1])
@@ -249,6 +261,10 @@ def test_rooms_import_one_way(trees):
     assert wrong_ways(trees) == []
 
 
+def test_remote_is_imported_only_where_a_remote_is_set(trees):
+    assert imported_at_start(trees, "remote") == []
+
+
 def test_folders_import_what_their_docstrings_name(trees):
     assert undeclared(trees) == []
 
@@ -316,6 +332,12 @@ def test_a_wrong_import_is_seen(importer, code):
         ("prefix__blocks", "store__disk", "kv__codec", "engine__engine", "cache__restore"), ""
     )
     assert len(wrong_ways(_parsed(**{**others, importer: code}))) == 1
+
+
+def test_an_import_at_the_start_is_seen():
+    lazy = "if TYPE_CHECKING:\n    {0}\ndef f():\n    {0}".format("import keepwarm.remote.tier")
+    rooms = _parsed(cache__a=lazy, cache__b="from keepwarm.remote import tier", remote__tier="")
+    assert imported_at_start(rooms, "remote") == ["keepwarm.cache.b"]
 
 
 def test_an_import_that_no_docstring_names_is_seen():

@@ -250,7 +250,7 @@ def test_only_the_callers_and_readers_call_a_shared_place(models, tmp_path, monk
             answers[0].result()
             server.kill()
             run(b, prompt_of(300, seed=5))
-    assert {"MainThread", "keepwarm-remote", "keepwarm-sharer"} <= callers
+    assert {"MainThread", "keepwarm-remote", "keepwarm-uploader"} <= callers
     assert any(name.startswith(("keepwarm-reader", "keepwarm-background")) for name in callers)
     assert "keepwarm-engine" not in callers
 

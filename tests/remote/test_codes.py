@@ -14,9 +14,9 @@ from keepwarm.store.record import Part, Record, encode_record
 from keepwarm.store.seal import Seal
 from keepwarm.store.tier import NamedBlock
 from tests.remote.conftest import CLASS, SOON
+from tests.remote.test_compression import alike, with_front
 from tests.remote.test_tier import question
 from tests.store.kit import content, encode, record, refs_of, tokens_of
-from tests.store.test_buffers import alike, with_front
 
 SLOW, FAST = 1e4, 1e12  # bytes in a second: coding pays, or does not
 KEY = FleetKey(b"k" * 32)

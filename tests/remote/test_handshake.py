@@ -22,7 +22,7 @@ def quick(monkeypatch):
 
 def opened(root, address, secret=PASSPHRASE):
     agree = handshake([address], "") if address else bytes
-    return unlock(root, secret, agree=agree), (root / SEALED).read_bytes()
+    return unlock(root, secret, handshake=agree), (root / SEALED).read_bytes()
 
 
 def test_new_stores_take_the_salt_of_the_first(machine, address, tmp_path):

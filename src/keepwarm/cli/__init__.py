@@ -1,4 +1,4 @@
 """The command line: one verb, one file.
 
-Imports `cache`, `device`, `engine`, `models`, `prefix`, `server`, `store`, `text`.
+Imports `cache`, `device`, `engine`, `models`, `prefix`, `remote`, `server`, `store`, `text`.
 """
