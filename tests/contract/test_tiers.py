@@ -704,7 +704,7 @@ def test_what_must_be_known_to_fail_fails_in_our_words(do, make):
     with pytest.raises(StoreFailed, match="The store could not"):
         do(tier, made.header.key)
     tier.touch([made.header.key])
-    tier.delete_outgrown(made.header.key)
+    tier.delete_superseded(made.header.key)
     assert tier.stats().blocks == 0
     assert tier.stats().errors >= 1
 

@@ -362,7 +362,7 @@ def keep_states(tier, refs, n_rows, every=range(1000)):
         tier.put(record(ref, n_bytes=BIG))
         if ref.number in every:
             tier.put(record(ref, Part.STATE, n_bytes=n_rows * BIG))
-            tier.delete_outgrown(ref.key)
+            tier.delete_superseded(ref.key)
 
 
 @pytest.fixture(params=["memory", "disk", "sealed"])
@@ -468,5 +468,5 @@ def test_a_pinned_checkpoint_stays_and_models_without_rows_keep_all(roomy):
     alone = refs_of(5, seed=9)
     for ref in alone:
         roomy.put(record(ref, Part.STATE))
-        roomy.delete_outgrown(ref.key)
+        roomy.delete_superseded(ref.key)
     assert all(states(roomy, alone))

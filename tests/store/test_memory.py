@@ -2,7 +2,6 @@
 
 import gc
 import random
-import sqlite3
 import weakref
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -12,9 +11,12 @@ import psutil
 import pytest
 
 from keepwarm.prefix.blocks import chain, root
-from keepwarm.store.memory import MAX_CHANGES, MemoryTier
+from keepwarm.store import memory
+from keepwarm.store.eviction import DISK_HALF_LIFE_S
+from keepwarm.store.index.index import Index
+from keepwarm.store.memory import BlockTable, MemoryTier
 from keepwarm.store.record import Part, Record, Tensor
-from tests.store.kit import NAMESPACE, chain_of, first_block, keys_of, record, refs_of, tokens_of
+from tests.store.kit import NAMESPACE, first_block, keys_of, record, refs_of, tokens_of
 
 MIB = 1 << 20
 
@@ -137,82 +139,80 @@ def test_clock_decides_what_is_old():
     tier.close()
 
 
-def test_what_is_known_without_asking_is_what_the_index_says(tier):
-    (ref,), shown = refs_of(1), set()
-    for part, w_rows in (("w", 3), ("d", None), ("w", 8), ("s", None)):
-        tier.put(record(ref, Part(part), w_rows=w_rows))
-        assert tier.have([ref.key]) == tier.index.lookups.have([ref.key])
-        shown |= set(tier.have([ref.key]).values())
-    assert len(shown) == 4
-
-
-# The index follows later
+# The same answers as the index on disk gives
 
 
 @pytest.fixture
-def statements(tier):
-    """What the index is asked from now on, by any thread."""
-    seen = []
-    tier.index.database._db.set_trace_callback(seen.append)
-    return seen
+def index(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "MEMORY_HALF_LIFE_S", DISK_HALF_LIFE_S)
+    made = Index(tmp_path / "index.sqlite")
+    yield made
+    made.close()
 
 
-def test_nothing_is_asked_of_the_index_to_put_a_record(tier, statements):
-    """It is the thread that runs the model that puts it."""
-    made = chain_of(4)
-    for one in made:
-        tier.put(one)
-        tier.delete_outgrown(one.header.key)
-    tier.touch(keys_of(made))
-    assert not statements
-    assert set(tier.have(keys_of(made))) == set(keys_of(made))
-    last = made[-1].header
-    assert [child.key for child in tier.children(last.parent, last.tokens)] == [last.key]
-    assert statements
+REFS = [*refs_of(6), *refs_of(4, seed=1)]
+REFS += [list(chain(NAMESPACE, tokens_of(n)))[-1] for n in (30, 300, 400, 500, 700)]
+REFS += [list(chain(NAMESPACE, tokens_of(n) + tokens_of(90, seed=n)))[-1] for n in (290, 410)]
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_the_index_says_what_is_held_whatever_was_done(seed):
-    dice, refs = random.Random(seed), refs_of(6)
-    refs += [list(chain(NAMESPACE, tokens_of(n)))[-1] for n in (300, 400, 700)]  # of the same
-    tier = MemoryTier(20 * 1024)
-    deeds = (
-        lambda ref: tier.put(record(ref, dice.choice(list(Part)), n_bytes=1024)),
-        lambda ref: tier.delete_outgrown(ref.key),
-        lambda ref: tier.delete_part(ref.key, dice.choice(list(Part))),
-        lambda ref: tier.delete(ref.key),
-        lambda ref: tier.touch([ref.key]),
-        lambda ref: tier.children(ref.parent, ref.tokens),
-        lambda _: tier.release(2048),
+def compare(table, index):
+    """Every look-up, of every block."""
+    lookups, keys = index.lookups, [ref.key for ref in REFS]
+    assert table.have(keys) == lookups.have(keys)
+    assert table.n_bytes == lookups.n_bytes()
+    assert sorted(table.walk()) == sorted(index.walk())
+    parents = [root(NAMESPACE), *keys]
+    assert sorted(table.states(parents)) == sorted(lookups.states(parents))
+    for ref in REFS:
+        assert set(table.children(ref.parent, ref.tokens)) == set(
+            lookups.children(ref.parent, ref.tokens)
+        )
+        for find in ("shorter_siblings", "superseded", "descendants", "children_of"):
+            found = getattr(table, find)(ref.key), getattr(lookups, find)(ref.key)
+            assert set(found[0]) == set(found[1]), find
+        mine, theirs = table.checkpoints(ref.key), lookups.checkpoints(ref.key)
+        assert (sorted(mine[0]), mine[1]) == (sorted(theirs[0]), theirs[1])
+
+
+def change(table, index, dice, now):
+    """One change of both."""
+    ref, part = dice.choice(REFS), dice.choice(list(Part))
+    deed = dice.choices(
+        ("put", "delete part", "delete", "touch", "pin", "unpin"), (12, 3, 1, 4, 1, 1)
     )
-    for _ in range(300):
-        dice.choices(deeds, weights=(12, 4, 2, 1, 2, 1, 1))[0](dice.choice(refs))
-        if dice.random() < 0.1:
-            keys = [ref.key for ref in refs]
-            assert tier.index.lookups.have(keys) == tier.have(keys)
-            assert tier.index.lookups.n_bytes() == tier.stats().n_bytes <= 20 * 1024
-    tier.close()
+    match deed[0]:
+        case "put":
+            made = record(ref, part, n_bytes=dice.choice([64, 1024]), w_rows=ref.n_tokens)
+            table.put(made, now)
+            index.add(made.header, made.n_bytes, now)
+        case "delete part":
+            table.delete_part(ref.key, part)
+            index.delete_part(ref.key, part)
+        case "delete":
+            table.delete([ref.key])
+            index.mark_deleting([ref.key])
+            index.delete_marked([ref.key])
+        case "touch":
+            table.touch([ref.key], now)
+            index.touch([ref.key], now)
+        case pin:
+            getattr(table, pin)(ref.key, "me")
+            getattr(index, pin)(ref.key, "me")
 
 
-def test_the_index_is_never_far_behind(tier):
-    for n in range(2 * MAX_CHANGES):
-        tier.put(record(first_block([n]), n_bytes=16))
-        assert len(tier._late.changes) <= MAX_CHANGES
-
-
-def test_a_record_without_a_row_is_not_kept(tier, monkeypatch):
-    """It would never be evicted."""
-
-    def fail(*_):
-        raise sqlite3.OperationalError("out of memory")
-
-    made = record(first_block([1]))
-    with monkeypatch.context() as broken:
-        broken.setattr(tier.index, "add", fail)
-        tier.put(made)
-        assert tier.children(made.header.parent, made.header.tokens) == []
-    assert tier.stats().errors == 1
-    assert not tier.have([made.header.key])
-    assert tier.stats().n_bytes == 0
-    assert tier.put(made).stored
-    assert tier.children(made.header.parent, made.header.tokens)
+@pytest.mark.parametrize("seed", range(6))
+def test_block_table_after_random_changes_answers_as_the_index_on_disk(seed, index):
+    dice, table, now = random.Random(seed), BlockTable(), 0.0
+    for step in range(200):
+        now += dice.choice([0.0, 1.0, 300.0])
+        change(table, index, dice, now)
+        if step % 10 == 0:
+            compare(table, index)
+        if step % 25 == 0:
+            n_bytes, spared = dice.choice([500, 3000]), {dice.choice(REFS).key}
+            victims = [one.key for one in index.find_victims(n_bytes, spared, now)]
+            index.mark_deleting(victims)
+            index.delete_marked(victims)
+            assert table.evict(n_bytes, spared, now) == victims
+    compare(table, index)
+    assert len(table._order) <= 2 * len(table.blocks) + 64, "outdated entries are bounded"

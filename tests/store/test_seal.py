@@ -263,7 +263,7 @@ def test_tails_that_were_outgrown_go(sealed):
     tail, longer = (record(next(chain(bytes(range(32)), tokens[:n]))) for n in (90, 200))
     for each in (tail, longer):
         sealed.put(each)
-    sealed.delete_outgrown(longer.header.key)
+    sealed.delete_superseded(longer.header.key)
     assert set(sealed.have(keys_of([tail, longer]))) == {longer.header.key}
 
 

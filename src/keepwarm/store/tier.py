@@ -11,7 +11,7 @@ import logging
 import sqlite3
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, T
 
 from keepwarm.concurrency import CallDeadline
 from keepwarm.errors import StoreFailed
-from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, Namespace
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, Namespace, common_tokens
 from keepwarm.store.record import Part, ReadBuffer, Record, RecordView
 
 LOG = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ R = TypeVar("R")
 S = TypeVar("S", bound="Fallible")
 ReadFault: TypeAlias = Literal["damaged", "unreadable", "newer"]
 AGENT = "agent:"  # prefix of the owner that is an agent
+NEIGHBOURS = 4  # children that are looked at on each side of a query
 TTL_PIN = "mark:"  # prefix of the owner of a pin that expires; its end time follows
 
 
@@ -58,6 +59,12 @@ class Child(NamedTuple):
 
     key: BlockKey
     n_common: int
+
+
+def by_common_tokens(held: Mapping[BlockKey, bytes], tokens: bytes) -> list[Child]:
+    """Those of these blocks that share leading tokens with a query, the longest first."""
+    found = [Child(key, common_tokens(own, tokens)) for key, own in held.items()]
+    return sorted((child for child in found if child.n_common), key=lambda child: -child.n_common)
 
 
 class CheckpointRef(NamedTuple):
@@ -204,6 +211,18 @@ class RefusedBlocks:
         return parent in self._keys and not have([parent])
 
 
+class BlockTree(Protocol):
+    """Which blocks follow which."""
+
+    def children_of(self, parent: BlockKey) -> list[BlockKey]: ...
+
+    def shorter_siblings(self, key: BlockKey) -> list[BlockKey]:
+        """Blocks of the same parent whose tokens are a proper prefix of this block's."""
+
+    def descendants(self, key: BlockKey) -> list[BlockKey]:
+        """Everything below a block, deepest first, without the block itself."""
+
+
 class ReadableTier(Protocol):
     """What restoring needs of a tier."""
 
@@ -303,7 +322,7 @@ class Tier(ReadableTier, Protocol):
     def unpin(self, key: BlockKey, owner: str) -> None:
         """Remove a pin; a missing one is not an error."""
 
-    def delete_outgrown(self, key: BlockKey) -> None:
+    def delete_superseded(self, key: BlockKey) -> None:
         """Delete what a block makes redundant, at once or soon: shorter siblings that it can
         replace, and surplus checkpoints before it.
         """

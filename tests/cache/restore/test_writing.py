@@ -1,17 +1,19 @@
 """Records reach the disk beside the work, in order, and are findable from the first moment."""
 
+import dataclasses
 import threading
 import time
 
 import pytest
 
+from keepwarm.cache.restore import writing
 from keepwarm.cache.restore.writing import WRITE_BACKOFF_S, MemorySaver, Writer
 from keepwarm.prefix.policy import Policy
 from keepwarm.store.disk.wear import Wear
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part, ReadBuffer
 from keepwarm.store.tiers import Tiers
-from tests.kit.waiting import wait_until
+from tests.store import kit
 
 MIB = 1 << 20
 
@@ -67,15 +69,50 @@ def test_what_lasts_is_known_from_the_moment_it_is_put(disk, records):
     memory.close()
 
 
-def test_the_writer_has_the_indexes_follow(disk, records):
-    """So that nobody who looks something up waits for that."""
-    memory = MemoryTier(64 * MIB)
-    writer = Writer(memory, disk, 64 * MIB)
-    for one in records[:3]:
-        writer.put(one, Policy.READ_WRITE)
-    wait_until(lambda: not memory._late.changes and not writer.queued._late.changes)
+class Unasked(Gated):
+    """A disk that the thread which puts a record must not ask."""
+
+    def have(self, keys):
+        assert threading.current_thread().name == "keepwarm-writer"
+        return self.disk.have(keys)
+
+
+def test_writer_put_of_any_block_does_not_ask_the_disk(disk, records):
+    writer = Writer(None, Unasked(disk), 64 * MIB)
+    writer._disk.gate.set()
+    for record in records:
+        writer.put(record, Policy.READ_WRITE)
     writer.close()
-    memory.close()
+    assert len(disk.have([r.header.key for r in records])) == len(records)
+
+
+def test_writer_saves_no_block_whose_parent_was_not_saved(disk, records):
+    writer = Writer(None, disk, 64 * MIB)
+    writer.put(records[1], Policy.READ_WRITE)
+    writer.close()
+    assert not disk.have([records[1].header.key])
+    assert writer.stats().dropped == 1
+
+
+def test_writer_counts_of_two_threads_are_not_lost(disk, monkeypatch):
+    """Those for which the queue has no room, and those that the disk refuses."""
+
+    class Broken(Gated):
+        def put(self, record):
+            raise RuntimeError("no such luck")
+
+    def replace(stats, **sums):
+        time.sleep(0.0005)  # between reading a count and writing it
+        return dataclasses.replace(stats, **sums)
+
+    monkeypatch.setattr(writing, "replace", replace)
+    made = [kit.record(kit.first_block([n]), n_bytes=64 << 5 * (n % 2)) for n in range(200)]
+    writer = Writer(None, Broken(disk), 1024)
+    for one in made:
+        writer.put(one, Policy.READ_WRITE)
+    writer.close()
+    assert writer.stats().failed > 0
+    assert writer.stats().failed + writer.stats().dropped == len(made)
 
 
 def test_the_same_record_is_written_once(disk, records):

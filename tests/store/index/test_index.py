@@ -3,6 +3,7 @@
 import random
 import sqlite3
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import settings
@@ -11,11 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from keepwarm.errors import NewerFormat
 from keepwarm.prefix.blocks import BlockKey, pack, root
-from keepwarm.store.index.columns import NEIGHBOURS
 from keepwarm.store.index.database import is_busy, is_damage
 from keepwarm.store.index.index import MAX_TOUCHES, Index
 from keepwarm.store.names import path_of
 from keepwarm.store.record import Part
+from keepwarm.store.tier import NEIGHBOURS
 from tests.store.kit import NAMESPACE, first_block, record, refs_of
 
 TREE = [*refs_of(4, seed=1), *refs_of(4, seed=2), *refs_of(3, seed=1, n_last=9)[2:]]
@@ -33,7 +34,8 @@ class Bookkeeping(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.index = Index(":memory:")
+        self.directory = TemporaryDirectory()
+        self.index = Index(Path(self.directory.name) / "index.sqlite")
         self.sizes = {}  # by key and part
         self.w_rows = {}
         self.pins = set()
@@ -134,6 +136,7 @@ class Bookkeeping(RuleBasedStateMachine):
 
     def teardown(self):
         self.index.close()
+        self.directory.cleanup()
 
 
 Bookkeeping.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
@@ -141,8 +144,8 @@ TestBookkeeping = Bookkeeping.TestCase
 
 
 @pytest.fixture
-def index():
-    made = Index(":memory:")
+def index(tmp_path):
+    made = Index(tmp_path / "index.sqlite")
     yield made
     made.close()
 

@@ -41,7 +41,7 @@ def find_extensions(
         if block.is_open:
             by_parent[block.parent].append(block)
     for parent, siblings in by_parent.items():
-        for key, known in disk.have(disk.index.lookups.children_of(parent)).items():
+        for key, known in disk.have(disk.children_of(parent)).items():
             header = read_header(disk, key, known)
             if header is not None:
                 yield from (

@@ -69,13 +69,13 @@ class Deletions:
         keys = [*(block.key for block in blocks), *(one.header.key for one in found)]
         held = tier.have(keys).keys() | {one.block.key for one in found}
         keys += _perhaps_shorter(tier, [block for block in blocks if block.key not in held])
-        tier.delete_all(list(subtrees(tier.index.lookups, keys)))
+        tier.delete_all(list(subtrees(tier, keys)))
 
 
 def _perhaps_shorter(tier: MemoryTier, blocks: Iterable[NamedBlock]) -> Iterator[BlockKey]:
     """What may be shorter copies of blocks that the tier does not have to compare."""
     for block in blocks:
-        siblings = tier.have(tier.index.lookups.children_of(block.parent))
+        siblings = tier.have(tier.children_of(block.parent))
         yield from (key for key, known in siblings.items() if known.n_tokens < block.n_tokens)
 
 
@@ -157,7 +157,7 @@ class Forgetting:
         for agent in [agent for agent in self._unrecorded if deletions.include(agent)]:
             keys = self._unrecorded.pop(agent)
             for tier in self._tiers:
-                tier.delete_all(list(subtrees(tier.index.lookups, keys)))
+                tier.delete_all(list(subtrees(tier, keys)))
 
     def has_deleted(self, agent: str, since: int) -> bool:
         """Whether an agent was deleted after a generation."""

@@ -158,9 +158,6 @@ class Writer:
             return
         item = record.header.key, record.header.part
         with self._changed:
-            if self._is_orphan(record):
-                self._count(dropped=1)
-                return
             if self.queued.put(record).stored:
                 self._order.append(item)
                 self._n_put += 1
@@ -189,11 +186,12 @@ class Writer:
             self.queued.delete_part(key, part)
 
     def _is_orphan(self, record: Record) -> bool:
-        """Whether its parent is not saved: rows are useless without those before them."""
+        """Whether its parent, which was queued before it, was not saved: rows are useless without
+        those before them.
+        """
         header = record.header
-        if header.part is not Part.DELTA or header.number == 0:
-            return False
-        return not (self.queued.have([header.parent]) or self._disk.have([header.parent]))
+        is_first = header.part is not Part.DELTA or header.number == 0
+        return not (is_first or self._disk.have([header.parent]))
 
     def kept(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
         return Tiers([("queue", self.queued), ("disk", self._disk)]).have(keys)
@@ -249,7 +247,6 @@ class Writer:
                 self._changed.notify_all()
 
     def _next(self) -> tuple[BlockKey, Part] | None:
-        self._settle()
         while not self._wait_for_work():
             self._catch_up()
         with self._changed:
@@ -257,12 +254,6 @@ class Writer:
                 return None
             self._changed.wait_for(lambda: not self._must_wait(), MAX_DEFERRAL_S)
             return self._order.popleft()
-
-    def _settle(self) -> None:
-        """Have the indexes of memory follow on this thread, and not on one that asks them."""
-        self.queued.settle()
-        if isinstance(self._memory, MemoryTier):
-            self._memory.settle()
 
     def _wait_for_work(self) -> bool:
         with self._changed:
@@ -277,7 +268,7 @@ class Writer:
     def _write(self, key: BlockKey, part: Part) -> None:
         for _ in range(MAX_TRIES):
             record = self.queued.read(key, part)
-            if record is None:  # evicted, or forgotten
+            if record is None or self._is_orphan(record):  # evicted, forgotten, or of no use
                 break
             if self._is_saved(record):
                 return
@@ -323,8 +314,9 @@ class Writer:
         self._count(**why)
 
     def _count(self, **more: int) -> None:
-        sums = {name: getattr(self._stats, name) + n for name, n in more.items()}
-        self._stats = WriteStats(**{**vars(self._stats), **sums})
+        with self._changed:
+            sums = {name: getattr(self._stats, name) + n for name, n in more.items()}
+            self._stats = replace(self._stats, **sums)
 
 
 def _parts(tier: Tier, key: BlockKey) -> Collection[Part]:
@@ -339,7 +331,7 @@ def _nothing() -> None:
 def _put(tier: Tier, record: Record) -> PutResult:
     put = tier.put(record)
     if put.stored:
-        tier.delete_outgrown(record.header.key)
+        tier.delete_superseded(record.header.key)
     return put
 
 

@@ -124,6 +124,10 @@ class DiskTier:
         return self.index.lookups.children(parent, tokens)
 
     @default_on_io_error(list)
+    def children_of(self, parent: BlockKey) -> list[BlockKey]:
+        return self.index.lookups.children_of(parent)
+
+    @default_on_io_error(list)
     def states(self, parents: Collection[BlockKey]) -> list[CheckpointRef]:
         return self.index.lookups.states(parents)
 
@@ -175,12 +179,12 @@ class DiskTier:
         self.records.discard(key, part, why)
 
     @default_on_io_error(lambda: None)
-    def delete_outgrown(self, key: BlockKey) -> None:
+    def delete_superseded(self, key: BlockKey) -> None:
         lookups = self.index.lookups
         for state in find_surplus(*lookups.checkpoints(key)):
             self._delete_part(state.key, Part.STATE)
-            self._delete(lookups.outgrown(state.beside))
-        self._delete(lookups.outgrown(key))
+            self._delete(lookups.superseded(state.beside))
+        self._delete(lookups.superseded(key))
 
     def delete(self, key: BlockKey) -> None:
         self.delete_all([key])

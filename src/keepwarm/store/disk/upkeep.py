@@ -9,9 +9,8 @@ from typing import TypeAlias
 
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.disk.disk import DiskTier
-from keepwarm.store.index.lookup import Lookups
 from keepwarm.store.names import WHY, is_quarantined, size_of
-from keepwarm.store.tier import as_store_errors
+from keepwarm.store.tier import BlockTree, as_store_errors
 
 AT_ONCE = 64  # blocks deleted in one step
 
@@ -66,7 +65,7 @@ def delete_traceless(
 
 
 def subtrees(
-    lookups: Lookups, blocks: Iterable[BlockKey], keep: Collection[BlockKey] = ()
+    stored: BlockTree, blocks: Iterable[BlockKey], keep: Collection[BlockKey] = ()
 ) -> Iterator[BlockKey]:
     """Blocks with their descendants and shorter copies, each once."""
     passed = set(keep)
@@ -74,7 +73,7 @@ def subtrees(
         if key in passed:  # so is what is below it
             continue
         # A conversation with a whole block also has its shorter copies.
-        tree = [*lookups.shorter_siblings(key), key, *lookups.descendants(key)]
+        tree = [*stored.shorter_siblings(key), key, *stored.descendants(key)]
         found = [one for one in dict.fromkeys(tree) if one not in passed]
         passed.update(found)
         yield from found

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Protocol
 
 from keepwarm.errors import BadRecord
-from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, common_tokens
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace
 from keepwarm.store.index.database import Database
 from keepwarm.store.record import Header
 from keepwarm.store.seal import Seal
-from keepwarm.store.tier import TTL_PIN, Child
-
-NEIGHBOURS = 4  # on each side of a query
+from keepwarm.store.tier import NEIGHBOURS, TTL_PIN, Child, by_common_tokens
 
 
 class Columns(Protocol):
@@ -45,7 +42,7 @@ class PlainColumns:
         if len(near) == NEIGHBOURS:  # there may be more of them
             near |= self._beginnings(parent, tokens)
         near |= self._neighbours(parent, tokens, ">", "ASC")
-        return _by_common_tokens(near, tokens)
+        return by_common_tokens(near, tokens)
 
     def _neighbours(
         self, parent: BlockKey, tokens: bytes, compare: str, order: str
@@ -106,7 +103,7 @@ class SealedColumns:
 
     def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
         siblings = self._siblings(parent)
-        shared = _by_common_tokens(siblings, tokens)
+        shared = by_common_tokens(siblings, tokens)
         prefixes = [c for c in shared[2 * NEIGHBOURS :] if 4 * c.n_common == len(siblings[c.key])]
         return shared[: 2 * NEIGHBOURS] + prefixes
 
@@ -150,8 +147,3 @@ class SealedColumns:
             return self._seal.open(kind + key, data)
         except BadRecord:
             return b""
-
-
-def _by_common_tokens(held: Mapping[BlockKey, bytes], tokens: bytes) -> list[Child]:
-    found = [Child(key, common_tokens(own, tokens)) for key, own in held.items()]
-    return sorted((c for c in found if c.n_common), key=lambda c: -c.n_common)

@@ -19,23 +19,20 @@ from keepwarm.store.index.schema import ADDED, PRAGMAS, SCHEMA_VERSION, statemen
 from keepwarm.store.tier import is_busy
 
 READ_WAIT_S = 0.1  # only while another process opens, repairs or closes the index
-PRIVATE = ":memory:"
 
 
 class Database:
-    """`path` is a file that several processes may share, or ":memory:"."""
+    """A file that several processes may share."""
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path) -> None:
         self.lock = threading.RLock()  # of the connection that writes
-        self._reading = self.lock if path == PRIVATE else threading.RLock()
-        self._is_private = path == PRIVATE
+        self._reading = threading.Lock()
         self._is_stuck = False  # the last wait for another process was in vain
         self._writer: int | None = None  # the thread in a transaction
-        self._db = self._reader = _connect(path, LOCK_WAIT_S)
+        self._db = _connect(path, LOCK_WAIT_S)
         try:
             self._prepare()
-            if not self._is_private:
-                self._reader = _connect(path, READ_WAIT_S)
+            self._reader = _connect(path, READ_WAIT_S)
         except BaseException:
             self._db.close()
             raise
@@ -95,7 +92,7 @@ class Database:
     def _locked(self, wait_s: float) -> Iterator[float]:
         """Hold the lock among threads; yields how long to wait for other processes."""
         wait_s = 0.0 if self._is_stuck else wait_s
-        if not self.lock.acquire(timeout=-1 if self._is_private else wait_s):
+        if not self.lock.acquire(timeout=wait_s):
             raise _busy()
         try:
             yield wait_s
@@ -103,8 +100,7 @@ class Database:
             self.lock.release()
 
     def _begin(self, wait_s: float) -> None:
-        if not self._is_private:
-            self._db.execute(f"PRAGMA busy_timeout = {round(1000 * wait_s)}")
+        self._db.execute(f"PRAGMA busy_timeout = {round(1000 * wait_s)}")
         try:
             self._db.execute("BEGIN IMMEDIATE")
         except sqlite3.OperationalError as error:
@@ -166,7 +162,7 @@ def is_damage(error: Exception) -> bool:
     return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
-def _connect(path: Path | str, wait_s: float) -> sqlite3.Connection:
+def _connect(path: Path, wait_s: float) -> sqlite3.Connection:
     return sqlite3.connect(
         path, timeout=wait_s, isolation_level=None, check_same_thread=False, cached_statements=64
     )

@@ -1,4 +1,4 @@
-"""The index of a tier, in SQLite; that of a disk tier is shared by all processes that use it.
+"""The index of a disk tier, in SQLite, shared by all processes that use it.
 
 Files are the truth: a lost or damaged index is rebuilt from them. A write first reserves its bytes,
 so that several processes together stay under the limit.
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.eviction import (
     CLOCK_TOLERANCE_S,
-    MEMORY_HALF_LIFE_S,
+    DISK_HALF_LIFE_S,
     SHORT_BRANCH,
     SUPERSEDED,
     after_use,
@@ -57,13 +57,7 @@ class _Candidate(NamedTuple):
 class Index:
     """Every change is one transaction. Queries are in `lookups`."""
 
-    def __init__(
-        self,
-        path: Path | str,
-        half_life_s: float = MEMORY_HALF_LIFE_S,
-        seal: Seal | None = None,
-    ) -> None:
-        self._half_life_s = half_life_s
+    def __init__(self, path: Path, seal: Seal | None = None) -> None:
         self._touched: deque[tuple[float, float, BlockKey]] = deque(maxlen=MAX_TOUCHES)
         self._cancelled: deque[int] = deque()  # reservations that the next change ends
         self.database = Database(path)
@@ -76,11 +70,11 @@ class Index:
         self.forgotten = ForgottenLog(self.database, self._columns)
 
     def _after_use(self, used: float, value: float, now: float) -> float:
-        return after_use(used, value, now, self._half_life_s)
+        return after_use(used, value, now, DISK_HALF_LIFE_S)
 
     def cost_of(self, number: int, n_tokens: int, d: int, w: int, s: int) -> float:
         """What the block saves, as seconds by which it outlives a block that saves 1."""
-        return self._half_life_s * math.log2(prefill_saved(number, n_tokens, d, w, s))
+        return DISK_HALF_LIFE_S * math.log2(prefill_saved(number, n_tokens, d, w, s))
 
     def priority_of(self, header: Header, n_bytes: int, now: float) -> float:
         """The priority of a new record: that of a block used once, now."""
@@ -178,7 +172,7 @@ class Index:
         branch = self.lookups.first_of_branch(parted[0], SHORT_BRANCH + 1) if parted else []
         if len(branch) <= SHORT_BRANCH:
             query = "UPDATE blocks SET value = ? WHERE key = ? AND used <= ?"
-            value = SUPERSEDED * self._half_life_s
+            value = SUPERSEDED * DISK_HALF_LIFE_S
             db.executemany(query, ((value, key, now) for key in branch))
 
     def mark_deleting(self, keys: Iterable[BlockKey]) -> None:
@@ -214,10 +208,9 @@ class Index:
         n_bytes: int,
         exclude: Collection[BlockKey] = (),
         priority: float = math.inf,
-        partial: bool = False,
     ) -> list[Victim]:
         """Unpinned blocks, the least valuable first and each after its descendants, that together
-        free `n_bytes`; unless `partial`, none at all where that cannot be reached.
+        free `n_bytes`; none at all where that cannot be reached.
 
         Only blocks up to this priority: the new block is worth no more than the others.
         """
@@ -227,7 +220,7 @@ class Index:
             while freed < n_bytes and (row := next(rows, None)) is not None:
                 chosen.append(Victim(row.key, row.n_bytes))
                 freed += row.n_bytes
-        return chosen if partial or freed >= n_bytes else []
+        return chosen if freed >= n_bytes else []
 
     def _eviction_order(
         self, exclude: Collection[BlockKey], priority: float
@@ -261,15 +254,6 @@ class Index:
             keys = [victim.key for victim in self.find_victims(n_bytes, exclude, priority)]
             _mark_deleting(db, keys)
         return keys
-
-    def evict(
-        self, n_bytes: int, exclude: Collection[BlockKey], priority: float, partial: bool = False
-    ) -> list[Victim]:
-        """Find victims and delete their rows at once, for a tier without files."""
-        with self._transaction() as db:
-            victims = self.find_victims(n_bytes, exclude, priority, partial)
-            db.executemany("DELETE FROM blocks WHERE key = ?", ((v.key,) for v in victims))
-        return victims
 
     def pin(self, key: BlockKey, owner: str) -> None:
         row = (key, self._columns.encode_owner(owner))

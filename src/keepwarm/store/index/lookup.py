@@ -107,7 +107,7 @@ class Lookups:
         decode = self._columns.decode_namespace
         return [Leaf(BlockKey(k), decode(k, name), *rest) for k, name, *rest in self._rows(query)]
 
-    def outgrown(self, key: BlockKey) -> list[BlockKey]:
+    def superseded(self, key: BlockKey) -> list[BlockKey]:
         """Shorter siblings that this block can replace: it has their rows, they have no state."""
         query = (
             "SELECT 1 FROM blocks b, blocks old WHERE b.key = ? AND old.key = ? "

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from keepwarm.errors import BadInput, Busy, NewerFormat, StoreFailed
 from keepwarm.store.atomic import FILE_MODE, exclusive
-from keepwarm.store.eviction import DISK_HALF_LIFE_S
 from keepwarm.store.index.index import Index
 from keepwarm.store.names import INDEX, INDEX_FILES
 from keepwarm.store.seal import Seal
@@ -32,7 +31,7 @@ def open_index(root: Path, seal: Seal | None) -> Index:
         check_encryption(root, seal)
         try:
             path.touch(FILE_MODE)
-            index = Index(path, DISK_HALF_LIFE_S, seal)
+            index = Index(path, seal)
             if not (root / DAMAGED).exists():
                 return index
             index.close()
@@ -53,7 +52,7 @@ def open_index(root: Path, seal: Seal | None) -> Index:
         for name in (*INDEX_FILES, DAMAGED):
             (root / name).unlink(missing_ok=True)
         path.touch(FILE_MODE)
-        return Index(path, DISK_HALF_LIFE_S, seal)
+        return Index(path, seal)
 
 
 def note_damage(root: Path) -> None:
