@@ -14,7 +14,7 @@ from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.agents.reach import MAX_UNCHECKED_LEFT, dropped_by_rewind
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.texts.turns import AgentTurn
-from keepwarm.errors import BadCacheFile, BadInput, StoreFailed, UnknownAgent
+from keepwarm.errors import BadCacheFile, BadInput, BadRecord, StoreFailed, UnknownAgent
 from keepwarm.prefix.blocks import BlockKey, chain, pack
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.prefix.turn import KeptTurn
@@ -317,6 +317,12 @@ def test_what_an_agent_has_left_is_forgotten_when_it_is_gone(disk_store):
     assert n_known >= 2 * MAX_UNCHECKED_LEFT - 1, "what is there is not forgotten"
     disk_store.agents.delete("a")
     assert not list(disk_store.disk.walk())
+
+
+@pytest.mark.parametrize("data", [b"[", b"{}", b'{"messages": 1}', b'{"messages": [{}]}'])
+def test_messages_of_strangers_that_are_none_are_refused(data):
+    with pytest.raises(BadRecord, match="not those of a conversation"):
+        KeptTurn.from_bundle(data)
 
 
 def test_an_agent_is_empty_if_it_is_known_that_nothing_was_said():
