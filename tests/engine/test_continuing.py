@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 import keepwarm
-from keepwarm.cache.agents.branch import Branch
-from keepwarm.cache.texts.turns import TurnBook
+from keepwarm.cache.agents.agent import Branch
+from keepwarm.cache.agents.texts import TurnFiles
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput, Cancelled, StoreFailed, UnknownAgent
 from keepwarm.prefix.blocks import BlockKey
@@ -272,7 +272,7 @@ def test_a_turn_that_could_not_be_recorded_is_not_passed_over(llama, tmp_path, m
 def test_kept_messages_are_bounded_and_a_damaged_file_is_none(llama, tmp_path):
     """The oldest turns go first."""
     with engine_on(llama, tmp_path) as engine:
-        book = TurnBook(engine.store.on_disk.disk, max_bytes=2000)
+        book = TurnFiles(engine.store.on_disk.disk, max_bytes=2000)
         end = BlockKey(bytes(20))
         for number in range(8):
             message = {"role": "user", "content": f"{number}" * 300}

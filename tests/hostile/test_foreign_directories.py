@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from keepwarm.cache.agents.branch import Branch
+from keepwarm.cache.agents.agent import Branch
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.store import Store
 from keepwarm.config import Settings

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from keepwarm.cache.agents.branch import Branch
+from keepwarm.cache.agents.agent import Branch
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.prefix.blocks import BLOCK_TOKENS, pack, unpack
 from keepwarm.remote.addresses import open_backend

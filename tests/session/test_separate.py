@@ -4,8 +4,8 @@ import ast
 from pathlib import Path
 
 import pytest
-
 from keepwarm.cache.texts import turns
+
 from keepwarm.session import prefixes
 
 

@@ -16,7 +16,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm import config
-from keepwarm.cache.agents.branch import Branch
+from keepwarm.cache.agents.agent import Branch
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.store import Budgets, Store

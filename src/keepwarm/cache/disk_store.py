@@ -12,27 +12,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from keepwarm.cache.agents.agent import Agent
+from keepwarm.cache.agents.agent import Agent, Branch
 from keepwarm.cache.agents.agents import Agents
-from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.agents.bundle import (
     BundleExport,
     BundleSource,
     CheckRecord,
+    Manifest,
     accept_any,
     export_bundle,
     import_bundle,
     stage_record,
 )
 from keepwarm.cache.agents.holders import Holder, find_holders
-from keepwarm.cache.agents.manifest import Manifest
 from keepwarm.cache.agents.pins import TtlPins
 from keepwarm.cache.agents.prefixes import PREFIX_SIGN, StoredPrefixes
 from keepwarm.cache.agents.reach import used_by
 from keepwarm.cache.agents.rewriting import prefix_blocks, prefix_records, renamed
 from keepwarm.cache.agents.signing import NO_KEYS, BundleKeys, SigningKey
+from keepwarm.cache.agents.texts import AgentTurn
 from keepwarm.cache.counts import CountBook
-from keepwarm.cache.texts.turns import AgentTurn
+from keepwarm.cache.shared.tombstones import Tombstones, delete_everywhere
 from keepwarm.config import Settings
 from keepwarm.errors import BadCacheFile, BadInput, BadRecord, Busy
 from keepwarm.files import replacing

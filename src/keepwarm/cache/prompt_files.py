@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from keepwarm import kv
-from keepwarm.cache.agents.agent import Agent
-from keepwarm.cache.agents.branch import Branch
+from keepwarm.cache.agents.agent import Agent, Branch
 from keepwarm.cache.attached import AttachedModel
 from keepwarm.cache.identity import make_options_in
 from keepwarm.cache.store import Store

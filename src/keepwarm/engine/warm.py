@@ -14,8 +14,7 @@ from dataclasses import replace
 from heapq import nlargest
 from typing import Any, NamedTuple, Self
 
-from keepwarm.cache.agents.agent import Agent
-from keepwarm.cache.agents.branch import Branch
+from keepwarm.cache.agents.agent import Agent, Branch
 from keepwarm.cache.attached import AttachedModel
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.identity import make_options_in

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
+from keepwarm.cache.agents.agent import Branch
 from keepwarm.cache.agents.agents import MAX_SIDES
-from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.agents.reach import MAX_UNCHECKED_LEFT, dropped_by_rewind
+from keepwarm.cache.agents.texts import AgentTurn
 from keepwarm.cache.disk_store import DiskStore
-from keepwarm.cache.texts.turns import AgentTurn
 from keepwarm.errors import BadCacheFile, BadInput, BadRecord, StoreFailed, UnknownAgent
 from keepwarm.prefix.blocks import BlockKey, chain, pack
 from keepwarm.prefix.fingerprint import Identity, namespace

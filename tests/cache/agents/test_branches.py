@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from keepwarm.cache.agents.agent import TOOL_WAIT_S
 from keepwarm.cache.agents.agents import MAX_SIDES
-from keepwarm.cache.agents.branch import TOOL_WAIT_S
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import chain

@@ -9,8 +9,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm.cache.agents.archive import MANIFEST, ArchiveWriter
-from keepwarm.cache.agents.bundle import identity_in
-from keepwarm.cache.agents.manifest import Manifest
+from keepwarm.cache.agents.bundle import Manifest, identity_in
 from keepwarm.cache.agents.rewriting import prefix_blocks, prefix_records, trimmed
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.restore.records import block_of, records_of

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from keepwarm.cache.agents.branch import Branch
+from keepwarm.cache.agents.agent import Branch
+from keepwarm.cache.agents.texts import AgentTexts
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.store import Store
-from keepwarm.cache.texts.files import AgentTexts
 from keepwarm.errors import UnknownResponse
 from keepwarm.prefix.blocks import Namespace
 from keepwarm.server.responses.events import item_id, response_of_item

@@ -14,8 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from keepwarm.cache.agents.agent import Agent, check_metadata
-from keepwarm.cache.agents.branch import Branch, EndedTurn, Placed, Placing
+from keepwarm.cache.agents.agent import (
+    Agent,
+    Branch,
+    BranchMatcher,
+    EndedTurn,
+    MatchedBranch,
+    check_metadata,
+)
 from keepwarm.cache.agents.reach import (
     abandoned,
     blocks_to_forget,
@@ -24,8 +30,7 @@ from keepwarm.cache.agents.reach import (
     existing,
     used_by,
 )
-from keepwarm.cache.texts.files import AgentTexts
-from keepwarm.cache.texts.turns import TurnBook
+from keepwarm.cache.agents.texts import AgentTexts, TurnFiles
 from keepwarm.errors import BadInput, BadRecord, NewerFormat, UnknownAgent
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, chain
 from keepwarm.prefix.turn import KeptTurn
@@ -63,7 +68,7 @@ class Agents:
         self._ephemeral: dict[str, Agent] = {}
         self._clock = clock
         self._lock = SharedLock(disk.root / "tmp" / "agents")  # while a file is changed
-        self.turns = TurnBook(disk)
+        self.turns = TurnFiles(disk)
         self.responses = AgentTexts(disk, "responses", MAX_RESPONSE_BYTES, clock)
 
     def all(self) -> Iterator[Agent]:
@@ -158,19 +163,19 @@ class Agents:
         except UnknownAgent:
             head, retention_s = Branch(turn.namespace), self._retention_s
             agent = Agent(agent_id, head, retention_s=retention_s, created=now)
-        placed = Placing(self._disk, turn, now).place(agent.head, agent.sides)
+        matched = BranchMatcher(self._disk, turn, now).match(agent.head, agent.sides)
         if messages is not None and not agent.ephemeral:
             *_, end = chain(turn.namespace, turn.tokens)
             self.turns.keep(agent_id, turn.tokens, end.key, messages)
-        return self._save(replace(self._with_branch(agent, placed), used=now))
+        return self._save(replace(self._with_branch(agent, matched), used=now))
 
-    def _with_branch(self, agent: Agent, placed: Placed) -> Agent:
+    def _with_branch(self, agent: Agent, matched: MatchedBranch) -> Agent:
         """The agent with a new or continued branch; the least recently used branches go."""
-        branch, head = placed.branch, placed.branch if placed.is_head else agent.head
+        branch, head = matched.branch, matched.branch if matched.is_head else agent.head
         others = [each for each in agent.branches if each.number != branch.number]
         sides = [each for each in (*others, branch) if each.number != head.number]
         sides.sort(key=lambda each: (not each.pinned, -each.used))
-        left = [*agent.left, *abandoned(placed)]
+        left = [*agent.left, *abandoned(matched)]
         for old in sides[MAX_SIDES:]:
             left += old.sized_blocks
         return replace(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from keepwarm.cache.agents.agent import Agent
+from keepwarm.cache.agents.agent import Agent, Branch
 from keepwarm.cache.agents.agents import Agents
-from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.agents.holders import find_holders, read_header
 from keepwarm.cache.agents.reach import used_by
 from keepwarm.errors import BadInput

@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain as joined
 from itertools import islice
 
-from keepwarm.cache.agents.agent import Agent
-from keepwarm.cache.agents.branch import Placed
+from keepwarm.cache.agents.agent import Agent, MatchedBranch
 from keepwarm.cache.agents.holders import find_extensions
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.disk.disk import DiskTier
@@ -18,12 +17,12 @@ from keepwarm.store.tier import NamedBlock
 MAX_UNCHECKED_LEFT = 64  # abandoned blocks listed without checking that they still exist
 
 
-def abandoned(placed: Placed) -> list[NamedBlock]:
+def abandoned(matched: MatchedBranch) -> list[NamedBlock]:
     """What a branch had before a turn and has no more."""
-    before = placed.before
-    if before is None or placed.n_shared == before.n_tokens:
+    before = matched.before
+    if before is None or matched.n_shared == before.n_tokens:
         return []
-    kept = set(placed.branch.blocks)
+    kept = set(matched.branch.blocks)
     return [block for block in before.sized_blocks if block.key not in kept]
 
 

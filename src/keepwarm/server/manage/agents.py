@@ -14,9 +14,8 @@ from fastapi import Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import StringConstraints
 
-from keepwarm.cache.agents.agent import Agent
+from keepwarm.cache.agents.agent import Agent, Branch
 from keepwarm.cache.agents.agents import ID
-from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.agents.bundle import BundleExport, BundleSource
 from keepwarm.cache.agents.reach import dropped_by_rewind
 from keepwarm.cache.agents.signing import BundleKeys

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
+from keepwarm.cache.agents.texts import AgentTexts
 from keepwarm.cache.restore.forgetting import Deletions
 from keepwarm.cache.store import Store
-from keepwarm.cache.texts.files import AgentTexts
 from keepwarm.errors import UnknownResponse
 from keepwarm.server.responses.shapes import Item
 

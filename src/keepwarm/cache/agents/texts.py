@@ -1,16 +1,16 @@
-"""The messages of agents, from which a conversation is rendered where its tokens do not suffice.
-
-An agent has one small file, `messages/<id>.json` (sealed, and under a hidden name, in a sealed
-store). A turn is found by the tokens that the agent had at its end, so a rewind, a fork or a branch
-needs no bookkeeping here.
-"""
+"""What is kept of agents in words, beside their blocks: messages, and responses of the server."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from keepwarm.errors import BadRecord, NewerFormat
@@ -18,8 +18,11 @@ from keepwarm.prefix.blocks import BlockKey, Namespace, pack
 from keepwarm.prefix.turn import KeptTurn
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.disk.upkeep import file_path, read_file, write_file
+from keepwarm.store.tier import as_store_errors
 
-DIRECTORY = "messages"
+SEPARATOR = "~"  # is in no agent's id
+NAME = re.compile(r"[A-Za-z0-9._@-]*~[0-9a-f]{40,64}\.json")
+MESSAGES = "messages"
 VERSION = 1
 MAX_BYTES = 16 << 20  # of one agent; its oldest turns go first
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, BadRecord, NewerFormat)
@@ -44,8 +47,14 @@ class _Entry(NamedTuple):
     end: str  # the key of the last block
 
 
-class TurnBook:
-    """The kept turns of all agents of one store."""
+class TurnFiles:
+    """The kept turns of all agents of one store, from which a conversation is rendered where its
+    tokens do not suffice.
+
+    An agent has one small file, `messages/<id>.json` (sealed, and under a hidden name, in a sealed
+    store). A turn is found by the tokens that the agent had at its end, so a rewind, a fork or a
+    branch needs no bookkeeping here.
+    """
 
     def __init__(self, disk: DiskTier, max_bytes: int = MAX_BYTES) -> None:
         self._disk = disk
@@ -74,16 +83,16 @@ class TurnBook:
             self._write(new_id, turns)
 
     def remove(self, agent_id: str) -> None:
-        self._disk.files.remove(file_path(self._disk, DIRECTORY, agent_id))
+        self._disk.files.remove(file_path(self._disk, MESSAGES, agent_id))
 
     def remove_all(self) -> None:
         """Delete the messages of all agents, also of lost ones."""
-        for path in list((self._disk.root / DIRECTORY).glob("*.json")):
+        for path in list((self._disk.root / MESSAGES).glob("*.json")):
             self._disk.files.remove(path)
 
     def _read(self, agent_id: str) -> dict[str, _Entry]:
         try:
-            return _parse(read_file(self._disk, file_path(self._disk, DIRECTORY, agent_id)))
+            return _parse(read_file(self._disk, file_path(self._disk, MESSAGES, agent_id)))
         except FileNotFoundError:
             return {}
         except UNREADABLE as error:
@@ -95,7 +104,7 @@ class TurnBook:
         while len(data) > self._max_bytes and turns:
             del turns[next(iter(turns))]
             data = _format(turns)
-        write_file(self._disk, file_path(self._disk, DIRECTORY, agent_id), data)
+        write_file(self._disk, file_path(self._disk, MESSAGES, agent_id), data)
 
 
 def _digest(tokens: Sequence[int]) -> str:
@@ -140,3 +149,82 @@ def _turn(fields: Mapping[str, Any], pool: Sequence[Mapping[str, Any]]) -> KeptT
         template_options=fields["template_options"],
         verbatim=fields["verbatim"],
     )
+
+
+class AgentTexts:
+    """Small texts of one kind, such as the responses that clients refer to by id. Thread-safe.
+
+    Each is a file, `responses/<agent>~<name>.json`, sealed and under hidden names in a sealed
+    store. They are kept for a time and up to a size, the oldest deleted first.
+    """
+
+    def __init__(
+        self,
+        disk: DiskTier,
+        directory: str,
+        max_bytes: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._disk = disk
+        self._name = directory
+        self._max_bytes = max_bytes
+        self._clock = clock
+
+    def put(self, agent_id: str, name: str, data: bytes, ttl_s: float) -> None:
+        """Publish a text, of an agent or of none (""), and delete what is too old or too much."""
+        write_file(self._disk, self.path_of(agent_id, name), data)
+        self._expire(ttl_s)
+
+    def path_of(self, agent_id: str, name: str) -> Path:
+        return self._directory / f"{self._stem(agent_id)}{SEPARATOR}{self._hash(name)}.json"
+
+    def get(self, name: str, ttl_s: float) -> bytes | None:
+        """A text by its name, whichever agent it belongs to."""
+        for path in self._directory.glob(f"*{SEPARATOR}{self._hash(name)}.json"):
+            with suppress(OSError, BadRecord):
+                if self._clock() - path.stat().st_mtime <= ttl_s:
+                    return read_file(self._disk, path)
+        return None
+
+    def remove(self, name: str) -> None:
+        self._remove(self._directory.glob(f"*{SEPARATOR}{self._hash(name)}.json"))
+
+    def remove_agent(self, agent_id: str) -> None:
+        """Delete all texts of an agent."""
+        self._remove(self._directory.glob(f"{self._stem(agent_id)}{SEPARATOR}*.json"))
+
+    def remove_all(self) -> None:
+        """Delete all texts, also those of no agent."""
+        self._remove(path for path in self._directory.glob("*.json") if NAME.fullmatch(path.name))
+
+    def _expire(self, ttl_s: float) -> None:
+        """Delete the oldest texts, until the rest is neither too old nor too much."""
+        ours = [entry for entry in os.scandir(self._directory) if NAME.fullmatch(entry.name)]
+        entries = [(entry, entry.stat(follow_symlinks=False)) for entry in ours]
+        n_bytes, now = sum(about.st_size for _, about in entries), self._clock()
+        for entry, about in sorted(entries, key=lambda pair: pair[1].st_mtime):
+            if n_bytes <= self._max_bytes and now - about.st_mtime <= ttl_s:
+                return
+            self._remove([Path(entry.path)])
+            n_bytes -= about.st_size
+
+    def _remove(self, paths: Iterable[Path]) -> None:
+        with as_store_errors(self._disk, f"delete {self._name}"):
+            for path in list(paths):
+                self._disk.files.remove(path)
+
+    @property
+    def _directory(self) -> Path:
+        return self._disk.root / self._name
+
+    def _stem(self, agent_id: str) -> str:
+        seal = self._disk.seal
+        return agent_id if seal is None else seal.hidden(self._name, agent_id.encode()).hex()
+
+    def _hash(self, name: str) -> str:
+        """A name may be anything that a client sends."""
+        plain = name.encode("utf-8", "surrogatepass")
+        seal = self._disk.seal
+        if seal is not None:
+            return seal.hidden(f"{self._name}.name", plain).hex()
+        return blake2b(plain, digest_size=20).hexdigest()
