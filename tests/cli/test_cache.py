@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from keepwarm import progress
+from keepwarm.agents.agent_store import AgentStore
 from keepwarm.cache import disk_store
-from keepwarm.cache.disk_store import DiskStore
 from keepwarm.store.disk.disk import DiskLimits
 from keepwarm.units import format_bytes
-from tests.cache.agents.test_signing import write_keys
+from tests.agents.test_signing import write_keys
 from tests.cli import command, environment, keepwarm_here
 from tests.kit.checkpoints import write_checkpoint
 from tests.store.kit import chain_of, files_under
@@ -124,7 +124,7 @@ def test_verify_finds_and_fixes_a_flipped_byte(home):
 @pytest.fixture
 def verified(main_here, tmp_path):
     """A function: the output of `verify` on a store with two blocks."""
-    with DiskStore(tmp_path / "store", DiskLimits(min_free_bytes=0)) as disk_store:
+    with AgentStore(tmp_path / "store", DiskLimits(min_free_bytes=0)) as disk_store:
         for made in chain_of(2):
             assert disk_store.disk.put(made).stored
 

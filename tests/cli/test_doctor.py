@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from keepwarm import __version__, blas, config
-from keepwarm.cache.break_even import break_even, describe, remembered_costs
+from keepwarm.cli.break_even import break_even, describe, remembered_costs
 from keepwarm.cli.doctor import MeasuredRemote, _tiers_page
 from keepwarm.device.machine import Machine, _advice_on_blas
 from keepwarm.engine.padding import KnownVerdict, Verdict, padding_book

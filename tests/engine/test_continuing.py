@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 import keepwarm
-from keepwarm.cache.agents.agent import Branch
-from keepwarm.cache.agents.texts import TurnFiles
+from keepwarm.agents.agent import Branch
+from keepwarm.agents.texts import TurnFiles
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput, Cancelled, StoreFailed, UnknownAgent
 from keepwarm.prefix.blocks import BlockKey

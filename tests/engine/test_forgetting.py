@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from keepwarm.cache.disk_store import DiskStore
+from keepwarm.agents.agent_store import AgentStore
 from keepwarm.engine.engine import Engine
 from keepwarm.prefix.policy import Policy
 from keepwarm.store.disk.disk import DiskLimits
@@ -31,9 +31,9 @@ def engine(request, models, tmp_path) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def other(engine) -> Iterator[DiskStore]:
+def other(engine) -> Iterator[AgentStore]:
     """The same store, as another process opens it."""
-    with DiskStore(engine.store.settings.store, LIMITS) as opened:
+    with AgentStore(engine.store.settings.store, LIMITS) as opened:
         yield opened
 
 

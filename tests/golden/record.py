@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from keepwarm.cache.disk_store import DiskStore
+from keepwarm.agents.agent_store import AgentStore
 from keepwarm.store.disk.disk import DiskLimits
 from tests.golden import scenario
 from tests.golden.api import shapes
@@ -65,7 +65,7 @@ def write_store(architecture: str, kind: str, secret: str = "") -> None:
         write_json(DATA / "stores" / f"{architecture}.json", answer)
         shutil.copytree(home / "store", place)
         if not secret:
-            with DiskStore(home / "store", DiskLimits(min_free_bytes=0)) as disk_store:
+            with AgentStore(home / "store", DiskLimits(min_free_bytes=0)) as disk_store:
                 disk_store.export_agent("golden", DATA / "stores" / f"{architecture}.bundle")
     for leftover in (place / "tmp", place / "quarantine"):
         shutil.rmtree(leftover, ignore_errors=True)

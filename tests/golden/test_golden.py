@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from keepwarm.cache.disk_store import DiskStore
+from keepwarm.agents.agent_store import AgentStore
 from keepwarm.cache.identity import identity_of
 from keepwarm.store.disk.disk import DiskLimits
 from keepwarm.store.disk.fsck import verify
@@ -92,7 +92,7 @@ def test_a_store_of_the_version_before(architecture, kind, secret, indexed, tmp_
     if not indexed:
         (tmp_path / "store" / "index.sqlite").unlink()
     n_files = len(list((tmp_path / "store").glob("blocks/*/*.safetensors")))
-    with DiskStore(tmp_path / "store", DiskLimits(min_free_bytes=0), secret=secret) as disk_store:
+    with AgentStore(tmp_path / "store", DiskLimits(min_free_bytes=0), secret=secret) as disk_store:
         assert check_sound(disk_store) == n_files >= 2
         assert [agent.id for agent in disk_store.agents.all()] == [AGENT]
     check_repeated(architecture, tmp_path, secret)

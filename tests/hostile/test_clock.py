@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from keepwarm.cache.agents.agent import Branch
-from keepwarm.cache.agents.agents import Agents
-from keepwarm.cache.agents.pins import TtlPins
+from keepwarm.agents.agent import Branch
+from keepwarm.agents.agents import Agents
+from keepwarm.agents.pins import TtlPins
 from keepwarm.engine import chores
 from keepwarm.files import STALE_AFTER_S, replacing, write_atomically
 from keepwarm.prefix.blocks import chain

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from keepwarm.cache.disk_store import DiskStore
+from keepwarm.agents.agent_store import AgentStore
 from keepwarm.cache.restore.loading import Reader
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.restore.restorer import Restorer
@@ -558,7 +558,7 @@ def test_a_start_where_nothing_can_be_written_is_refused(copied, reference, is_f
     expected = (StoreFailed, "look at its disk") if is_full else (BadInput, "another directory")
     fault = full() if is_full else unwritable(copied.root)
     with fault, pytest.raises(expected[0], match=expected[1]):
-        DiskStore(copied.root, secret=copied.secret)
+        AgentStore(copied.root, secret=copied.secret)
     assert {path: path.read_bytes() for path in copied.root.rglob("*.safetensors")} == records
     copied.open()
     assert copied.disk.index.lookups.owners(copied.key(0)), "the index was thrown away"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from keepwarm.cache.agents.agent import Branch
-from keepwarm.cache.disk_store import DiskStore
+from keepwarm.agents.agent import Branch
+from keepwarm.agents.agent_store import AgentStore
 from keepwarm.cache.store import Store
 from keepwarm.config import Settings
 from keepwarm.errors import BadInput, StoreFailed
@@ -73,13 +73,13 @@ def folder(tmp_path):
 @pytest.fixture
 def store(tmp_path):
     """A store with two blocks, closed."""
-    with DiskStore(tmp_path / "store", LIMITS) as opened:
+    with AgentStore(tmp_path / "store", LIMITS) as opened:
         assert all(opened.disk.put(one).stored for one in chain_of(2))
     return tmp_path / "store"
 
 
 def n_blocks(root: Path) -> int:
-    with DiskStore(root, LIMITS) as opened:
+    with AgentStore(root, LIMITS) as opened:
         return opened.disk.stats().blocks
 
 
@@ -90,7 +90,7 @@ def n_blocks(root: Path) -> int:
 def test_a_folder_that_is_not_a_store_is_refused_by_name_and_stays_as_it_was(folder, secret):
     before = tree(folder)
     with pytest.raises(BadInput, match="is not a store of Keepwarm") as refused:
-        DiskStore(folder, LIMITS, secret=secret)
+        AgentStore(folder, LIMITS, secret=secret)
     assert str(folder) in str(refused.value)
     assert tree(folder) == before
 
@@ -200,7 +200,7 @@ def test_a_start_that_was_killed_leaves_what_the_next_one_opens(tmp_path, stop_a
     root = tmp_path / "store"
     with pytest.raises(Stopped):
         DiskTier(root, LIMITS, StoppingFiles(stop_at))
-    DiskStore(root, LIMITS, secret=secret).close()
+    AgentStore(root, LIMITS, secret=secret).close()
     assert [path.name for path in root.iterdir() if path.name.startswith(f".{MARKER}")] == []
 
 
@@ -317,7 +317,7 @@ def test_only_what_we_put_into_quarantine_is_deleted(store):
         write(store / "quarantine" / f"{record.name}.1" / "inner.txt"),
     ]
     record.write_bytes(record.read_bytes()[:-1])
-    with DiskStore(store, LIMITS) as opened:
+    with AgentStore(store, LIMITS) as opened:
         for stored in list(opened.disk.walk()):
             opened.disk.read(stored.key, Part.DELTA)
         assert opened.disk.stats().quarantined == 1
@@ -330,7 +330,7 @@ def test_a_directory_in_quarantine_keeps_what_we_did_not_write(store):
     record = next((store / "blocks").rglob("*.safetensors"))
     record.unlink()
     write(record / "letter.txt")
-    with DiskStore(store, LIMITS) as opened:
+    with AgentStore(store, LIMITS) as opened:
         for stored in list(opened.disk.walk()):
             opened.disk.read(stored.key, Part.DELTA)
         clear_quarantine(opened.disk)
@@ -353,7 +353,7 @@ def test_a_link_in_place_of_a_part_of_the_store_is_refused(store, tmp_path, name
     place.symlink_to(away)
     before = tree(away) if away.is_dir() else away.read_bytes()
     with pytest.raises(BadInput, match="symbolic link") as refused:
-        DiskStore(store, LIMITS)
+        AgentStore(store, LIMITS)
     assert str(place) in str(refused.value)
     assert before == (tree(away) if away.is_dir() else away.read_bytes())
 
@@ -365,7 +365,7 @@ def test_links_in_tmp_and_quarantine_are_neither_followed_nor_deleted(store, tmp
     quarantined = f"{'0' * 40}.d.safetensors.{time.time_ns()}"
     (store / "quarantine" / quarantined).symlink_to(away / "0.tmp")
     write(store / "quarantine" / f"{quarantined}.why")
-    with DiskStore(store, LIMITS) as opened:
+    with AgentStore(store, LIMITS) as opened:
         clear_quarantine(opened.disk)
     assert sorted(path.name for path in away.iterdir()) == ["0.tmp", "lock"]
     assert (store / "tmp" / UUID).is_symlink()
@@ -376,7 +376,7 @@ def test_a_record_behind_a_link_is_a_miss_and_stays(store, tmp_path):
     record = next((store / "blocks").rglob("*.safetensors"))
     away = record.rename(tmp_path / "away")
     record.symlink_to(away)
-    with DiskStore(store, LIMITS) as opened:
+    with AgentStore(store, LIMITS) as opened:
         read = [opened.disk.read(one.key, Part.DELTA) for one in list(opened.disk.walk())]
     assert sum(one is None for one in read) == 1
     assert record.is_symlink()
@@ -384,7 +384,7 @@ def test_a_record_behind_a_link_is_a_miss_and_stays(store, tmp_path):
 
 
 def test_an_agent_behind_a_link_is_not_read(store, tmp_path):
-    with DiskStore(store, LIMITS) as opened:
+    with AgentStore(store, LIMITS) as opened:
         opened.agents.create("mine", Branch(next(opened.disk.walk()).namespace))
         away = (store / "agents" / "mine.json").rename(tmp_path / "away.json")
         (store / "agents" / "mine.json").symlink_to(away)
@@ -393,7 +393,7 @@ def test_an_agent_behind_a_link_is_not_read(store, tmp_path):
 
 
 def test_a_directory_of_blocks_that_becomes_a_link_is_not_deleted_from(store, tmp_path):
-    with DiskStore(store, LIMITS) as opened:
+    with AgentStore(store, LIMITS) as opened:
         stored = next(opened.disk.walk())
         path = opened.disk.records.path_of(stored.key, Part.DELTA)
         away = path.parent.rename(tmp_path / "away")
@@ -406,7 +406,7 @@ def test_a_directory_of_blocks_that_becomes_a_link_is_not_deleted_from(store, tm
 
 def test_blocks_that_become_a_link_are_neither_read_nor_changed(store, tmp_path):
     """The whole directory, exchanged while the store is open."""
-    with DiskStore(store, LIMITS) as opened:
+    with AgentStore(store, LIMITS) as opened:
         stored = next(opened.disk.walk())
         away = (store / "blocks").rename(tmp_path / "away")
         (store / "blocks").symlink_to(away)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from keepwarm.cache.disk_store import DiskStore
+from keepwarm.agents.agent_store import AgentStore
 from keepwarm.errors import Busy, StoreFailed
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.prefix.policy import Policy
@@ -208,7 +208,7 @@ def test_a_look_up_does_not_wait_for_a_thread_that_waits(tier, wait):
 def test_a_start_ends_with_a_sentence(lock, tmp_path, wait):
     """`tmp/lock` guards the directories of processes."""
     root = tmp_path / "store"
-    DiskStore(root).close()
+    AgentStore(root).close()
     wait(0.2)
     with stopped(root, lock) as other:
         with pytest.raises((Busy, StoreFailed), match=r"[Oo]ther process.*try again"):
@@ -218,14 +218,14 @@ def test_a_start_ends_with_a_sentence(lock, tmp_path, wait):
 
 
 def open_and_write(root):
-    with DiskStore(root, DiskLimits(min_free_bytes=0)) as store:
+    with AgentStore(root, DiskLimits(min_free_bytes=0)) as store:
         store.disk.delete(BlockKey(bytes(20)))
         return True
 
 
 def test_the_command_line_says_so(tmp_path):
     root = tmp_path / "store"
-    DiskStore(root).close()
+    AgentStore(root).close()
     with stopped(root, "index"):
         told = subprocess.run(
             [sys.executable, "-m", "keepwarm", "cache", "ls"],

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from keepwarm.cache.agents.archive import ArchiveReader
-from keepwarm.cache.disk_store import DiskStore
+from keepwarm.agents.agent_store import AgentStore
+from keepwarm.agents.archive import ArchiveReader
 from keepwarm.server.manage.transfers import MAX_OF_ONE_KEY
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.waiting import wait_until
@@ -180,7 +180,7 @@ def test_a_start_deletes_what_a_killed_server_had_staged(checkpoint, bundle, tmp
         client.close()
     assert len(staged(tmp_path)) >= 5, "it had no time to tidy up"
     assert reserved_bytes(tmp_path) > 0
-    with DiskStore(tmp_path / "store", secret=KEY) as store:
+    with AgentStore(tmp_path / "store", secret=KEY) as store:
         assert staged(tmp_path) == []
         assert reserved_bytes(tmp_path) == 0
         assert list(store.disk.walk()) == []

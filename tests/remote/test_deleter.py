@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from keepwarm.cache.agents.agent import Branch
-from keepwarm.cache.disk_store import DiskStore
+from keepwarm.agents.agent import Branch
+from keepwarm.agents.agent_store import AgentStore
 from keepwarm.prefix.blocks import BLOCK_TOKENS, pack, unpack
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.deleter import DeleterThread, RemoteDeleter, erase_at_once, erase_from
@@ -35,7 +35,7 @@ def open_store(request, tmp_path, place, monkeypatch):
 
     def opener():
         limits = DiskLimits(min_free_bytes=0)
-        stores.append(DiskStore(tmp_path / "store", limits, secret=request.param))
+        stores.append(AgentStore(tmp_path / "store", limits, secret=request.param))
         return stores[-1]
 
     yield opener
@@ -209,7 +209,7 @@ def test_the_command_line_says_which_places_it_could_not_reach(tmp_path, place, 
     tier = RemoteTier(open_backend(place.as_uri()), CLASS)
     assert tier.wait_until_tried(SOON)
     tier.close()
-    with DiskStore(tmp_path / "home" / "store", DiskLimits(min_free_bytes=0)) as store:
+    with AgentStore(tmp_path / "home" / "store", DiskLimits(min_free_bytes=0)) as store:
         store.tombstones.share_with([place.as_uri(), (tmp_path / "missing").as_uri()])
         store.disk.put(record(REFS[0]))
         for name in ("coder", "other"):
@@ -222,7 +222,7 @@ def test_the_command_line_says_which_places_it_could_not_reach(tmp_path, place, 
         "removed_blocks": 1,
         "shared_unreached": [missing],
     }
-    with DiskStore(tmp_path / "home" / "store", DiskLimits(min_free_bytes=0)) as store:
+    with AgentStore(tmp_path / "home" / "store", DiskLimits(min_free_bytes=0)) as store:
         store.disk.put(record(REFS[0]))
         store.agents.create("coder", Branch.of(NAMESPACE, unpack(REFS[0].tokens)))
     assert f"server: {missing}\n" in CliRunner().invoke(app, ["rm", "coder"]).stdout

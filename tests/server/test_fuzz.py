@@ -95,7 +95,7 @@ OPERATIONS = [
     ("POST", "/v1/cache/prefill/messages"),
     ("POST", "/v1/cache/prefill/responses"),
     ("POST", "/v1/cache/clear"),
-    ("POST", "/v1/cache/verify"),
+    ("POST", "/v1/agents/verify"),
     ("GET", "/metrics"),
     ("GET", "/v1/dashboard/now"),
     ("GET", "/v1/dashboard/requests"),

@@ -16,8 +16,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm import config
-from keepwarm.cache.agents.agent import Branch
-from keepwarm.cache.disk_store import DiskStore
+from keepwarm.agents.agent import Branch
+from keepwarm.agents.agent_store import AgentStore
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.store import Budgets, Store
 from keepwarm.cli.main import main
@@ -225,7 +225,7 @@ def test_the_golden_sealed_store_is_read(tmp_path):
     """Made by the first version that seals; every later one reads it."""
     golden = shutil.copytree(GOLDEN / "sealed", tmp_path / "store")
     expected = json.loads((GOLDEN / "expected.json").read_text())["delta"]
-    with DiskStore(golden, LIMITS, secret=KEY) as disk_store:
+    with AgentStore(golden, LIMITS, secret=KEY) as disk_store:
         (agent,) = disk_store.agents.all()
         assert agent.id == "golden"
         assert disk_store.tokens_of(agent) == expected["tokens"]
@@ -285,30 +285,30 @@ def test_a_row_that_was_tampered_with_is_no_answer(sealed):
 
 def test_without_the_right_key_nothing_is_listed_loaded_or_touched(tmp_path):
     root = tmp_path / "store"
-    with DiskStore(root, LIMITS, secret=KEY) as disk_store:
+    with AgentStore(root, LIMITS, secret=KEY) as disk_store:
         disk_store.disk.put(chain_of(1)[0])
         disk_store.agents.create(AGENT, Branch(disk_store.register(IDENTITY)))
     before = tree(root)
     with pytest.raises(BadInput, match=r"is encrypted; set KEEPWARM_ENCRYPTION_KEY or .*key_file"):
-        DiskStore(root, LIMITS)
+        AgentStore(root, LIMITS)
     with pytest.raises(BadInput, match="The key does not open the store") as said:
-        DiskStore(root, LIMITS, secret=OTHER_KEY)
+        AgentStore(root, LIMITS, secret=OTHER_KEY)
     assert OTHER_KEY not in str(said.value)
     assert tree(root) == before
-    with DiskStore(root, LIMITS, secret=KEY) as disk_store:
+    with AgentStore(root, LIMITS, secret=KEY) as disk_store:
         assert [agent.id for agent in disk_store.agents.all()] == [AGENT]
         assert disk_store.disk.stats().blocks == 1
 
 
 def test_a_plain_store_is_not_opened_with_a_key(tmp_path):
     made = chain_of(1)[0]
-    with DiskStore(tmp_path / "store", LIMITS) as disk_store:
+    with AgentStore(tmp_path / "store", LIMITS) as disk_store:
         disk_store.disk.put(made)
     before = tree(tmp_path / "store")
     with pytest.raises(BadInput, match="is not encrypted; unset KEEPWARM_ENCRYPTION_KEY"):
-        DiskStore(tmp_path / "store", LIMITS, secret=KEY)
+        AgentStore(tmp_path / "store", LIMITS, secret=KEY)
     assert tree(tmp_path / "store") == before
-    with DiskStore(tmp_path / "store", LIMITS) as disk_store:
+    with AgentStore(tmp_path / "store", LIMITS) as disk_store:
         assert content(disk_store.disk.read(made.header.key, Part.DELTA)) == content(made)
 
 
@@ -487,7 +487,7 @@ def test_without_the_key_one_cannot_tell_whether_a_prompt_is_there(tmp_path, tin
 
 
 def test_an_agent_file_that_was_changed_or_moved_is_not_believed(tmp_path):
-    with DiskStore(tmp_path / "store", LIMITS, secret=KEY) as disk_store:
+    with AgentStore(tmp_path / "store", LIMITS, secret=KEY) as disk_store:
         name = disk_store.register(IDENTITY)
         for agent in ("one", "two", "three"):
             disk_store.agents.create(agent, Branch(name))
@@ -611,7 +611,7 @@ def test_a_bundle_of_a_sealed_store_is_that_of_a_plain_one(tmp_path):
     tokens = tokens_of(600)
 
     def disk_store(name, secret):
-        return DiskStore(tmp_path / name, LIMITS, secret=secret)
+        return AgentStore(tmp_path / name, LIMITS, secret=secret)
 
     with (
         disk_store("sealed", KEY) as one,

@@ -1,5 +1,4 @@
 """Where prompts meet records: the block store that the engine and library users open.
 
-Imports `cache.agents`, `cache.restore`, `cache.texts`, `device`, `kv`, `models`,
-`prefix`, `remote`, `store`.
+Imports `agents`, `cache.restore`, `device`, `kv`, `models`, `prefix`, `remote`, `store`.
 """

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from keepwarm.cache.agents.agent import Agent
-from keepwarm.cache.agents.holders import Holder
-from keepwarm.cache.agents.rewriting import PrefixBlock, prefix_records
+from keepwarm.agents.agent import Agent
+from keepwarm.agents.block_refs import Holder
+from keepwarm.agents.rewriting import PrefixBlock, prefix_records
 from keepwarm.cache.restore.records import block_of
 from keepwarm.kv.slices import Block, Rows
 from keepwarm.store.disk.disk import DiskTier

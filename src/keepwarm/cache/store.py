@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from keepwarm import blas, config, kv
+from keepwarm.agents.agent_store import AgentStore, handshake_with
 from keepwarm.cache.agent_layers import AgentBlocks, load_blocks
 from keepwarm.cache.attached import AttachedModel
-from keepwarm.cache.counts import CountBook
-from keepwarm.cache.disk_store import DiskStore, handshake_with
 from keepwarm.cache.identity import identity_of
 from keepwarm.cache.restore.forgetting import Forget, Forgetting
 from keepwarm.cache.restore.loading import Reader, RestoreFailures
@@ -30,6 +29,7 @@ from keepwarm.errors import BadInput, StoreFailed, UnknownAgent
 from keepwarm.kv.slabs import SlabPool
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.prefix.policy import Policy
+from keepwarm.store.counts import CountBook
 from keepwarm.store.disk.disk import DiskLimits
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tier import StoredBlock, Tier, TierStats, as_store_errors
@@ -85,7 +85,7 @@ class Store:
         self._is_memory_fixed = budgets.memory_bytes is not None
         self.memory = MemoryTier(_memory_bytes(budgets))
         self.saver: Saver = MemorySaver(self.memory)
-        self._on_disk: DiskStore | None = None
+        self._on_disk: AgentStore | None = None
         self.counts = CountBook(None)
         self.restore_failures = RestoreFailures()
         self._forgetting: Forgetting | None = None
@@ -120,11 +120,11 @@ class Store:
         scratch._rates = self._rates
         return scratch
 
-    def _open_disk(self, budgets: Budgets) -> DiskStore:
+    def _open_disk(self, budgets: Budgets) -> AgentStore:
         limits = DiskLimits(budgets.disk_bytes, budgets.min_free_disk_bytes)
         secret = self.settings.read_encryption_key()
         retention_s = self.settings.retention_s or None
-        return DiskStore(
+        return AgentStore(
             self.settings.store,
             limits,
             budgets.disk_writes_per_day,
@@ -151,7 +151,7 @@ class Store:
             return disk.index.database.has_flag(MIXED)
 
     @property
-    def on_disk(self) -> DiskStore:
+    def on_disk(self) -> AgentStore:
         """Agents and blocks on disk."""
         if self._on_disk is None:
             raise BadInput("This store keeps nothing on disk; open it with a disk budget.")

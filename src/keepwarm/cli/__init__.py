@@ -1,4 +1,5 @@
 """The command line: one verb, one file.
 
-Imports `cache`, `device`, `engine`, `models`, `prefix`, `remote`, `server`, `store`, `text`.
+Imports `agents`, `cache`, `device`, `engine`, `kv`, `models`, `prefix`, `remote`, `server`,
+`store`, `text`.
 """

@@ -16,8 +16,8 @@ from keepwarm.progress import shown
 from keepwarm.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from keepwarm.cache.agents.agent import Agent
-    from keepwarm.cache.disk_store import DiskStore
+    from keepwarm.agents.agent import Agent
+    from keepwarm.agents.agent_store import AgentStore
     from keepwarm.store.disk.upkeep import Progress
 
 app = typer.Typer()
@@ -40,13 +40,13 @@ BranchNumber: TypeAlias = Annotated[
 ]
 
 
-def open_store() -> DiskStore:
-    from keepwarm.cache.disk_store import DiskStore, handshake_with
+def open_store() -> AgentStore:
+    from keepwarm.agents.agent_store import AgentStore, handshake_with
     from keepwarm.store.disk.disk import DiskLimits
 
     settings = config.load()
     limits, per_day = DiskLimits(settings.disk_bytes), settings.disk_writes_per_day or None
-    return DiskStore(
+    return AgentStore(
         settings.store,
         limits,
         per_day,
@@ -56,7 +56,7 @@ def open_store() -> DiskStore:
     )
 
 
-def delete_shared(store: DiskStore) -> dict[str, list[str]]:
+def delete_shared(store: AgentStore) -> dict[str, list[str]]:
     """Delete from shared tiers what was deleted here; which of them could not be reached."""
     if not store.tombstones.places():
         return {}
@@ -117,7 +117,7 @@ def _pin(name: str, pinned: bool, branch: int | None, as_json: bool) -> None:
 
 
 def _is_prefix(name: str) -> bool:
-    from keepwarm.cache.agents.prefixes import PREFIX_SIGN
+    from keepwarm.agents.prefixes import PREFIX_SIGN
 
     return name.startswith(PREFIX_SIGN)
 
@@ -238,7 +238,7 @@ def release(agent: AgentId, as_json: AsJson = False) -> None:
         print_agent(store, released, as_json)
 
 
-def agent_fields(store: DiskStore, agent: Agent) -> dict[str, Any]:
+def agent_fields(store: AgentStore, agent: Agent) -> dict[str, Any]:
     """An agent as JSON, without what is secret in an encrypted store."""
     fields: dict[str, Any] = json.loads(agent.to_json())
     for each in (fields, *fields["branches"]):
@@ -246,7 +246,7 @@ def agent_fields(store: DiskStore, agent: Agent) -> dict[str, Any]:
     return fields | {"imported": bool(store.origin_of(agent))}
 
 
-def n_bytes_of(store: DiskStore, agent: Agent) -> int:
+def n_bytes_of(store: AgentStore, agent: Agent) -> int:
     """Bytes of its stored blocks, shared ones included."""
     return sum(known.n_bytes for known in store.disk.have(agent.blocks).values())
 
@@ -281,7 +281,7 @@ def _readable(name: str, value: Any) -> str:
     return str(len(value)) if isinstance(value, list | tuple) else str(value)
 
 
-def print_agent(store: DiskStore, agent: Agent, as_json: bool, **more: Any) -> None:
+def print_agent(store: AgentStore, agent: Agent, as_json: bool, **more: Any) -> None:
     """One agent: its record as JSON, or with names, dates and sizes."""
     if as_json:
         print(json.dumps(agent_fields(store, agent) | more))
@@ -294,7 +294,7 @@ def print_agent(store: DiskStore, agent: Agent, as_json: bool, **more: Any) -> N
             print(f"branch {branch.number}: {turns}, used {format_date(branch.used)}")
 
 
-def _shown(store: DiskStore, agent: Agent) -> dict[str, str | int]:
+def _shown(store: AgentStore, agent: Agent) -> dict[str, str | int]:
     labels = ", ".join(f"{key}={value}" for key, value in agent.metadata.items())
     unused = agent.retention_s and f"deleted when unused for {agent.retention_s / 86400:g} days"
     return {

@@ -36,9 +36,9 @@ from keepwarm.errors import BadInput
 from keepwarm.units import format_bytes
 
 if TYPE_CHECKING:
-    from keepwarm.cache.agents.agent import Agent
-    from keepwarm.cache.agents.signing import BundleKeys
-    from keepwarm.cache.disk_store import DiskStore
+    from keepwarm.agents.agent import Agent
+    from keepwarm.agents.agent_store import AgentStore
+    from keepwarm.agents.signing import BundleKeys
     from keepwarm.cache.store import Store
     from keepwarm.models.load import Model
 
@@ -160,7 +160,7 @@ def verify(
 
     The exit code is 1 if any is damaged or unreadable.
     """
-    from keepwarm.cache.verify import verify_store
+    from keepwarm.agents.verify import verify_store
 
     with open_store() as store, bytes_bar("verifying") as progress:
         report = verify_store(store, fix, progress)
@@ -197,7 +197,7 @@ def export(
 
     Another machine can import it; --format writes it for other programs.
     """
-    from keepwarm.cache.agents.signing import BundleKeys
+    from keepwarm.agents.signing import BundleKeys
 
     settings = config.load(model=model)
     with _file_errors(file):
@@ -249,7 +249,7 @@ def import_(
     It must be made with the same weights and KV dtype. Unless a trusted key signed it, only this
     agent and its forks are served from it.
     """
-    from keepwarm.cache.agents.signing import BundleKeys
+    from keepwarm.agents.signing import BundleKeys
     from keepwarm.engine.import_check import EXTENT
 
     settings = config.load(model=model)
@@ -267,7 +267,7 @@ def import_(
         print_agent(store, made, as_json)
 
 
-def _summary(store: DiskStore, agent: Agent) -> dict[str, Any]:
+def _summary(store: AgentStore, agent: Agent) -> dict[str, Any]:
     return {
         "id": agent.id,
         "model": agent.head.model,
@@ -285,7 +285,7 @@ def _import_bundle(
     settings: config.Settings, file: Path, agent: str | None, keys: BundleKeys, check: str | None
 ) -> Agent:
     """Store a bundle as an agent, checked if asked to."""
-    from keepwarm.cache.agents.bundle import identity_in
+    from keepwarm.agents.bundle import identity_in
     from keepwarm.cache.identity import make_options_in
     from keepwarm.cache.restore.records import check_record
     from keepwarm.cache.store import Store
@@ -306,8 +306,8 @@ def _import_prompt_file(
     settings: config.Settings, file: Path, agent: str | None, tokens: Path | None, check: str | None
 ) -> Agent:
     """Store a prompt-cache file as an agent, checked if asked to."""
-    from keepwarm.cache.prompt_files import import_prompt_file, read_prompt_file
     from keepwarm.cache.store import Store
+    from keepwarm.cli.prompt_files import import_prompt_file, read_prompt_file
 
     read = read_prompt_file(file, tokens)
     model = load_model(settings)
@@ -336,8 +336,8 @@ def _export_prompt_file(
     what: tuple[str, int | None, int | None, int | None],
 ) -> int:
     """Write an agent or a prefix as a prompt-cache file; the number of tokens."""
-    from keepwarm.cache.prompt_files import FORMATS, export_prompt_file
     from keepwarm.cache.store import Store
+    from keepwarm.cli.prompt_files import FORMATS, export_prompt_file
 
     if form not in FORMATS:
         known = ", ".join(("bundle", *FORMATS))

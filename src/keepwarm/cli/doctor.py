@@ -25,7 +25,7 @@ from keepwarm.errors import BadInput, KeepwarmError
 from keepwarm.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
-    from keepwarm.cache.break_even import ModelCosts
+    from keepwarm.cli.break_even import ModelCosts
     from keepwarm.device.machine import Machine
     from keepwarm.engine.answer import Answer
     from keepwarm.engine.engine import Engine
@@ -98,7 +98,7 @@ class MeasuredRemote(NamedTuple):
 
 
 def _measure_remotes(settings: config.Settings) -> list[MeasuredRemote]:
-    from keepwarm.cache.break_even import break_even, describe
+    from keepwarm.cli.break_even import break_even, describe
     from keepwarm.remote.opening import measure_remotes
 
     reports = measure_remotes(settings)
@@ -114,7 +114,7 @@ def _measure_remotes(settings: config.Settings) -> list[MeasuredRemote]:
 def _costs(settings: config.Settings) -> ModelCosts | None:
     """Of the model of the settings: as the engine remembers them, or measured; None if the model
     is not here, or does not fit."""
-    from keepwarm.cache.break_even import is_here, remembered_costs
+    from keepwarm.cli.break_even import is_here, remembered_costs
 
     known = remembered_costs(settings)
     if known is None and is_here(settings):

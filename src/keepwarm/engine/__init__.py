@@ -1,6 +1,6 @@
 """The thread that owns MLX: which requests run when, prefill, decode, keeping the results.
 
-Imports `cache`, `device`, `kv`, `models`, `prefix`, `store`, `telemetry`, `text`.
+Imports `agents`, `cache`, `device`, `kv`, `models`, `prefix`, `store`, `telemetry`, `text`.
 """
 
 from keepwarm import mlx_import  # noqa: F401 (before MLX)

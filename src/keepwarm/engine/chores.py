@@ -10,12 +10,12 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from keepwarm.cache.counts import PromptCounts
 from keepwarm.cache.restore.restorer import Capture
 from keepwarm.cache.store import Store
 from keepwarm.engine.jobs import Job, RunningSequence
 from keepwarm.errors import KeepwarmError, StoreFailed
 from keepwarm.prefix.turn import KeptTurn
+from keepwarm.store.counts import PromptCounts
 from keepwarm.telemetry.ledger import RequestRecord
 from keepwarm.text.request import Request
 

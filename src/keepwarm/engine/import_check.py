@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from keepwarm.cache.agents.agent import Agent
+from keepwarm.agents.agent import Agent
 from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.engine.answer import collect
 from keepwarm.engine.engine import Engine

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from keepwarm.cache.counts import PromptCounts
 from keepwarm.cache.restore.writing import WriteStats
 from keepwarm.cache.store import Store
 from keepwarm.device.memory import MemoryConfig
@@ -19,6 +18,7 @@ from keepwarm.engine.lane import Lanes
 from keepwarm.engine.live import Live, LiveStats
 from keepwarm.engine.scheduler import Scheduler
 from keepwarm.errors import Cancelled, KeepwarmError
+from keepwarm.store.counts import PromptCounts
 from keepwarm.store.tier import TierStats
 from keepwarm.telemetry.ledger import RequestRecord, RequestState
 from keepwarm.text.request import Receipt

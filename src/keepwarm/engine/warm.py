@@ -14,9 +14,9 @@ from dataclasses import replace
 from heapq import nlargest
 from typing import Any, NamedTuple, Self
 
-from keepwarm.cache.agents.agent import Agent, Branch
+from keepwarm.agents.agent import Agent, Branch
+from keepwarm.agents.agent_store import AgentStore
 from keepwarm.cache.attached import AttachedModel
-from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.identity import make_options_in
 from keepwarm.cache.restore.plan import Read
 from keepwarm.cache.restore.restorer import Restorer
@@ -173,7 +173,7 @@ class Warmer:
         return bool(stats.waiting or stats.prefilling or stats.decoding)
 
 
-def _ttl_pins(disk_store: DiskStore) -> Iterator[Agent]:
+def _ttl_pins(disk_store: AgentStore) -> Iterator[Agent]:
     """Prefixes with a TTL pin, as pinned agents without a name."""
     disk_store.ttl_pins.expire()
     disk = disk_store.disk

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute
 
 from keepwarm import __version__
-from keepwarm.cache.agents.signing import BundleKeys
+from keepwarm.agents.signing import BundleKeys
 from keepwarm.config import Settings
 from keepwarm.errors import KeepwarmError
 from keepwarm.models.catalog import locate

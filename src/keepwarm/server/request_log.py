@@ -16,12 +16,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from keepwarm import __version__
-from keepwarm.cache.counts import TIERS, CountBook
 from keepwarm.config import Settings
 from keepwarm.server.http.logs import log_fields
 from keepwarm.server.http.problems import problem_of, respond
 from keepwarm.server.http.request_fields import tenant_agent_id
 from keepwarm.server.http.turns import Turn
+from keepwarm.store.counts import TIERS, CountBook
 
 if TYPE_CHECKING:
     from keepwarm.cache.restore.writing import WriteStats

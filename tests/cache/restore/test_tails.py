@@ -2,16 +2,16 @@
 
 import pytest
 
-from keepwarm.cache.agents.agents import MAX_SIDES
-from keepwarm.cache.agents.reach import MAX_UNCHECKED_LEFT
-from keepwarm.cache.disk_store import DiskStore
+from keepwarm.agents.agent_store import AgentStore
+from keepwarm.agents.agents import MAX_SIDES
+from keepwarm.agents.reachability import MAX_UNCHECKED_LEFT
 from keepwarm.cache.restore.writing import Writer
 from keepwarm.prefix.blocks import chain
 from keepwarm.prefix.policy import Policy
 from keepwarm.store.disk.disk import DiskLimits
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part
-from tests.cache.agents.test_agents import IDENTITY, LIMITS, NAME, holds_tokens
+from tests.agents.test_agents import IDENTITY, LIMITS, NAME, holds_tokens
 from tests.contract.test_tiers import Minutes
 from tests.store.kit import record, tokens_of
 
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def disk_store(tmp_path):
-    with DiskStore(tmp_path / "store", DiskLimits(min_free_bytes=0)) as opened:
+    with AgentStore(tmp_path / "store", DiskLimits(min_free_bytes=0)) as opened:
         opened.register(IDENTITY)
         yield opened
 
@@ -83,7 +83,7 @@ def test_an_agent_whose_tail_was_outgrown_loses_nothing(disk_store, tmp_path):
     assert lengths(disk_store.disk) == [88, 256, 256]
     assert disk_store.tokens_of(disk_store.agents.show("old")) == tokens[:300]
     disk_store.export_agent("old", tmp_path / "old.kw")
-    with DiskStore(tmp_path / "other", LIMITS) as other:
+    with AgentStore(tmp_path / "other", LIMITS) as other:
         made = other.import_agent(tmp_path / "old.kw", IDENTITY)
         assert (made.n_tokens, other.tokens_of(made)) == (300, tokens[:300])
 
@@ -93,7 +93,7 @@ def test_an_agent_whose_tail_was_outgrown_loses_nothing(disk_store, tmp_path):
 def test_deleting_takes_what_has_outgrown_the_tail(n_shared, secret, tmp_path):
     """Whoever asked for the longer prompt: the agent's tokens are in it."""
     shared, mine = tokens_of(n_shared), tokens_of(100, seed=1)
-    with DiskStore(tmp_path / "store", LIMITS, secret=secret) as disk_store:
+    with AgentStore(tmp_path / "store", LIMITS, secret=secret) as disk_store:
         name = disk_store.register(IDENTITY)
         disk_store.agents.advance("other", name, shared)
         save(disk_store, shared + mine, name=name)
@@ -172,7 +172,7 @@ def test_what_an_agent_has_left_is_known_however_often_it_is_outgrown(disk_store
 
 def test_a_pin_holds_an_agent_whose_tail_was_outgrown(tmp_path):
     limits = DiskLimits(max_bytes=3 * MIB, min_free_bytes=0)
-    with DiskStore(tmp_path / "store", limits) as disk_store:
+    with AgentStore(tmp_path / "store", limits) as disk_store:
         disk_store.disk._clock = Minutes()
         tokens = tokens_of(700)
         save(disk_store, tokens[:600], n_bytes=100_000)

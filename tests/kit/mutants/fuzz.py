@@ -232,19 +232,19 @@ def _address_space(n_bytes: int) -> Iterator[None]:
 
 
 def bundles(work: Path) -> Target:
-    from keepwarm.cache.agents.bundle import identity_in
-    from keepwarm.cache.disk_store import DiskStore
+    from keepwarm.agents.agent_store import AgentStore
+    from keepwarm.agents.bundle import identity_in
     from keepwarm.prefix.blocks import chain
     from keepwarm.store.record import Part
-    from tests.cache.agents.test_agents import IDENTITY, LIMITS, turn
+    from tests.agents.test_agents import IDENTITY, LIMITS, turn
     from tests.store.kit import record, tokens_of
 
-    def exported(disk_store: DiskStore, name: str, n_tokens: int) -> bytes:
+    def exported(disk_store: AgentStore, name: str, n_tokens: int) -> bytes:
         turn(disk_store, name, tokens_of(n_tokens))
         disk_store.export_agent(name, work / name)
         return (work / name).read_bytes()
 
-    with DiskStore(work / "home", LIMITS) as home:
+    with AgentStore(work / "home", LIMITS) as home:
         namespace = home.register(IDENTITY)
         samples = [exported(home, "one", 200), exported(home, "more", 700)]
         for ref in chain(namespace, tokens_of(700)):
@@ -256,7 +256,7 @@ def bundles(work: Path) -> Target:
     for sample in samples:
         path.write_bytes(sample)
         identities[sample] = identity_in(path)
-    store = DiskStore(work / "store", LIMITS)
+    store = AgentStore(work / "store", LIMITS)
 
     def read(mutant: bytes, sample: bytes) -> None:
         path.write_bytes(mutant)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from keepwarm.cache.agents.agent import Branch
+from keepwarm.agents.agent import Branch
 from keepwarm.prefix.blocks import BLOCK_TOKENS, chain
 from tests.kit.waiting import wait_until
 from tests.server.dashboard.browsers import watched

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from keepwarm.cache.counts import PromptCounts
 from keepwarm.cache.restore.writing import WriteStats
 from keepwarm.engine.live import LiveStats
 from keepwarm.engine.stats import Stats
 from keepwarm.server.dashboard.totals import condition_out
+from keepwarm.store.counts import PromptCounts
 from keepwarm.store.tier import TierStats
 from keepwarm.telemetry.ledger import Ledger
 from keepwarm.text.request import Request, Sampling

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from keepwarm.cache.agents.agent import Branch
-from keepwarm.cache.agents.texts import AgentTexts
-from keepwarm.cache.disk_store import DiskStore
+from keepwarm.agents.agent import Branch
+from keepwarm.agents.agent_store import AgentStore
+from keepwarm.agents.texts import AgentTexts
 from keepwarm.cache.store import Store
 from keepwarm.errors import UnknownResponse
 from keepwarm.prefix.blocks import Namespace
@@ -246,7 +246,7 @@ def test_responses_of_a_deleted_agent_are_gone_and_stay_gone(tmp_path, to_disk):
             assert not await responses.has("", name)
         assert responses.n_bytes == 0
 
-    with Store(tmp_path) as store, DiskStore(tmp_path) as other:
+    with Store(tmp_path) as store, AgentStore(tmp_path) as other:
         other.agents.create("ops", Branch(Namespace(b"n" * 32)))
         with response_store(store) as responses:
             asyncio.run(check(responses))
@@ -254,7 +254,7 @@ def test_responses_of_a_deleted_agent_are_gone_and_stay_gone(tmp_path, to_disk):
 
 def test_response_that_is_written_after_its_agent_was_deleted_is_removed(tmp_path, monkeypatch):
     """Its agent is deleted, with its files, between the answer and the write."""
-    with Store(tmp_path) as store, DiskStore(tmp_path) as other:
+    with Store(tmp_path) as store, AgentStore(tmp_path) as other:
         other.agents.create("ops", Branch(Namespace(b"n" * 32)))
         texts = store.on_disk.agents.responses
         write = texts.put

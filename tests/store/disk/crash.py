@@ -22,8 +22,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from keepwarm.cache.agents.agent import Branch
-from keepwarm.cache.agents.agents import Agents
+from keepwarm.agents.agent import Branch
+from keepwarm.agents.agents import Agents
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, pack, root
 from keepwarm.store.atomic import Files
 from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier

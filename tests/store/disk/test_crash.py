@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import pytest
 
-from keepwarm.cache.disk_store import DiskStore
+from keepwarm.agents.agent_store import AgentStore
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.disk import fsck
 from keepwarm.store.disk.disk import DiskTier
@@ -175,7 +175,7 @@ class Expected:
         elif verb == "unpin":
             self.pinned.discard(block)
 
-    def settle(self, disk_store: DiskStore) -> None:
+    def settle(self, disk_store: AgentStore) -> None:
         """Accept the outcome of the interrupted operations."""
         tier = disk_store.disk
         for key in self.cut:
@@ -206,7 +206,7 @@ def check_after_start(store_root: Path, expected: Expected, secret: str | None =
     """Check what the next start must repair, and that the index agrees with the files."""
     assert not holding_tokens(store_root, expected.forgotten)  # before the log is truncated
     marked = marked_for_deletion(store_root / "index.sqlite")
-    with DiskStore(store_root, crash.LIMITS, secret=secret) as disk_store:
+    with AgentStore(store_root, crash.LIMITS, secret=secret) as disk_store:
         tier = disk_store.disk
         expected.rows = {name: n for name, n in expected.rows.items() if name[0] not in marked}
         check_found(tier, expected)
@@ -227,7 +227,7 @@ def is_held(tier: DiskTier, key: BlockKey, owner: str) -> bool:
     return hidden in tier.index.lookups.owners(key)
 
 
-def check_agents(disk_store: DiskStore, expected: Expected) -> None:
+def check_agents(disk_store: AgentStore, expected: Expected) -> None:
     assert not list(disk_store.agents.unreadable())
     there = {agent.id: agent for agent in disk_store.agents.all()}
     assert expected.agents.keys() <= there.keys(), "an agent was lost"
@@ -243,7 +243,7 @@ def finish_removing(
     store_root: Path, expected: Expected, cut: Mapping[str, Named], secret: str | None
 ) -> None:
     """Repeat deletions that a kill interrupted; then nothing of them is left."""
-    with DiskStore(store_root, crash.LIMITS, secret=secret) as disk_store:
+    with AgentStore(store_root, crash.LIMITS, secret=secret) as disk_store:
         for name in cut.keys() & expected.agents.keys():
             disk_store.agents.delete(name)
             del expected.agents[name]
@@ -310,7 +310,7 @@ def kill_at_steps(
     """Run the scenario once whole, then on a fresh copy for each step, or every so many; count."""
     n_kills = 0
     template = store_root / "template"
-    DiskStore(template, crash.LIMITS, secret=secret).close()
+    AgentStore(template, crash.LIMITS, secret=secret).close()
     start = server.run(Request(str(template), "fill", secret=secret))
     assert start[-1] == "exit 0"
     whole = copy_of(template, store_root)

@@ -12,8 +12,8 @@ import os
 import pytest
 
 from keepwarm import files
-from keepwarm.cache.agents.agent import Branch
-from keepwarm.cache.agents.agents import Agents
+from keepwarm.agents.agent import Branch
+from keepwarm.agents.agents import Agents
 from keepwarm.prefix.policy import Policy
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from tests.kit.engines import ask, engine_on

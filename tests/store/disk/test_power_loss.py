@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
-from keepwarm.cache.agents.agents import Agents
+from keepwarm.agents.agents import Agents
 from keepwarm.errors import KeepwarmError
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.disk.disk import DiskTier
@@ -117,7 +117,7 @@ class State(NamedTuple):
             tier.close()
 
     def _has_index(self) -> bool:
-        """Whether tables are left; otherwise the index is rebuilt, and `DiskStore` pins anew."""
+        """Whether tables are left; otherwise the index is rebuilt, and `AgentStore` pins anew."""
         if not (self.root / INDEX).exists():
             return False
         with closing(sqlite3.connect(self.root / INDEX)) as db:

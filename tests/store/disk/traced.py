@@ -16,8 +16,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from keepwarm.cache.agents.agent import Branch
-from keepwarm.cache.agents.agents import Agents
+from keepwarm.agents.agent import Branch
+from keepwarm.agents.agents import Agents
 from keepwarm.files import write_atomically
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier

@@ -1,4 +1,4 @@
 """Planning, loading and saving the KV state of one prompt.
 
-Imports `cache`, `cache.agents`, `kv`, `prefix`, `remote`, `store`.
+Imports `agents`, `kv`, `prefix`, `remote`, `store`.
 """

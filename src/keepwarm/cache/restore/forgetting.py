@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from typing import NamedTuple, TypeAlias
 from weakref import WeakMethod
 
-from keepwarm.cache.agents.holders import find_extensions
+from keepwarm.agents.block_refs import find_extensions
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, Namespace, chain_packed, pack
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.disk.upkeep import subtrees

@@ -1,5 +1,5 @@
 """The dashboard: its page, and the JSON it shows.
 
-Imports `cache`, `engine`, `prefix`, `server`, `server.http`, `server.manage`, `server.models`,
-`server.openai`, `store`, `telemetry`, `text`.
+Imports `agents`, `cache`, `engine`, `prefix`, `server`, `server.http`, `server.manage`,
+`server.models`, `server.openai`, `store`, `telemetry`, `text`.
 """

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import cache
 
-from keepwarm.cache.agents.agent import Agent
-from keepwarm.cache.agents.forest import BlockRun, build_forest
-from keepwarm.cache.disk_store import DiskStore
+from keepwarm.agents.agent import Agent
+from keepwarm.agents.agent_store import AgentStore
+from keepwarm.agents.forest import BlockRun, build_forest
 from keepwarm.cache.store import Store
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import BlockKey, Namespace
@@ -23,7 +23,7 @@ NAMESPACE_DIGITS = 8
 class NamespaceOwners:
     """Finds the tenant of a namespace, which is part of its salt."""
 
-    def __init__(self, disk_store: DiskStore, viewer: Viewer) -> None:
+    def __init__(self, disk_store: AgentStore, viewer: Viewer) -> None:
         self._viewer = viewer
         self._disk_store = disk_store
         self.tenant_of = cache(self._tenant_of)

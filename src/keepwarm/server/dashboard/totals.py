@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-from keepwarm.cache.counts import ALL_TIERS, TIERS, PromptCounts
 from keepwarm.engine.stats import Stats
 from keepwarm.server.dashboard.shapes import (
     BudgetOut,
@@ -13,6 +12,7 @@ from keepwarm.server.dashboard.shapes import (
     HistoryPointOut,
     TotalsOut,
 )
+from keepwarm.store.counts import ALL_TIERS, TIERS, PromptCounts
 from keepwarm.telemetry.history import Amounts, Timeline, minute_name, percentile_ms
 
 N_POINTS = 60

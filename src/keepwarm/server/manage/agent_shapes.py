@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NotRequired, TypeAlias
 from pydantic import Field, StringConstraints
 from typing_extensions import TypedDict
 
-from keepwarm.cache.agents.agent import MAX_KEY, MAX_LABELS, MAX_VALUE
+from keepwarm.agents.agent import MAX_KEY, MAX_LABELS, MAX_VALUE
 from keepwarm.server.http.body import JsonInput
 from keepwarm.server.http.request_fields import AGENT_ID
 

@@ -14,12 +14,12 @@ from fastapi import Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import StringConstraints
 
-from keepwarm.cache.agents.agent import Agent, Branch
-from keepwarm.cache.agents.agents import ID
-from keepwarm.cache.agents.bundle import BundleExport, BundleSource
-from keepwarm.cache.agents.reach import dropped_by_rewind
-from keepwarm.cache.agents.signing import BundleKeys
-from keepwarm.cache.disk_store import DiskStore
+from keepwarm.agents.agent import Agent, Branch
+from keepwarm.agents.agent_store import AgentStore
+from keepwarm.agents.agents import ID
+from keepwarm.agents.bundle import BundleExport, BundleSource
+from keepwarm.agents.reachability import dropped_by_rewind
+from keepwarm.agents.signing import BundleKeys
 from keepwarm.cache.restore.records import check_record
 from keepwarm.config import Settings
 from keepwarm.engine.engine import Engine
@@ -71,7 +71,7 @@ class TenantAgents:
         self._keys: BundleKeys = request.app.state.bundle_keys
 
     @property
-    def _disk_store(self) -> DiskStore:
+    def _disk_store(self) -> AgentStore:
         return self._models.store.on_disk
 
     def all(self) -> list[AgentOut]:
@@ -190,7 +190,7 @@ class TenantAgents:
         return agent_out(self._disk_store, agent, self.tenant)
 
 
-def agent_out(disk_store: DiskStore, agent: Agent, tenant: str) -> AgentOut:
+def agent_out(disk_store: AgentStore, agent: Agent, tenant: str) -> AgentOut:
     """An agent of this tenant, as its tenant sees it."""
     known = disk_store.disk.have(agent.blocks)
     prefix = tenant_agent_id(tenant, "")

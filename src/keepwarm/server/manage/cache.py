@@ -17,7 +17,6 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from keepwarm.cache.counts import PromptCounts
 from keepwarm.engine.stats import Stats
 from keepwarm.errors import BadField, Forbidden
 from keepwarm.server.anthropic.routes import build_request
@@ -37,6 +36,7 @@ from keepwarm.server.openai.routes import build_request as chat_request
 from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest, OpenAIErrorOut
 from keepwarm.server.responses.routes import Answers, request_builder
 from keepwarm.server.responses.shapes import InputRequest
+from keepwarm.store.counts import PromptCounts
 from keepwarm.text import request as engine_request
 from keepwarm.text.request import Result
 

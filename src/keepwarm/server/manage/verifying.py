@@ -11,8 +11,8 @@ from typing import Any, Literal
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from keepwarm.cache.disk_store import DiskStore
-from keepwarm.cache.verify import verify_store
+from keepwarm.agents.agent_store import AgentStore
+from keepwarm.agents.verify import verify_store
 from keepwarm.errors import Cancelled
 from keepwarm.server.http.body import JsonInput
 from keepwarm.server.http.problems import openai_body, problem_of
@@ -43,7 +43,7 @@ class VerifyOut(TypedDict):
 class Verification:
     """One check of every record and agent, as `keepwarm cache verify` does it."""
 
-    def __init__(self, disk_store: DiskStore, fix: bool) -> None:
+    def __init__(self, disk_store: AgentStore, fix: bool) -> None:
         self._disk_store = disk_store
         self._fix = fix
         self._bytes = (0, 0)  # done, of all

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
-from keepwarm.cache.agents.texts import AgentTexts
+from keepwarm.agents.texts import AgentTexts
 from keepwarm.cache.restore.forgetting import Deletions
 from keepwarm.cache.store import Store
 from keepwarm.errors import UnknownResponse

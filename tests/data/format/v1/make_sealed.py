@@ -12,14 +12,14 @@ from pathlib import Path
 
 from make_golden import NAMESPACE, PROMPT, RECORDS, record
 
-from keepwarm.cache.disk_store import DiskStore
+from keepwarm.agents.agent_store import AgentStore
 from keepwarm.store.disk.disk import DiskLimits
 
 if __name__ == "__main__":
     place = Path(__file__).parent / "sealed"
     shutil.rmtree(place, ignore_errors=True)
     key = b64encode(bytes(range(32))).decode()
-    with DiskStore(place, DiskLimits(min_free_bytes=0), secret=key) as disk_store:
+    with AgentStore(place, DiskLimits(min_free_bytes=0), secret=key) as disk_store:
         made = record(*RECORDS["delta"])
         disk_store.disk.put(made).durable.result()
         disk_store.agents.advance("golden", NAMESPACE, PROMPT[:256])

@@ -12,12 +12,12 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from keepwarm import config
-from keepwarm.cache.agents.signing import BundleKeys, SigningKey, read_public_key
-from keepwarm.cache.disk_store import DiskStore
+from keepwarm.agents.agent_store import AgentStore
+from keepwarm.agents.signing import BundleKeys, SigningKey, read_public_key
 from keepwarm.errors import BadCacheFile, BadInput
 from keepwarm.prefix.blocks import chain
 from keepwarm.prefix.fingerprint import namespace
-from tests.cache.agents.test_agents import IDENTITY, LIMITS, NAME, turn
+from tests.agents.test_agents import IDENTITY, LIMITS, NAME, turn
 from tests.store.kit import tokens_of
 
 
@@ -38,8 +38,8 @@ def write_keys(stem, key=None, lock=None):
 @pytest.fixture
 def stores(tmp_path):
     with (
-        DiskStore(tmp_path / "here", LIMITS) as here,
-        DiskStore(tmp_path / "there", LIMITS) as there,
+        AgentStore(tmp_path / "here", LIMITS) as here,
+        AgentStore(tmp_path / "there", LIMITS) as there,
     ):
         here.register(IDENTITY)
         turn(here, "a", tokens_of(700))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from keepwarm.cache.disk_store import DiskStore
+from keepwarm.agents.agent_store import AgentStore
 from keepwarm.errors import NewerFormat
 from keepwarm.store.disk import fsck
 from keepwarm.store.disk.upkeep import Progress, no_progress
@@ -30,7 +30,7 @@ class StoreReport(NamedTuple):
 
 
 def verify_store(
-    store: DiskStore, fix: bool = False, progress: Progress = no_progress
+    store: AgentStore, fix: bool = False, progress: Progress = no_progress
 ) -> StoreReport:
     """Check every record and every agent; with `fix`, what is damaged is quarantined.
 
@@ -53,7 +53,7 @@ def verify_store(
 
 
 def _bad_agents(
-    store: DiskStore, unreadable: list[tuple[str, Exception]], fix: bool
+    store: AgentStore, unreadable: list[tuple[str, Exception]], fix: bool
 ) -> Iterator[BadFile]:
     """A damaged file is quarantined if asked to; never one that could not be read."""
     for name, why in unreadable:

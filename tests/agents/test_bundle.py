@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from keepwarm.cache.agents.archive import MANIFEST, ArchiveWriter
-from keepwarm.cache.agents.bundle import Manifest, identity_in
-from keepwarm.cache.agents.rewriting import prefix_blocks, prefix_records, trimmed
-from keepwarm.cache.disk_store import DiskStore
+from keepwarm.agents.agent_store import AgentStore
+from keepwarm.agents.archive import MANIFEST, ArchiveWriter
+from keepwarm.agents.bundle import Manifest, identity_in
+from keepwarm.agents.rewriting import prefix_blocks, prefix_records, trimmed
 from keepwarm.cache.restore.records import block_of, records_of
 from keepwarm.cache.store import Budgets, Store
 from keepwarm.errors import BadCacheFile, BadInput, InsufficientResources, StoreFailed
@@ -21,7 +21,7 @@ from keepwarm.prefix.blocks import block_key, chain, pack
 from keepwarm.prefix.fingerprint import FORMAT_VERSION
 from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits
 from keepwarm.store.record import Part, encode_record
-from tests.cache.agents.test_agents import IDENTITY, LIMITS, NAME, holds_tokens, turn
+from tests.agents.test_agents import IDENTITY, LIMITS, NAME, holds_tokens, turn
 from tests.kit.compare import assert_same
 from tests.kit.runs import cold, continue_from, prefill, prompt_of
 from tests.store.kit import BrokenFiles, record, tokens_of
@@ -31,14 +31,14 @@ MODELS = ["llama", "gemma3_text", "qwen3_next"]
 
 @pytest.fixture
 def disk_store(tmp_path):
-    with DiskStore(tmp_path / "store", LIMITS) as opened:
+    with AgentStore(tmp_path / "store", LIMITS) as opened:
         opened.register(IDENTITY)
         yield opened
 
 
 @pytest.fixture
 def other(tmp_path):
-    with DiskStore(tmp_path / "other", LIMITS) as opened:
+    with AgentStore(tmp_path / "other", LIMITS) as opened:
         yield opened
 
 
@@ -444,7 +444,7 @@ def test_a_bundle_that_finds_no_room_makes_no_agent(limits, disk_store, tmp_path
         disk_store.disk.put(record(ref, n_bytes=512 << 10, namespace=NAME))
     disk_store.agents.advance("a", NAME, tokens)
     disk_store.export_agent("a", tmp_path / "a.kw")
-    with DiskStore(tmp_path / "small", limits(tmp_path)) as small:
+    with AgentStore(tmp_path / "small", limits(tmp_path)) as small:
         with pytest.raises(InsufficientResources, match="no room for all of it"):
             small.import_agent(tmp_path / "a.kw", IDENTITY)
         assert list(small.agents.all()) == []
@@ -464,12 +464,12 @@ def test_a_bundle_counts_as_written_today(disk_store, other, tmp_path):
 def test_a_bundle_over_the_daily_budget_is_not_written(disk_store, tmp_path):
     turn(disk_store, "a", tokens_of(700))
     disk_store.export_agent("a", tmp_path / "a.kw")
-    with DiskStore(tmp_path / "spared", LIMITS, writes_per_day=3 * 2048 - 1) as spared:
+    with AgentStore(tmp_path / "spared", LIMITS, writes_per_day=3 * 2048 - 1) as spared:
         with pytest.raises(InsufficientResources, match="disk_writes_per_day"):
             spared.import_agent(tmp_path / "a.kw", IDENTITY)
         assert not list(spared.disk.walk())
         assert list(spared.agents.all()) == []
-    with DiskStore(tmp_path / "other", LIMITS, writes_per_day=3 * 2048) as spared:
+    with AgentStore(tmp_path / "other", LIMITS, writes_per_day=3 * 2048) as spared:
         assert spared.import_agent(tmp_path / "a.kw", IDENTITY).n_tokens == 700
 
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from keepwarm.cache.agents.agent import Branch
-from keepwarm.cache.agents.agents import MAX_SIDES
-from keepwarm.cache.agents.reach import MAX_UNCHECKED_LEFT, dropped_by_rewind
-from keepwarm.cache.agents.texts import AgentTurn
-from keepwarm.cache.disk_store import DiskStore
+from keepwarm.agents.agent import Branch
+from keepwarm.agents.agent_store import AgentStore
+from keepwarm.agents.agents import MAX_SIDES
+from keepwarm.agents.reachability import MAX_UNCHECKED_LEFT, dropped_by_rewind
+from keepwarm.agents.texts import AgentTurn
 from keepwarm.errors import BadCacheFile, BadInput, BadRecord, StoreFailed, UnknownAgent
 from keepwarm.prefix.blocks import BlockKey, chain, pack
 from keepwarm.prefix.fingerprint import Identity, namespace
@@ -31,7 +31,7 @@ LIMITS = DiskLimits(min_free_bytes=0)
 
 @pytest.fixture
 def disk_store(tmp_path):
-    with DiskStore(tmp_path / "store", LIMITS) as opened:
+    with AgentStore(tmp_path / "store", LIMITS) as opened:
         opened.register(IDENTITY)
         yield opened
 
@@ -96,10 +96,10 @@ def test_a_changed_past_keeps_only_the_turns_that_still_hold(disk_store):
 
 def test_agents_survive_a_restart_and_a_lost_index(tmp_path):
     tokens = tokens_of(300)
-    with DiskStore(tmp_path / "store", LIMITS) as disk_store:
+    with AgentStore(tmp_path / "store", LIMITS) as disk_store:
         turn(disk_store, "a", tokens)
     (tmp_path / "store" / "index.sqlite").unlink()
-    with DiskStore(tmp_path / "store", LIMITS) as disk_store:
+    with AgentStore(tmp_path / "store", LIMITS) as disk_store:
         assert [agent.id for agent in disk_store.agents.all()] == ["a"]
         assert disk_store.tokens_of(disk_store.agents.show("a")) == tokens
 
@@ -107,12 +107,12 @@ def test_agents_survive_a_restart_and_a_lost_index(tmp_path):
 def test_pins_are_made_again_with_the_index(tmp_path):
     """The promise is in the agent's own file."""
     root, tokens = tmp_path / "store", tokens_of(600)
-    with DiskStore(root, LIMITS) as disk_store:
+    with AgentStore(root, LIMITS) as disk_store:
         last = turn(disk_store, "a", tokens).blocks[-1]
         turn(disk_store, "b", tokens_of(300, seed=2))
         disk_store.agents.update("a", pinned=True)
     (root / "index.sqlite").unlink()
-    with DiskStore(root, LIMITS) as disk_store:
+    with AgentStore(root, LIMITS) as disk_store:
         assert disk_store.disk.index.lookups.owners(last) == ["agent:a"]
         assert [stored.key for stored in disk_store.disk.walk() if stored.pinned] == [last]
 
@@ -120,12 +120,12 @@ def test_pins_are_made_again_with_the_index(tmp_path):
 def test_pins_are_made_again_where_the_start_before_died_over_it(tmp_path):
     """The index was new then, and is not any more."""
     root = tmp_path / "store"
-    with DiskStore(root, LIMITS) as disk_store:
+    with AgentStore(root, LIMITS) as disk_store:
         last = turn(disk_store, "a", tokens_of(600)).blocks[-1]
         disk_store.agents.update("a", pinned=True)
     (root / "index.sqlite").unlink()
     DiskTier(root, LIMITS).close()  # a start that came no further
-    with DiskStore(root, LIMITS) as disk_store:
+    with AgentStore(root, LIMITS) as disk_store:
         assert disk_store.disk.index.lookups.owners(last) == ["agent:a"]
 
 
@@ -170,7 +170,7 @@ def test_a_torn_agent_is_one_sentence(disk_store):
 def test_a_store_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / "store").write_text("a file")
     with pytest.raises(BadInput, match=r"cannot be used .*; name another directory"):
-        DiskStore(tmp_path / "store", LIMITS)
+        AgentStore(tmp_path / "store", LIMITS)
 
 
 @pytest.mark.parametrize("bad", ["../x", "", "a/b", ".hidden", "x" * 129, "a\0b", "-rf"])
@@ -419,7 +419,7 @@ def test_deleting_says_so_where_the_log_cannot_be_cut(disk_store, monkeypatch):
 
 def test_a_pinned_agent_outlives_pressure_and_an_unpinned_does_not(tmp_path):
     limits = DiskLimits(max_bytes=3 << 20, min_free_bytes=0)
-    with DiskStore(tmp_path / "store", limits) as disk_store:
+    with AgentStore(tmp_path / "store", limits) as disk_store:
         disk_store.disk._clock = Minutes()
         for name, seed in (("kept", 1), ("lost", 2)):
             tokens = tokens_of(768, seed=seed)
@@ -435,7 +435,7 @@ def test_a_pinned_agent_outlives_pressure_and_an_unpinned_does_not(tmp_path):
 def test_a_pin_holds_what_is_there_of_an_agent(tmp_path):
     """Blocks in its middle and at its end were bad; the others are kept all the same."""
     limits = DiskLimits(max_bytes=3 << 20, min_free_bytes=0)
-    with DiskStore(tmp_path / "store", limits) as disk_store:
+    with AgentStore(tmp_path / "store", limits) as disk_store:
         disk_store.disk._clock = Minutes()
         tokens = tokens_of(6 * 256)
         keep(disk_store, tokens, n_bytes=100_000)
@@ -452,7 +452,7 @@ def test_a_pin_holds_what_is_there_of_an_agent(tmp_path):
 
 def test_a_quota_covers_the_first_blocks(tmp_path):
     limits = DiskLimits(max_bytes=3 << 20, min_free_bytes=0)
-    with DiskStore(tmp_path / "store", limits) as disk_store:
+    with AgentStore(tmp_path / "store", limits) as disk_store:
         disk_store.disk._clock = Minutes()
         tokens = tokens_of(1024)
         keep(disk_store, tokens, n_bytes=100_000)
@@ -467,7 +467,7 @@ def test_a_quota_covers_the_first_blocks(tmp_path):
 
 def test_retention(tmp_path):
     now = [1000.0]
-    with DiskStore(tmp_path / "store", LIMITS) as disk_store:
+    with AgentStore(tmp_path / "store", LIMITS) as disk_store:
         disk_store.agents._clock = lambda: now[0]
         for name in ("old", "fresh"):
             turn(disk_store, name, tokens_of(300, seed=len(name)))
@@ -481,7 +481,7 @@ def test_retention(tmp_path):
 
 def test_retention_of_new_agents(tmp_path):
     """A default, which can be changed for each later."""
-    with DiskStore(tmp_path / "store", LIMITS, retention_s=60.0) as disk_store:
+    with AgentStore(tmp_path / "store", LIMITS, retention_s=60.0) as disk_store:
         turn(disk_store, "a", tokens_of(300))
         disk_store.agents.fork("a", "b")
         disk_store.agents.create("c", Branch(NAME), retention_s=None)
@@ -578,7 +578,7 @@ def test_a_bundle_carries_an_agent_to_another_store(disk_store, tmp_path):
     turn(disk_store, "a", tokens)
     n_records = disk_store.export_agent("a", tmp_path / "a.kw")
     assert n_records == 3
-    with DiskStore(tmp_path / "other", LIMITS) as other:
+    with AgentStore(tmp_path / "other", LIMITS) as other:
         made = other.import_agent(tmp_path / "a.kw", IDENTITY)
         assert (made.id, made.turns, made.n_tokens) == ("a", (300, 700), 700)
         assert other.tokens_of(made) == tokens
@@ -592,7 +592,7 @@ def test_a_bundle_for_another_model_is_refused_with_the_reason(field, disk_store
     disk_store.export_agent("a", tmp_path / "a.kw")
     other = {"weights": {"model": "9"}, "kv_options": {"kv_bits": 4}}.get(field, "9")
     expected = Identity(**{**vars(IDENTITY), field: other})
-    with DiskStore(tmp_path / "other", LIMITS) as there:
+    with AgentStore(tmp_path / "other", LIMITS) as there:
         with pytest.raises(BadCacheFile, match=f"{field} differ"):
             there.import_agent(tmp_path / "a.kw", expected)
         assert not list(there.disk.walk())
@@ -610,7 +610,7 @@ def test_a_damaged_bundle_is_refused_whole(member, at, disk_store, tmp_path):
     data = bytearray(bundle.read_bytes())
     data[info.offset_data + int(info.size * at)] ^= 1
     bundle.write_bytes(data)
-    with DiskStore(tmp_path / "other", LIMITS) as other:
+    with AgentStore(tmp_path / "other", LIMITS) as other:
         with pytest.raises(BadCacheFile, match="not a complete bundle"):
             other.import_agent(bundle, IDENTITY)
         assert not list(other.disk.walk())
@@ -629,7 +629,7 @@ def test_a_truncated_or_foreign_bundle_is_refused(disk_store, tmp_path):
 
 def test_messages_and_responses_are_counted_and_cleared(tmp_path):
     """Those of lost agents too; what is not ours stays."""
-    with DiskStore(tmp_path, LIMITS) as store:
+    with AgentStore(tmp_path, LIMITS) as store:
         empty = store.disk.stats().n_bytes
         turn = KeptTurn([{"role": "user", "content": "x" * 5000}])
         for agent_id in ("ada", "lost"):

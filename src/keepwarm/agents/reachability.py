@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain as joined
 from itertools import islice
 
-from keepwarm.cache.agents.agent import Agent, MatchedBranch
-from keepwarm.cache.agents.holders import find_extensions
+from keepwarm.agents.agent import Agent, MatchedBranch
+from keepwarm.agents.block_refs import find_extensions
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.disk.tombstones import delete_everywhere

@@ -2,7 +2,7 @@
 
 import pytest
 
-from keepwarm.cache.agents.pins import TtlPins
+from keepwarm.agents.pins import TtlPins
 from keepwarm.prefix.blocks import chain
 from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
 from keepwarm.store.record import Part

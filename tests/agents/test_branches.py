@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from keepwarm.cache.agents.agent import TOOL_WAIT_S
-from keepwarm.cache.agents.agents import MAX_SIDES
-from keepwarm.cache.disk_store import DiskStore
+from keepwarm.agents.agent import TOOL_WAIT_S
+from keepwarm.agents.agent_store import AgentStore
+from keepwarm.agents.agents import MAX_SIDES
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import chain
 from keepwarm.prefix.fingerprint import namespace
 from keepwarm.store.disk.disk import DiskLimits
-from tests.cache.agents.test_agents import IDENTITY, LIMITS, NAME, holds_tokens, keep
+from tests.agents.test_agents import IDENTITY, LIMITS, NAME, holds_tokens, keep
 from tests.contract.test_tiers import Minutes
 from tests.store.kit import tokens_of
 
@@ -22,7 +22,7 @@ TITLE = tokens_of(40, seed=2)
 
 @pytest.fixture
 def disk_store(tmp_path):
-    with DiskStore(tmp_path / "store", LIMITS) as opened:
+    with AgentStore(tmp_path / "store", LIMITS) as opened:
         opened.register(IDENTITY)
         opened.agents._clock = Minutes()
         yield opened
@@ -212,7 +212,7 @@ def test_a_named_branch_is_forked_rewound_exported_and_pinned(disk_store, ask, t
     fork = disk_store.agents.fork("a", "b", branch=2)
     assert (disk_store.tokens_of(fork), fork.head.number) == (side, 1)
     disk_store.export_agent(disk_store.find("a", branch=2), tmp_path / "side.kw")
-    with DiskStore(tmp_path / "other", LIMITS) as other:
+    with AgentStore(tmp_path / "other", LIMITS) as other:
         assert other.tokens_of(other.import_agent(tmp_path / "side.kw", IDENTITY)) == side
     last = disk_store.agents.pin("a", branch=2).branch(2).blocks[-1]
     assert disk_store.disk.index.lookups.owners(last) == ["agent:a"]
@@ -249,7 +249,7 @@ def test_blocks_of_a_side_branch_are_the_agents(disk_store, ask):
 
 def test_a_pin_follows_the_head(tmp_path):
     limits = DiskLimits(max_bytes=3 << 20, min_free_bytes=0)
-    with DiskStore(tmp_path / "store", limits) as disk_store:
+    with AgentStore(tmp_path / "store", limits) as disk_store:
         disk_store.disk._clock = disk_store.agents._clock = Minutes()
         old, new = [*SYSTEM, *tokens_of(400, seed=5)], [*SYSTEM, *tokens_of(400, seed=6)]
         for tokens in (old, new):

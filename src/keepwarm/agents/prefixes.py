@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from keepwarm.cache.agents.agent import Agent, Branch
-from keepwarm.cache.agents.agents import Agents
-from keepwarm.cache.agents.holders import find_holders, read_header
-from keepwarm.cache.agents.reach import used_by
+from keepwarm.agents.agent import Agent, Branch
+from keepwarm.agents.agents import Agents
+from keepwarm.agents.block_refs import find_holders, read_header
+from keepwarm.agents.reachability import used_by
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey
 from keepwarm.store.disk.disk import DiskTier

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from keepwarm.cache.agents.agent import (
+from keepwarm.agents.agent import (
     Agent,
     Branch,
     BranchMatcher,
@@ -22,7 +22,7 @@ from keepwarm.cache.agents.agent import (
     MatchedBranch,
     check_metadata,
 )
-from keepwarm.cache.agents.reach import (
+from keepwarm.agents.reachability import (
     abandoned,
     blocks_to_forget,
     blocks_to_pin,
@@ -30,7 +30,7 @@ from keepwarm.cache.agents.reach import (
     existing,
     used_by,
 )
-from keepwarm.cache.agents.texts import AgentTexts, TurnFiles
+from keepwarm.agents.texts import AgentTexts, TurnFiles
 from keepwarm.errors import BadInput, BadRecord, NewerFormat, UnknownAgent
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, chain
 from keepwarm.prefix.turn import KeptTurn

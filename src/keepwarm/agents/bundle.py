@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
-from keepwarm.cache.agents.archive import MANIFEST, ArchiveEntry, ArchiveReader, ArchiveWriter
-from keepwarm.cache.agents.rewriting import prefix_blocks, prefix_records, renamed
-from keepwarm.cache.agents.signing import NO_KEYS, BundleKeys, Signature, SigningKey
+from keepwarm.agents.archive import MANIFEST, ArchiveEntry, ArchiveReader, ArchiveWriter
+from keepwarm.agents.rewriting import prefix_blocks, prefix_records, renamed
+from keepwarm.agents.signing import NO_KEYS, BundleKeys, Signature, SigningKey
 from keepwarm.errors import (
     BadCacheFile,
     BadRecord,

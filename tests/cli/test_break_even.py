@@ -2,9 +2,9 @@
 
 import pytest
 
-from keepwarm.cache.break_even import MOST_TOKENS, ModelCosts, break_even, describe
 from keepwarm.cache.restore.points import USUAL_TOKENS, PointSizes
 from keepwarm.cache.restore.rates import LoadSize, RateBook, Rates
+from keepwarm.cli.break_even import MOST_TOKENS, ModelCosts, break_even, describe
 from keepwarm.kv import make_caches, probe
 from keepwarm.prefix.blocks import Namespace
 from keepwarm.remote.opening import RemoteReport

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from keepwarm.cache.counts import CountBook, PromptCounts
-from keepwarm.cache.disk_store import DiskStore
+from keepwarm.agents.agent_store import AgentStore
 from keepwarm.store.atomic import exclusive
+from keepwarm.store.counts import CountBook, PromptCounts
 from keepwarm.text.request import Request, Sampling
 from tests.kit.engines import ask, engine_on
 from tests.kit.runs import prompt_of
@@ -67,7 +67,7 @@ def test_a_hand_made_sequence(models, tmp_path):
         share = (cold.cached_tokens + warm.cached_tokens) / (2 * cold.prompt_tokens)
         assert later.hit_rate_from_turn_2 == round(share, 4) > 0
         assert later.hit_rate != later.hit_rate_from_turn_2
-    with DiskStore(tmp_path / "store") as store:
+    with AgentStore(tmp_path / "store") as store:
         assert store.counts.total() == later, "it survives the process"
     with engine_on(models.of("llama"), tmp_path) as engine:
         engine.submit(ask(prompt)).result()
@@ -94,7 +94,7 @@ def count_often(root):
 
 def test_processes_lose_no_count(tmp_path):
     """Each adds to what the others have saved."""
-    DiskStore(tmp_path).close()
+    AgentStore(tmp_path).close()
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=count_often, args=(tmp_path,)) for _ in range(2)]
     for process in processes:
@@ -108,7 +108,7 @@ def test_processes_lose_no_count(tmp_path):
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"requests": 1}', '{"reused": 3}', "null"])
 def test_a_damaged_file_counts_as_empty(tmp_path, content):
-    DiskStore(tmp_path).close()
+    AgentStore(tmp_path).close()
     (tmp_path / "counts.json").write_text(content)
     book = CountBook(tmp_path)
     assert book.total() == PromptCounts()
@@ -120,7 +120,7 @@ def test_a_damaged_file_counts_as_empty(tmp_path, content):
 def test_what_cannot_be_saved_is_saved_later(tmp_path, caplog, monkeypatch):
     """Another process holds the lock for too long."""
     monkeypatch.setattr("keepwarm.store.atomic.LOCK_WAIT_S", 0.05)
-    DiskStore(tmp_path).close()
+    AgentStore(tmp_path).close()
     book = CountBook(tmp_path)
     book.add(WARM)
     with exclusive(tmp_path / "tmp" / "counts"):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import NamedTuple
 
-from keepwarm.cache.agents.agent import Agent
+from keepwarm.agents.agent import Agent
 from keepwarm.prefix.blocks import BlockKey, Namespace
 from keepwarm.store.tier import StoredBlock
 

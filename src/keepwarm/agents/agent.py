@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
-from keepwarm.cache.agents.holders import find_holders
+from keepwarm.agents.block_refs import find_holders
 from keepwarm.errors import BadInput, BadRecord, NewerFormat
 from keepwarm.prefix.blocks import (
     BLOCK_TOKENS,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from keepwarm import kv
-from keepwarm.cache.agents.agent import Agent, Branch
+from keepwarm.agents.agent import Agent, Branch
 from keepwarm.cache.attached import AttachedModel
 from keepwarm.cache.identity import make_options_in
 from keepwarm.cache.store import Store

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepwarm.cache.agents.agent import Agent, Branch
-from keepwarm.cache.agents.forest import build_forest
+from keepwarm.agents.agent import Agent, Branch
+from keepwarm.agents.forest import build_forest
 from keepwarm.prefix.blocks import BLOCK_TOKENS, chain
 from keepwarm.store.record import Part
 from keepwarm.store.tier import StoredBlock

@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from keepwarm.cache.agents.agent import Agent, Branch
-from keepwarm.cache.agents.agents import Agents
-from keepwarm.cache.agents.bundle import (
+from keepwarm.agents.agent import Agent, Branch
+from keepwarm.agents.agents import Agents
+from keepwarm.agents.block_refs import Holder, find_holders
+from keepwarm.agents.bundle import (
     BundleExport,
     BundleSource,
     CheckRecord,
@@ -24,21 +25,19 @@ from keepwarm.cache.agents.bundle import (
     import_bundle,
     stage_record,
 )
-from keepwarm.cache.agents.holders import Holder, find_holders
-from keepwarm.cache.agents.pins import TtlPins
-from keepwarm.cache.agents.prefixes import PREFIX_SIGN, StoredPrefixes
-from keepwarm.cache.agents.reach import used_by
-from keepwarm.cache.agents.rewriting import prefix_blocks, prefix_records, renamed
-from keepwarm.cache.agents.signing import NO_KEYS, BundleKeys, SigningKey
-from keepwarm.cache.agents.texts import AgentTurn
-from keepwarm.cache.counts import CountBook
-from keepwarm.cache.shared.tombstones import Tombstones, delete_everywhere
+from keepwarm.agents.pins import TtlPins
+from keepwarm.agents.prefixes import PREFIX_SIGN, StoredPrefixes
+from keepwarm.agents.reachability import used_by
+from keepwarm.agents.rewriting import prefix_blocks, prefix_records, renamed
+from keepwarm.agents.signing import NO_KEYS, BundleKeys, SigningKey
+from keepwarm.agents.texts import AgentTurn
 from keepwarm.config import Settings
 from keepwarm.errors import BadCacheFile, BadInput, BadRecord, Busy
 from keepwarm.files import replacing
 from keepwarm.prefix.blocks import BlockKey, Namespace, unpack
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.prefix.turn import KeptTurn
+from keepwarm.store.counts import CountBook
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.disk.staging import StagedRecords
 from keepwarm.store.disk.tombstones import Tombstones, delete_everywhere
@@ -65,7 +64,7 @@ class Cleared(NamedTuple):
     n_blocks: int
 
 
-class DiskStore:
+class AgentStore:
     """A store directory. Close it, or use `with`."""
 
     def __init__(

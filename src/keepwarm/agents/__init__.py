@@ -1,0 +1,6 @@
+"""Named conversations: branches, messages, pins, quota, bundles, and the store that keeps them.
+
+They need no MLX, so that the command line starts quickly.
+
+Imports `prefix`, `remote`, `store`.
+"""
