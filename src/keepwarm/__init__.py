@@ -29,8 +29,7 @@ _HOMES = {
     "keepwarm.prefix.policy": "Policy",
     "keepwarm.session.compaction": "Compacted",
     "keepwarm.session.session": "Session Stream forget",
-    "keepwarm.session.tool_functions": "ToolResult",
-    "keepwarm.session.tool_rounds": "Reply",
+    "keepwarm.session.tool_rounds": "Reply ToolResult",
     "keepwarm.text.request": (
         "Breakpoint Choice Delta Done Embedded Event Finished Format KVOptions Miss Progress "
         "Receipt Request Result Sampling Scored Started TokenInfo ToolCall ToolCallDelta "

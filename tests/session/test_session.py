@@ -21,7 +21,7 @@ from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput, Busy, UnknownAgent
 from keepwarm.models.load import Model
 from keepwarm.session.gate import Gate
-from keepwarm.session.session import Registry, Session, forget
+from keepwarm.session.session import Session, forget
 from keepwarm.session.tool_rounds import Reply
 from keepwarm.text.request import Delta, KVOptions, Message, Request, Sampling
 from tests.kit.checkpoints import write_checkpoint
@@ -229,13 +229,10 @@ def test_the_first_turn_prefills_only_the_question(
         assert model.module.fed - before == new + 4
 
 
-def test_warming_again_costs_one_token_and_no_rendering(engine):
-    """The prefix is found by conversation, system prompt and tools."""
+def test_prewarm_again_computes_one_token(engine):
     session = Session(engine, system=SYSTEM, tools=[TOOL])
-    n_tokens = session.prewarm().prompt_tokens
+    session.prewarm()
     assert session.prewarm().recomputed == 1
-    stats = session.registry.prefixes.stats
-    assert (stats.hits, stats.misses, stats.tokens_saved) == (1, 1, n_tokens)
 
 
 def test_a_conversation_with_a_past_is_warmed_with_it(counted, tmp_path):
@@ -366,21 +363,18 @@ def test_ids_are_checked_at_once(engine):
         Session(engine, id="../etc")
 
 
-def test_forgetting_one_conversation_spares_all_others(engine):
-    """In memory, in the registry, and on disk if asked."""
-    registry = Registry()
+def test_forget_of_one_conversation_keeps_all_others(engine):
+    """In memory, and on disk if asked."""
     sessions = {
-        name: Session(engine, system=f"{name} is here.", id=name, registry=registry)
-        for name in ("conv1", "conv10")
+        name: Session(engine, system=f"{name} is here.", id=name) for name in ("conv1", "conv10")
     }
     for session in sessions.values():
         session.prewarm()
         session.respond("Hi")
     agents = engine.store.on_disk.agents
     engine.settle()  # agents are recorded in the background
-    forget(engine, "conv1", registry)
+    forget(engine, "conv1")
     assert n_live(engine) == 1
-    assert registry.prefixes.stats.entries == 1
     assert [agent.id for agent in agents.all()] == ["conv1", "conv10"]
     forget(engine, "conv1", on_disk=True)
     with pytest.raises(UnknownAgent):

@@ -18,8 +18,7 @@ from pydantic import Field
 import keepwarm
 from keepwarm.errors import BadInput, RepeatedToolCall
 from keepwarm.session.session import Session
-from keepwarm.session.tool_functions import Toolbox, schema_of
-from keepwarm.session.tool_rounds import MAX_ROUNDS
+from keepwarm.session.tool_rounds import MAX_ROUNDS, Toolbox, schema_of
 from keepwarm.text.request import ToolCall, ToolCalled
 from keepwarm.text.tools import signature_of
 from tests.kit.engines import engine_on

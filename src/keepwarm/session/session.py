@@ -11,19 +11,18 @@ import secrets
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Self, TypeAlias
 
 from keepwarm.engine.answer import collect
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput, Stopping, UnknownAgent
 from keepwarm.prefix.policy import Policy
+from keepwarm.prefix.turn import KeptTurn
 from keepwarm.session.compaction import Compacted, Compaction, before_question
 from keepwarm.session.gate import Gate, Rule
-from keepwarm.session.known import KnownConversation
-from keepwarm.session.prefixes import Prefixes, PrefixKey
-from keepwarm.session.tool_functions import Function, Toolbox
-from keepwarm.session.tool_rounds import Question, Reply, SessionTurn
+from keepwarm.session.tool_rounds import Function, Question, Reply, SessionTurn, Toolbox
+from keepwarm.text.prepare import PreparedRequest
 from keepwarm.text.request import (
     Delta,
     Event,
@@ -33,6 +32,7 @@ from keepwarm.text.request import (
     Message,
     Receipt,
     Request,
+    Result,
     Sampling,
     Tool,
     ToolCalled,
@@ -42,14 +42,45 @@ StreamEvent: TypeAlias = Delta | ToolCalled
 
 
 @dataclass(frozen=True)
-class Registry:
-    """The prefixes of conversations; sessions may share one registry."""
+class KnownConversation:
+    """Nothing, for most sessions: then every request has all messages."""
 
-    prefixes: Prefixes = field(default_factory=Prefixes)
+    history: KnownHistory | None = None
+    n_messages: int = 0  # of the session, that are in the history
 
-    def invalidate(self, conversation: str) -> None:
-        """Delete everything about one conversation."""
-        self.prefixes.invalidate(conversation)
+    @classmethod
+    def of_agent(cls, engine: Engine, options: Request) -> Self:
+        """What the store has of a session's agent."""
+        if not engine.store.knows_agent(str(options.agent)):
+            return cls()
+        try:
+            request, _ = engine.resolve(replace(options, messages=(), continues=True))
+        except UnknownAgent:  # of another model, or with other KV options
+            return cls()
+        return cls(request.history)
+
+    def request(self, options: Request, system: str | None, messages: Sequence[Message]) -> Request:
+        """A request that has all these messages, or only the new ones."""
+        if self.history is None:
+            first = [{"role": "system", "content": system}] if system else []
+            return replace(options, messages=[*first, *messages])
+        new = messages[self.n_messages :]
+        return replace(options, messages=new, continues=True, history=self.history)
+
+    def after(
+        self, prepared: PreparedRequest | None, result: Result, messages: Sequence[Message]
+    ) -> KnownConversation:
+        """What is known after an answer, the last of the messages."""
+        if self.history is None or prepared is None:
+            return self
+        (choice, *_), request, past = result.choices, prepared.request, self.history.turn
+        turn = past and KeptTurn(
+            [*past.messages, *messages[self.n_messages :]],
+            *(request.tools, request.thinking, request.template_options),
+            verbatim=choice.stop is None,
+        )
+        tokens = [*prepared.tokens, *(info.token for info in choice.tokens)]
+        return KnownConversation(KnownHistory(tokens, turn), len(messages))
 
 
 class Session:
@@ -72,7 +103,6 @@ class Session:
         thinking: bool | None = None,
         policy: Policy = Policy.READ_WRITE,
         busy: Rule = "queue",
-        registry: Registry | None = None,
     ) -> None:
         """`messages` are those of an earlier session, as `session.messages` returned them.
 
@@ -81,7 +111,6 @@ class Session:
         self.engine = engine
         self.id = id or f"session-{secrets.token_hex(6)}"
         self.system = system
-        self.registry = registry or Registry()
         self._toolbox = Toolbox(tools)
         self._defaults = Request(
             tools=self._toolbox.schemas,
@@ -158,7 +187,6 @@ class Session:
             thinking=self._defaults.thinking,
             policy=Policy.EPHEMERAL if ephemeral else self._defaults.policy,
             busy=self._gate.rule,
-            registry=self.registry,
         )
         forked._known = self._known
         self.engine.store.fork_import(self.id, forked.id)
@@ -308,14 +336,6 @@ class Session:
 
     def _before_question(self) -> Sequence[int]:
         """The tokens with which the next prompt begins, whatever the question."""
-        if self._messages or self._known.history:
-            return self._shared_tokens()
-        model = str(self.engine.model.path)
-        prefix = PrefixKey(self.id, model, self.system or "", self._toolbox.schemas)
-        known = self.registry.prefixes.get(prefix)
-        return (known or self.registry.prefixes.store(prefix, self._shared_tokens())).tokens
-
-    def _shared_tokens(self) -> list[int]:
         whole = self._known.request(self._defaults, self.system, self._messages)
         return before_question(self.engine, whole, whole.messages or ())
 
@@ -359,16 +379,12 @@ class Stream(Iterator[StreamEvent], AsyncIterator[StreamEvent]):
         return await anext(self._aevents)
 
 
-def forget(
-    engine: Engine, conversation: str, registry: Registry | None = None, *, on_disk: bool = False
-) -> None:
+def forget(engine: Engine, conversation: str, *, on_disk: bool = False) -> None:
     """Delete a conversation's caches in memory, and with `on_disk` its blocks on disk too.
 
     What other conversations share with it stays.
     """
     engine.call(lambda: engine.live.release_owned(conversation)).result()
-    if registry is not None:
-        registry.invalidate(conversation)
     if on_disk:
         with suppress(UnknownAgent):
             engine.forget(conversation)
