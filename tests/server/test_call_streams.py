@@ -9,7 +9,7 @@ import pytest
 
 from keepwarm.server.anthropic.events import MessageMeta, MessageStream
 from keepwarm.server.openai.chat import ChatStream
-from keepwarm.server.openai.chunks import CompletionMeta
+from keepwarm.server.openai.common import CompletionMeta
 from keepwarm.server.responses.events import CallItems
 from keepwarm.text.request import Delta, ToolCall, ToolCallDelta, ToolCalled
 

@@ -26,8 +26,7 @@ from keepwarm.server.ollama.shapes import (
     OllamaPullRequest,
     OllamaShowRequest,
 )
-from keepwarm.server.openai.embeddings import EmbeddingRequest
-from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest
+from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest, EmbeddingRequest
 from keepwarm.server.responses.shapes import ResponsesRequest
 
 SERVER = Path(__file__).parents[2] / "src" / "keepwarm" / "server"

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 OPENAI = re.compile(
     r"/(chat/completions|completions|responses|conversations|models|embeddings)(/.*)?"
 )
-JSON_ALWAYS = re.compile(r"/api/.*|/(de)?tokenize")  # curl says that a body is a form
+JSON_ALWAYS = re.compile(r"/api/.*")  # curl says that a body is a form
 
 
 class Aliases:

@@ -13,9 +13,8 @@ from starlette.routing import BaseRoute
 from keepwarm.server.anthropic import routes as anthropic
 from keepwarm.server.dashboard import page as dashboard_page
 from keepwarm.server.dashboard import routes as dashboard
-from keepwarm.server.manage import admin, agents, health, metrics, prefill, talking
+from keepwarm.server.manage import admin, agents, health, metrics, prompts, talking
 from keepwarm.server.manage import cache as cache_api
-from keepwarm.server.ollama import llamacpp
 from keepwarm.server.ollama import routes as ollama
 from keepwarm.server.openai import routes as openai
 from keepwarm.server.responses import routes as responses
@@ -28,12 +27,11 @@ LATER = (
     responses.conversations,
     anthropic.router,
     ollama.router,
-    llamacpp.router,
     agents.router,
     agents.admin_router,
     talking.router,
     cache_api.router,
-    prefill.router,
+    prompts.router,
     admin.router,
     metrics.router,
     dashboard.router,

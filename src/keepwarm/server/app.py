@@ -32,7 +32,7 @@ from keepwarm.server.manage import health, metrics
 from keepwarm.server.manage.transfers import Transfers
 from keepwarm.server.mcp.endpoint import McpEndpoint, memory_endpoint
 from keepwarm.server.models.models import Models
-from keepwarm.server.ollama.pulls import Pulls
+from keepwarm.server.ollama.models import Pulls
 from keepwarm.server.openai import routes as openai
 from keepwarm.server.request_log import REQUEST_ID_HEADERS, RecentLines, RequestLog
 

@@ -8,15 +8,20 @@ worth it, the texts of an index are not.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from fastapi.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from keepwarm.errors import BadField, Cancelled, ContextTooLong, EngineFailed
 from keepwarm.prefix.blocks import common_prefix
 from keepwarm.prefix.policy import Policy
 from keepwarm.server.host import EngineHost, ObservedAnswer
+from keepwarm.server.http.receipts import receipt_headers
 from keepwarm.server.http.request_fields import RequestFields
+from keepwarm.server.http.sse import cancel_on_disconnect
 from keepwarm.server.http.turns import Turn
 from keepwarm.text.detokenize import decode
 from keepwarm.text.request import Receipt, Request, Result, Sampling, Usage, Vector
@@ -204,3 +209,23 @@ def shortened(vector: Vector, dimensions: int | None) -> Vector:
     first: Vector = vector[:dimensions]
     scaled: Vector = first / max(float(first @ first) ** 0.5, SMALLEST)
     return scaled
+
+
+class WholeEmbeddings(Response):
+    """Waits for all vectors and sends them; many numbers are written off the event loop."""
+
+    def __init__(
+        self, answer: EmbeddingAnswer, build: Callable[[Embeddings], Mapping[str, Any]]
+    ) -> None:
+        super().__init__()
+        self._answer = answer
+        self._build = build
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with cancel_on_disconnect(self._answer, receive):
+            found = await self._answer.wait()
+        response = await asyncio.to_thread(self._response, found)
+        await response(scope, receive, send)
+
+    def _response(self, found: Embeddings) -> Response:
+        return JSONResponse(self._build(found), headers=receipt_headers(found.receipt))

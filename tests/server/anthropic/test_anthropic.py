@@ -18,9 +18,8 @@ from keepwarm.server.anthropic.events import (
     message,
     usage_of,
 )
-from keepwarm.server.anthropic.request import request_of, session_of
+from keepwarm.server.anthropic.request import ignored_tools, request_of, session_of
 from keepwarm.server.anthropic.shapes import CountRequest, MessagesRequest
-from keepwarm.server.anthropic.tools import ignored_tools
 from keepwarm.server.http.problems import Problem
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.text.request import (

@@ -13,8 +13,8 @@ from keepwarm.engine.answer import Answer, collect
 from keepwarm.errors import Busy, Cancelled, EngineFailed, TimedOut
 from keepwarm.server.http.sse import EventStream, WholeAnswer
 from keepwarm.server.openai.chat import ChatStream
-from keepwarm.server.openai.chunks import CompletionMeta
-from keepwarm.server.openai.multi_prompt import CombinedAnswer
+from keepwarm.server.openai.common import CompletionMeta
+from keepwarm.server.openai.completions import CombinedAnswer
 from keepwarm.text.request import (
     Delta,
     Done,

@@ -12,8 +12,7 @@ import pytest
 
 from keepwarm import config
 from keepwarm.errors import Busy, Unreachable
-from keepwarm.server.ollama.llamacpp import TokenizeRequest
-from keepwarm.server.ollama.pulls import Pulls, progress
+from keepwarm.server.ollama.models import Pulls, progress
 from tests.kit.waiting import wait_until
 from tests.server.conftest import serve
 
@@ -324,8 +323,8 @@ def test_a_pinned_model_stays(alone):
 def test_nothing_without_a_key(keyed):
     """Nor from web pages elsewhere; errors have the form of the API."""
     posts = [f"/api/{name}" for name in ("chat", "generate", "embed", "show", "pull")]
-    posts += ["/tokenize", "/detokenize", "/chat/completions", "/completions", "/responses"]
-    gets = [*(f"/api/{name}" for name in ("tags", "ps", "version")), "/props", "/slots", "/models"]
+    posts += ["/chat/completions", "/completions", "/responses"]
+    gets = [*(f"/api/{name}" for name in ("tags", "ps", "version")), "/models"]
     foreign = {"Origin": "https://elsewhere.example", **A}
     with httpx.Client(base_url=keyed.url, verify=False) as client:
         for method, path in [
@@ -356,24 +355,6 @@ def test_downloads_need_the_admin_key(keyed):
     assert "admin key" in without.json()["error"]
     refused = keyed.post("/api/pull", {"model": "org/oak"}, **ADMIN)
     assert "on_demand" in refused.json()["error"]
-
-
-def test_slots_are_the_callers_own(keyed):
-    with talking(keyed, ENDLESS, **A) as lines:
-        next(lines)  # of its text: the prompt is read
-        mine = keyed.get("/slots", **A)
-        assert [keyed.get("/slots", **key).json() for key in (B, ADMIN)] == [[], []]
-    (slot,) = mine.json()
-    assert slot["is_processing"]
-    read = slot["n_prompt_tokens_processed"] + slot["n_prompt_tokens_cache"]
-    assert read == slot["n_prompt_tokens"] > 0
-    assert "oak" not in mine.text
-
-
-def test_no_slots_where_keys_share_a_cache(serving):
-    with serving(api_keys="a,b", share_cache=True) as live, talking(live, ENDLESS, **A):
-        assert len(running(live)) == 1
-        assert [live.get("/slots", **key).json() for key in (A, B)] == [[], []]
 
 
 # Downloads.
@@ -414,7 +395,7 @@ def test_downloads_come_one_by_one():
         pulls.start("org/elm").result(300)
 
 
-# Paths of OpenAI without /v1, and llama.cpp's.
+# Paths of OpenAI without /v1.
 
 
 def test_openai_without_v1(live):
@@ -439,45 +420,3 @@ def test_other_paths_have_no_second_name(live):
     """Nor may a path lead around the checks of another."""
     for path in ("/admin/unload", "/agents", "/cache/clear", "/v1/v1/models", "/modelsx"):
         assert live.post(path, {}).status_code == 404, path
-
-
-def test_tokens(live):
-    text = "The oak <|im_end|> has four leaves."
-    tokens = live.post("/tokenize", {"content": text}).json()["tokens"]
-    assert live.post("/detokenize", {"tokens": tokens}).json() == {"content": text, "prompt": text}
-    pieces = live.post("/tokenize", {"content": text, "with_pieces": True}).json()["tokens"]
-    assert [each["id"] for each in pieces] == tokens
-    assert "".join(each["piece"] for each in pieces) == text
-    assert live.post("/tokenize", {"content": ""}).json()["tokens"] == []
-    assert live.post("/detokenize", {"tokens": []}).json()["content"] == ""
-    wrong = live.post("/detokenize", {"tokens": [1 << 40]})
-    assert (wrong.status_code, "tokens are 0 to" in wrong.text) == (400, True)
-
-
-def test_tokens_as_vllm_has_them(live):
-    """Its names for the fields, and the tokens that begin a text unless they are not wanted."""
-    tokenizer = live.host.engine.model.tokenizer
-    for begun in (True, False):
-        body = {"prompt": "The oak", "add_special_tokens": begun, "return_token_strs": True}
-        tokens = tokenizer.encode("The oak", add_special_tokens=begun)
-        assert live.post("/tokenize", body).json() == {
-            "tokens": tokens,
-            "count": len(tokens),
-            "max_model_len": 16384,
-            "token_strs": tokenizer.convert_ids_to_tokens(tokens),
-        }
-    wanted = {"prompt": True, "content": False}  # this tokenizer has no such token to add
-    assert {name: TokenizeRequest(**{name: "a"}).text() for name in wanted} == {
-        name: ("a", begun) for name, begun in wanted.items()
-    }
-    for body in ({}, {"prompt": "a", "content": "a"}):
-        refused = live.post("/tokenize", body)
-        assert (refused.status_code, "send one of them" in refused.text) == (400, True)
-
-
-def test_properties(live):
-    props = live.get("/props").json()
-    assert props["default_generation_settings"]["n_ctx"] == 16384
-    assert "im_start" in props["chat_template"]
-    assert (props["model_alias"], props["model_path"]) == ("tiny", "tiny")
-    assert live.get("/slots").json() == []

@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 
 import openai
 import pytest
@@ -18,8 +17,8 @@ from keepwarm.server.anthropic.shapes import MessageIn, MessagesRequest
 from keepwarm.server.http.body import LEAST_TOP_P, ignored_fields
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.openai import chat, completions
-from keepwarm.server.openai.calls import call_style_of, custom_input
-from keepwarm.server.openai.chunks import CompletionMeta
+from keepwarm.server.openai.chat import call_style_of, custom_input
+from keepwarm.server.openai.common import CompletionMeta
 from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest
 from keepwarm.server.responses import request as responses
 from keepwarm.server.responses.shapes import ResponsesRequest
@@ -273,12 +272,12 @@ def names(request):
 
 def told(body, *calls):
     """The message and finish reason of an answer with these calls, whole and streamed."""
-    meta = replace(META, calls=call_style_of(ChatRequest.model_validate(body)))
+    style = call_style_of(ChatRequest.model_validate(body))
     choice = Choice("", "", calls, "tool_calls", None, ())
     whole = ChatCompletion.model_validate(
-        chat.completion(meta, Result((choice,), USAGE, RECEIPT), None), strict=True
+        chat.completion(META, Result((choice,), USAGE, RECEIPT), None, style), strict=True
     )
-    encoder = chat.ChatStream(meta, 1, False, None)
+    encoder = chat.ChatStream(META, 1, False, None, style)
     events = [*(ToolCalled(0, call) for call in calls), Finished(0, "tool_calls")]
     frames = b"".join(encoder.event(event) for event in (*events, Done(USAGE, RECEIPT)))
     lines = [line.removeprefix("data: ") for line in frames.decode().split("\n\n") if line]

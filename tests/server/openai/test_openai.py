@@ -16,10 +16,10 @@ from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.request_fields import RequestFields, agent_id
 from keepwarm.server.openai import chat, completions
 from keepwarm.server.openai.chat import ChatStream
-from keepwarm.server.openai.chunks import CompletionMeta
+from keepwarm.server.openai.common import CompletionMeta
 from keepwarm.server.openai.completions import TextStream
+from keepwarm.server.openai.logprobs import Pieces
 from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest
-from keepwarm.server.openai.tokens import Pieces
 from keepwarm.text.request import (
     Choice,
     Delta,

@@ -7,17 +7,8 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from keepwarm.server.anthropic.shapes import (
-    AnthropicUsage,
-    MessageOut,
-    MessageReceipt,
-    StopReason,
-    TextBlock,
-    ThinkingBlock,
-    ToolUseBlock,
-)
 from keepwarm.server.http.problems import Problem, anthropic_body
 from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.sse import frame, progress_json
@@ -37,8 +28,9 @@ from keepwarm.text.request import (
     Usage,
 )
 
+Fields: TypeAlias = dict[str, Any]  # of a JSON object
 HOUR_S = 3600.0
-STOP_REASONS: Mapping[str, StopReason] = {
+STOP_REASONS: Mapping[str, str] = {
     "stop": "end_turn",
     "length": "max_tokens",
     "tool_calls": "tool_use",
@@ -62,7 +54,7 @@ class MessageMeta:
     ignored_tools: Sequence[str] = ()
 
 
-def message(meta: MessageMeta, result: Result) -> MessageOut:
+def message(meta: MessageMeta, result: Result) -> Fields:
     """A complete answer."""
     choice = result.choices[0]
     return {
@@ -77,11 +69,11 @@ def message(meta: MessageMeta, result: Result) -> MessageOut:
 
 def usage_of(
     receipt: Receipt, prefixes: Sequence[CachedPrefix], usage: Usage | None = None
-) -> AnthropicUsage:
+) -> Fields:
     """The prompt in three parts that add up: read from the cache, newly cached, and neither."""
     cached = receipt.cached_tokens
     created = _created(cached, prefixes)
-    counts: AnthropicUsage = {
+    counts: Fields = {
         "input_tokens": receipt.prompt_tokens - cached - sum(created),
         "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": sum(created),
@@ -96,7 +88,7 @@ def usage_of(
     return counts
 
 
-def stop_reason(reason: str, stop: str | None) -> StopReason:
+def stop_reason(reason: str, stop: str | None) -> str:
     return "stop_sequence" if stop is not None else STOP_REASONS[reason]
 
 
@@ -113,7 +105,7 @@ def _created(cached: int, prefixes: Sequence[CachedPrefix]) -> tuple[int, int]:
     return minutes, hour
 
 
-def _empty_message(meta: MessageMeta) -> MessageOut:
+def _empty_message(meta: MessageMeta) -> Fields:
     return {
         "id": meta.id,
         "type": "message",
@@ -122,11 +114,11 @@ def _empty_message(meta: MessageMeta) -> MessageOut:
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
-    }  # type: ignore[typeddict-item]  # usage is added when it is known
+    }  # usage is added when it is known
 
 
-def _content(choice: Choice) -> list[TextBlock | ThinkingBlock | ToolUseBlock]:
-    blocks: list[TextBlock | ThinkingBlock | ToolUseBlock] = []
+def _content(choice: Choice) -> list[Fields]:
+    blocks: list[Fields] = []
     if choice.reasoning:
         signature = _signature(choice.reasoning)
         thinking = choice.reasoning
@@ -136,7 +128,7 @@ def _content(choice: Choice) -> list[TextBlock | ThinkingBlock | ToolUseBlock]:
     return [*blocks, *map(_tool_use, choice.tool_calls)]
 
 
-def _tool_use(call: ToolCall) -> ToolUseBlock:
+def _tool_use(call: ToolCall) -> Fields:
     arguments = json.loads(call.arguments)
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
 
@@ -146,8 +138,8 @@ def _signature(thinking: str) -> str:
     return base64.b64encode(hashlib.blake2b(thinking.encode(), digest_size=24).digest()).decode()
 
 
-def _receipt(meta: MessageMeta, receipt: Receipt) -> MessageReceipt:
-    fields: MessageReceipt = receipt_dict(receipt)  # type: ignore[assignment]
+def _receipt(meta: MessageMeta, receipt: Receipt) -> Fields:
+    fields: Fields = {**receipt_dict(receipt)}
     if meta.ignored_tools:
         fields["ignored_tools"] = list(meta.ignored_tools)
     return fields

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from keepwarm.config import Settings
 from keepwarm.errors import BadField, NoThreads
 from keepwarm.server.anthropic.shapes import (
+    AnthropicTool,
     CacheControl,
     ContentBlock,
     CountRequest,
@@ -17,7 +18,6 @@ from keepwarm.server.anthropic.shapes import (
     MessageIn,
     MessagesRequest,
 )
-from keepwarm.server.anthropic.tools import expand_tool_references, offered_tools, tool_choice_of
 from keepwarm.server.http.body import token_limit
 from keepwarm.server.http.content import Unread, decode_text, titled
 from keepwarm.server.http.request_fields import RequestFields
@@ -27,8 +27,15 @@ from keepwarm.text.request import (
     Message,
     Request,
     Sampling,
+    Tool,
+    ToolChoice,
 )
+from keepwarm.text.tools import DEFERRED
 
+MODES = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
+SEARCH = "tool_search_tool"  # type prefix of tool searches that run on Anthropic's servers
+ADDED = "From here on this tool can be called:\n{}"
+REMOVED = "The tool {} can no longer be called."
 TTL_S = {"5m": 300.0, "1h": 3600.0}
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 THINKING = {"enabled": True, "disabled": False}  # otherwise the template decides
@@ -50,10 +57,10 @@ class EngineMessage(NamedTuple):
 def request_of(body: CountRequest, fields: RequestFields, settings: Settings) -> Request:
     if isinstance(body, MessagesRequest) and body.thread:
         raise NoThreads(NO_THREADS, "thread")
-    given = expand_tool_references(body)
-    unread = Unread("" if settings.skip_unreadable else _newest(given))
+    expanded = expand_tool_references(body)
+    unread = Unread("" if settings.skip_unreadable else _newest(expanded))
     converted = [*_system(body, unread)]
-    converted += [each for i, m in enumerate(given) for each in _convert(m, i, unread)]
+    converted += [each for i, m in enumerate(expanded) for each in _convert(m, i, unread)]
     messages, is_partial = _split_partial([each.message for each in converted])
     output = body.output_config
     effort = output.effort if output else None
@@ -113,12 +120,12 @@ def _split_partial(messages: Sequence[Message]) -> tuple[list[Message], bool]:
 
 def _newest(messages: Sequence[MessageIn]) -> str:
     """Where the user's newest message is; with tool results it is the client's."""
-    said = [i for i, message in enumerate(messages) if message.role != "system"]
-    last = messages[said[-1]] if said else None
+    turns = [i for i, message in enumerate(messages) if message.role != "system"]
+    last = messages[turns[-1]] if turns else None
     if last is None or last.role != "user" or isinstance(last.content, str):
         return ""
     has_result = any(block.type == "tool_result" for block in last.content)
-    return "" if has_result else f"messages[{said[-1]}]"
+    return "" if has_result else f"messages[{turns[-1]}]"
 
 
 def _system(body: CountRequest, unread: Unread) -> Iterator[EngineMessage]:
@@ -258,3 +265,115 @@ def _breakpoints(body: CountRequest, messages: Sequence[EngineMessage]) -> tuple
 def _longest_ttl(blocks: Sequence[ContentBlock]) -> CacheControl | None:
     controls = [block.cache_control for block in blocks if block.cache_control]
     return max(controls, key=lambda control: TTL_S[control.ttl], default=None)
+
+
+# Tools. A deferred tool is not at the beginning of the prompt: it is written where a message
+# refers to it, so that everything before that message stays the same.
+
+
+def offered_tools(body: CountRequest) -> list[Tool]:
+    """The client's tools. None is deferred if the search for them runs on Anthropic's servers."""
+    tools = body.tools or ()
+    searched = any((tool.type or "").startswith(SEARCH) for tool in tools)
+    offered = [
+        _tool(t, bool(t.defer_loading) and not searched) for t in tools if _is_client_tool(t)
+    ]
+    names = {tool["function"]["name"] for tool in offered}
+    added = {tool.name: _tool(tool, deferred=True) for tool in _added_tools(body)}
+    return offered + [tool for name, tool in added.items() if name not in names]
+
+
+def ignored_tools(body: CountRequest) -> list[str]:
+    return [tool.name for tool in body.tools or () if not _is_client_tool(tool)]
+
+
+def tool_choice_of(body: CountRequest) -> ToolChoice:
+    wanted = body.tool_choice
+    if wanted is None:
+        return ToolChoice()
+    names = {tool["function"]["name"] for tool in offered_tools(body)}
+    if wanted.type == "any" and not names:
+        raise BadField(
+            "tool_choice is any, but tools is empty; send tools or omit tool_choice.", "tool_choice"
+        )
+    if wanted.type == "tool" and wanted.name not in names:
+        raise BadField(
+            "tool_choice names a tool that is not in tools; add it or choose another.",
+            "tool_choice.name",
+        )
+    return ToolChoice(
+        mode=MODES[wanted.type],  # type: ignore[arg-type]
+        name=wanted.name if wanted.type == "tool" else None,
+        parallel=not wanted.disable_parallel_tool_use,
+    )
+
+
+def expand_tool_references(body: CountRequest) -> list[MessageIn]:
+    """The messages, with tool references replaced by text."""
+    known = {tool["function"]["name"]: _tool_text(tool) for tool in offered_tools(body)}
+    return [
+        message.model_copy(update={"content": _blocks(message.content, known)})
+        for message in body.messages
+    ]
+
+
+def _blocks(
+    content: str | Sequence[ContentBlock], known: Mapping[str, str]
+) -> str | list[ContentBlock]:
+    if isinstance(content, str):
+        return content
+    return [_block(block, known) for block in content]
+
+
+def _block(block: ContentBlock, known: Mapping[str, str]) -> ContentBlock:
+    if block.type == "tool_result" and block.content:
+        return block.model_copy(update={"content": _blocks(block.content, known)})
+    name = block.tool_name or _changed_tool(block)
+    if name is None:
+        return block
+    shown = known.get(name, name)
+    texts = {
+        "tool_reference": shown,
+        "tool_addition": ADDED.format(shown),
+        "tool_removal": REMOVED.format(name),
+    }
+    if block.type not in texts:
+        return block
+    return ContentBlock(type="text", text=texts[block.type], cache_control=block.cache_control)
+
+
+def _changed_tool(block: ContentBlock) -> str | None:
+    """The name of the tool that a block adds or removes."""
+    if block.tool is None:
+        return None
+    return block.tool.definition.name if block.tool.definition else block.tool.name
+
+
+def _added_tools(body: CountRequest) -> Iterator[AnthropicTool]:
+    """Tools that messages define."""
+    for message in body.messages:
+        for block in message.content:
+            if isinstance(block, ContentBlock) and block.tool and block.tool.definition:
+                yield block.tool.definition
+
+
+def _is_client_tool(tool: AnthropicTool) -> bool:
+    """Whether the client runs the tool and defines its schema."""
+    return tool.type in (None, "custom")
+
+
+def _tool(tool: AnthropicTool, deferred: bool) -> Tool:
+    if tool.input_schema is None:
+        where = "tools.input_schema"
+        raise BadField(f"The tool {tool.name!r} has no input_schema; add one.", where)
+    function = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        function["description"] = tool.description
+    offer = {"type": "function", "function": function}
+    return {**offer, DEFERRED: True} if deferred else offer
+
+
+def _tool_text(tool: Tool) -> str:
+    """A tool as it appears in a message."""
+    text = json.dumps(tool["function"], ensure_ascii=False, sort_keys=True)
+    return f"<function>{text}</function>"

@@ -4,73 +4,51 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
-from fastapi import Request, Response
+from fastapi import Response
 
-from keepwarm.config import Settings
 from keepwarm.server.anthropic import request as messages
-from keepwarm.server.anthropic.events import CachedPrefix, MessageMeta, MessageStream, message
-from keepwarm.server.anthropic.shapes import (
-    AnthropicErrorOut,
-    AnthropicTokensOut,
-    CountRequest,
-    MessageOut,
-    MessagesRequest,
+from keepwarm.server.anthropic.events import (
+    CachedPrefix,
+    Fields,
+    MessageMeta,
+    MessageStream,
+    message,
 )
-from keepwarm.server.anthropic.tools import ignored_tools
+from keepwarm.server.anthropic.shapes import CountRequest, MessagesRequest
 from keepwarm.server.host import ObservedAnswer
-from keepwarm.server.http import scrub
 from keepwarm.server.http.body import api_router
-from keepwarm.server.http.request_fields import Config, InTurn, Served, request_fields
+from keepwarm.server.http.problems import AnthropicErrorOut
+from keepwarm.server.http.request_fields import ApiCall, Call
 from keepwarm.server.http.sse import EventStream, WholeAnswer, answer_docs, new_id
 from keepwarm.text import request as engine_request
 
-router = api_router(
-    prefix="/v1/messages",
-    tags=["Anthropic"],
-    responses={
-        "4XX": {"model": AnthropicErrorOut, "description": "The request is invalid or refused."},
-        "5XX": {
-            "model": AnthropicErrorOut,
-            "description": "The server failed or is shutting down.",
-        },
-    },
-)
+router = api_router(prefix="/v1/messages", tags=["Anthropic"], errors=AnthropicErrorOut)
 
 
-@router.post("", responses=answer_docs(MessageOut))
-async def create_message(
-    body: MessagesRequest, request: Request, models: Served, settings: Config, turn: InTurn
-) -> Response:
+@router.post("", responses=answer_docs(Fields))
+async def create_message(body: MessagesRequest, call: Call) -> Response:
     """Answer a conversation, as one object or as a stream of events."""
-    host = await models.use(body.model, turn)
-    asked = await turn.build(lambda: build_request(body, request, settings))
-    answer = await host.submit(asked, turn)
-    prefixes = await asyncio.to_thread(_cached_prefixes, answer) if asked.breakpoints else ()
-    meta = MessageMeta(new_id("msg_"), host.name, prefixes, ignored_tools(body))
+    host, request = await call.prepare(body.model, partial(message_request, body, call))
+    answer = await host.submit(request, call.turn)
+    prefixes = await asyncio.to_thread(_cached_prefixes, answer) if request.breakpoints else ()
+    meta = MessageMeta(new_id("msg_"), host.name, prefixes, messages.ignored_tools(body))
     if body.stream:
         return EventStream(answer, MessageStream(meta))
     return WholeAnswer(answer, lambda result: message(meta, result))
 
 
 @router.post("/count_tokens")
-async def count_tokens(
-    body: CountRequest, request: Request, models: Served, settings: Config, turn: InTurn
-) -> AnthropicTokensOut:
+async def count_tokens(body: CountRequest, call: Call) -> Fields:
     """Count the prompt tokens of this request."""
-    host = await models.use(body.model, turn)
-    asked = await turn.build(lambda: build_request(body, request, settings))
-    return {"input_tokens": await turn.run(host.engine.count_tokens, asked)}
+    host, request = await call.prepare(body.model, partial(message_request, body, call))
+    return {"input_tokens": await call.turn.run(host.engine.count_tokens, request)}
 
 
-def build_request(
-    body: CountRequest, request: Request, settings: Settings
-) -> engine_request.Request:
-    """The request for the engine, scrubbed."""
+def message_request(body: CountRequest, call: ApiCall) -> engine_request.Request:
     session = messages.session_of(body.metadata.user_id if body.metadata else None)
-    fields = request_fields(request, body.keepwarm, session, body)
-    rules = scrub.rules_for(settings.scrub, request.headers)
-    return scrub.scrub_request(messages.request_of(body, fields, settings), rules)
+    return messages.request_of(body, call.fields(body, session), call.settings)
 
 
 def _cached_prefixes(answer: ObservedAnswer) -> Sequence[CachedPrefix]:

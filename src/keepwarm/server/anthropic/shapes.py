@@ -1,21 +1,18 @@
-"""Anthropic's JSON: requests, validated by pydantic, and responses, as typed dictionaries."""
+"""Anthropic's JSON: what requests may hold, validated by pydantic."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
-from typing_extensions import TypedDict
 
 from keepwarm.server.http.body import Checked, JsonInput, Members, TokenCount, TopK, TopP
-from keepwarm.server.http.receipts import ReceiptOut
-from keepwarm.server.http.request_fields import KeepwarmOptions
+from keepwarm.server.http.request_fields import PromptBody
 
 MAX_STOPS = 64
 LARGEST = (1 << 31) - 1
 
 Ttl = Literal["5m", "1h"]
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 def _listed(content: object) -> object:
@@ -112,13 +109,9 @@ class Metadata(JsonInput):
     user_id: str | None = Field(default=None, description="Names the conversation.")
 
 
-class CountRequest(JsonInput):
+class CountRequest(PromptBody):
     """The fields that determine the prompt."""
 
-    model: str | None = Field(
-        default=None,
-        description="One of `/v1/models`. Any other is the first, or refused with strict_model.",
-    )
     messages: Members[MessageIn] = Field(min_length=1)
     system: str | Members[ContentBlock] | None = None
     tools: Members[AnthropicTool] | None = None
@@ -127,7 +120,6 @@ class CountRequest(JsonInput):
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
     metadata: Metadata | None = None
-    keepwarm: KeepwarmOptions | None = None
 
 
 class MessagesRequest(CountRequest):
@@ -138,78 +130,3 @@ class MessagesRequest(CountRequest):
     top_p: TopP | None = None
     top_k: Annotated[TopK, Field(le=LARGEST)] | None = None
     thread: Any = Field(default=None, description="Rejected: send all messages.")
-
-
-class MessageReceipt(ReceiptOut):
-    """The receipt, and the tools that were ignored."""
-
-    ignored_tools: NotRequired[list[str]]
-
-
-class CacheCreation(TypedDict):
-    ephemeral_5m_input_tokens: int
-    ephemeral_1h_input_tokens: int
-
-
-class AnthropicOutputDetails(TypedDict):
-    thinking_tokens: int
-
-
-class AnthropicUsage(TypedDict):
-    """The prompt is `input_tokens` plus both cache counts."""
-
-    input_tokens: int
-    cache_read_input_tokens: int
-    cache_creation_input_tokens: int
-    cache_creation: CacheCreation
-    output_tokens: int
-    output_tokens_details: NotRequired[AnthropicOutputDetails]
-
-
-class TextBlock(TypedDict):
-    type: Literal["text"]
-    text: str
-
-
-class ThinkingBlock(TypedDict):
-    type: Literal["thinking"]
-    thinking: str
-    signature: str
-
-
-class ToolUseBlock(TypedDict):
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class MessageOut(TypedDict):
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
-    stop_reason: StopReason | None
-    stop_sequence: str | None
-    usage: AnthropicUsage
-    keepwarm: NotRequired[MessageReceipt]
-
-
-class AnthropicTokensOut(TypedDict):
-    input_tokens: int
-
-
-class AnthropicErrorCode(TypedDict):
-    error_code: str
-
-
-class AnthropicErrorDetail(TypedDict):
-    type: str
-    message: str
-    details: NotRequired[AnthropicErrorCode]
-
-
-class AnthropicErrorOut(TypedDict):
-    type: Literal["error"]
-    error: AnthropicErrorDetail

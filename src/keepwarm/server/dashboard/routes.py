@@ -51,7 +51,6 @@ from keepwarm.server.http.request_fields import Config, Served
 from keepwarm.server.http.viewer import CurrentViewer, Viewer, require_totals
 from keepwarm.server.models.models import Models
 from keepwarm.server.models.together import memory_of
-from keepwarm.server.openai.shapes import OpenAIErrorOut
 from keepwarm.telemetry.ledger import RequestRecord
 from keepwarm.telemetry.misses import PrefixMiss
 from keepwarm.text.detokenize import decode
@@ -59,14 +58,7 @@ from keepwarm.text.detokenize import decode
 N_ENDED = 20
 DAYS_SHOWN = 14
 
-router = api_router(
-    prefix="/v1/dashboard",
-    tags=["Dashboard"],
-    responses={
-        "4XX": {"model": OpenAIErrorOut, "description": "The request is invalid."},
-        "5XX": {"model": OpenAIErrorOut, "description": "The server failed or is stopping."},
-    },
-)
+router = api_router(prefix="/v1/dashboard", tags=["Dashboard"])
 
 
 @router.get("/now")

@@ -8,13 +8,14 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from enum import Enum
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from keepwarm.errors import BadInput, TooLarge
 from keepwarm.server.http.limits import UPLOADS
+from keepwarm.server.http.problems import OpenAIErrorOut, error_docs
 from keepwarm.server.late_route import LateRoute
 
 MAX_DEPTH = 100  # levels; schema parsers give up at 128
@@ -153,18 +154,14 @@ def _names(model: type[BaseModel]) -> dict[str, str]:
 
 
 def api_router(
-    prefix: str = "",
-    *,
-    tags: list[str | Enum],
-    responses: dict[int | str, dict[str, Any]] | None = None,
+    prefix: str = "", *, tags: list[str | Enum], errors: type = OpenAIErrorOut
 ) -> APIRouter:
-    """A router that checks the bodies it gets."""
-    checked = [Depends(check_json)]
+    """A router that checks the bodies it gets; `errors` is the form of its error responses."""
     return APIRouter(
         prefix=prefix,
         tags=tags,
-        responses=responses,
-        dependencies=checked,
+        responses=error_docs(errors),
+        dependencies=[Depends(check_json)],
         route_class=LateRoute,
     )
 

@@ -6,9 +6,10 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, NotRequired
 
 from fastapi.responses import Response
+from typing_extensions import TypedDict
 
 from keepwarm import errors
 
@@ -40,6 +41,44 @@ CODES: Sequence[tuple[type[errors.KeepwarmError], str]] = (
 )
 RETRY_AFTER_S = {503: 5.0, 504: 5.0}  # the model is being replaced, or the server is overloaded
 UNEXPECTED = "The server failed on this request; see its log. Other requests are not affected."
+
+
+class OpenAIErrorDetail(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIErrorOut(TypedDict):
+    error: OpenAIErrorDetail
+
+
+class AnthropicErrorCode(TypedDict):
+    error_code: str
+
+
+class AnthropicErrorDetail(TypedDict):
+    type: str
+    message: str
+    details: NotRequired[AnthropicErrorCode]
+
+
+class AnthropicErrorOut(TypedDict):
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
+class OllamaErrorOut(TypedDict):
+    error: str
+
+
+def error_docs(form: type) -> dict[int | str, dict[str, Any]]:
+    """The error responses of an API, for the OpenAPI document."""
+    return {
+        "4XX": {"model": form, "description": "The request is invalid or refused."},
+        "5XX": {"model": form, "description": "The server failed or is shutting down."},
+    }
 
 
 class Overflow(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Literal, NamedTuple
 
 from fastapi import Depends, Request
@@ -14,9 +14,12 @@ from keepwarm.config import Settings
 from keepwarm.errors import BadField
 from keepwarm.prefix.policy import Policy
 from keepwarm.server.clients import AGENT_HEADER
+from keepwarm.server.host import EngineHost
+from keepwarm.server.http import scrub
 from keepwarm.server.http.body import JsonInput, given_body, ignored_fields
 from keepwarm.server.http.turns import Turn
 from keepwarm.server.models.models import Models
+from keepwarm.text import request as engine_request
 from keepwarm.text.request import KVOptions
 
 CACHE_HEADER = "x-keepwarm-cache"
@@ -66,6 +69,16 @@ class KeepwarmOptions(JsonInput):
     )
 
 
+class PromptBody(JsonInput):
+    """The body of a request to a model, of any API."""
+
+    model: str | None = Field(
+        default=None,
+        description="One of `/v1/models`. Any other is the first, or refused with strict_model.",
+    )
+    keepwarm: KeepwarmOptions | None = None
+
+
 class RequestFields(NamedTuple):
     """The fields of `text.request.Request` that every API fills in the same way."""
 
@@ -101,6 +114,39 @@ async def _turn(request: Request) -> Turn:
     return turn
 
 
+class ApiCall:
+    """One request to an API, on its way to the engine."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.settings = settings_of(request)
+        self.models: Models = request.app.state.models
+        self.turn: Turn = request.state.turn
+        self._rules = scrub.rules_for(self.settings.scrub, request.headers)
+
+    async def host(self, model: str | None) -> EngineHost:
+        """The model with this name, loaded."""
+        return await self.models.use(model, self.turn)
+
+    def fields(self, body: PromptBody, hint: str | None = None) -> RequestFields:
+        return request_fields(self.request, body.keepwarm, hint, body)
+
+    def scrubbed(self, request: engine_request.Request) -> engine_request.Request:
+        return scrub.scrub_request(request, self._rules)
+
+    async def prepare(
+        self, model: str | None, make: Callable[[], engine_request.Request]
+    ) -> tuple[EngineHost, engine_request.Request]:
+        """The model, and the request for it that `make` returns, scrubbed."""
+        host = await self.host(model)
+        return host, await self.turn.build(lambda: self.scrubbed(make()))
+
+
+async def _call(request: Request) -> ApiCall:
+    return ApiCall(request)
+
+
+Call = Annotated[ApiCall, Depends(_call)]
 Served = Annotated[Models, Depends(models_of)]
 Config = Annotated[Settings, Depends(_config)]
 InTurn = Annotated[Turn, Depends(_turn)]

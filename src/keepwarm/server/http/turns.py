@@ -35,7 +35,6 @@ PATHS = frozenset(
         *("/v1/messages", "/v1/messages/count_tokens", "/mcp"),
         *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact"),
         *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
-        *("/tokenize", "/detokenize"),
         *(
             f"/v1/cache/{verb}{kind}"
             for verb in ("lookup", "warm", "prefill")

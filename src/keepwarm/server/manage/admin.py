@@ -24,23 +24,12 @@ from keepwarm.server.deprecation import renamed_to
 from keepwarm.server.http.body import JsonInput, api_router
 from keepwarm.server.models.models import Models
 from keepwarm.server.models.slots import Slot
-from keepwarm.server.openai.shapes import OpenAIErrorOut
 
 MAX_DRAIN_S = 3600.0
 
 log = logging.getLogger(__name__)
 
-router = api_router(
-    prefix="/v1/admin",
-    tags=["Admin"],
-    responses={
-        "4XX": {
-            "model": OpenAIErrorOut,
-            "description": "The request is invalid; nothing has changed.",
-        },
-        "5XX": {"model": OpenAIErrorOut, "description": "The server failed or is stopping."},
-    },
-)
+router = api_router(prefix="/v1/admin", tags=["Admin"])
 
 
 class UnloadBody(JsonInput):

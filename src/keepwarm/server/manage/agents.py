@@ -40,7 +40,6 @@ from keepwarm.server.manage.agent_shapes import (
     RewindBody,
 )
 from keepwarm.server.manage.transfers import TAR, ExportResponse, Transfers, UploadedFile
-from keepwarm.server.openai.shapes import OpenAIErrorOut
 from keepwarm.store.index.forgotten import Forgotten
 
 RAW_BODY = {
@@ -51,15 +50,11 @@ RAW_BODY = {
 }
 StoredId: TypeAlias = Annotated[str, StringConstraints(pattern=f"^{ID.pattern}$")]
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": OpenAIErrorOut, "description": "The request is invalid."},
-    "5XX": {"model": OpenAIErrorOut, "description": "The server failed or is stopping."},
-}
-router = api_router(prefix="/v1/agents", tags=["Agents"], responses=ERRORS)
+router = api_router(prefix="/v1/agents", tags=["Agents"])
 
 
 # `server.http.limits` requires the admin key for it.
-admin_router = api_router(prefix="/v1/admin/agents", tags=["Admin"], responses=ERRORS)
+admin_router = api_router(prefix="/v1/admin/agents", tags=["Admin"])
 
 
 class TenantAgents:

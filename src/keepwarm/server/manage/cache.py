@@ -1,16 +1,10 @@
-"""The cache API: statistics, lookup, warm, clear, verify.
-
-Lookup and warm take the body of a chat completion, or under `/completions`, `/messages` and
-`/responses` the body of that API.
-"""
+"""The cache API: statistics, clear, verify."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal
 
 from fastapi import Depends, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -18,36 +12,17 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from keepwarm.engine.stats import Stats
-from keepwarm.errors import BadField, Forbidden
-from keepwarm.server.anthropic.routes import build_request
-from keepwarm.server.anthropic.shapes import CountRequest
+from keepwarm.errors import Forbidden
 from keepwarm.server.deprecation import renamed_to
-from keepwarm.server.host import EngineHost
 from keepwarm.server.http.body import JsonInput, api_router
-from keepwarm.server.http.receipts import ReceiptOut, receipt_dict
-from keepwarm.server.http.request_fields import Config, InTurn, Served, request_fields
-from keepwarm.server.http.sse import STREAM_HEADERS, WholeAnswer, answer_docs
-from keepwarm.server.http.turns import Turn
+from keepwarm.server.http.request_fields import Served
+from keepwarm.server.http.sse import STREAM_HEADERS, answer_docs
 from keepwarm.server.http.viewer import require_totals
 from keepwarm.server.manage.verifying import Verification, VerifyBody, VerifyOut
 from keepwarm.server.models.models import Models
-from keepwarm.server.openai import completions
-from keepwarm.server.openai.routes import build_request as chat_request
-from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest, OpenAIErrorOut
-from keepwarm.server.responses.routes import Answers, request_builder
-from keepwarm.server.responses.shapes import InputRequest
 from keepwarm.store.counts import PromptCounts
-from keepwarm.text import request as engine_request
-from keepwarm.text.request import Result
 
-router = api_router(
-    prefix="/v1/cache",
-    tags=["Cache"],
-    responses={
-        "4XX": {"model": OpenAIErrorOut, "description": "The request is invalid."},
-        "5XX": {"model": OpenAIErrorOut, "description": "The server failed or is stopping."},
-    },
-)
+router = api_router(prefix="/v1/cache", tags=["Cache"])
 
 
 class ClearBody(JsonInput):
@@ -89,79 +64,10 @@ class CacheOut(TypedDict):
     failed_restores: dict[str, int]  # by reason
 
 
-class LookupOut(TypedDict):
-    """How warm a prompt is: tokens by the tier that holds them."""
-
-    object: Literal["cache.lookup"]
-    prompt_tokens: int
-    warm: dict[str, int]
-    ttft_ms: float
-    first_token_ms: Annotated[float, renamed_to("ttft_ms")]
-    scrubbed: list[str]
-
-
-class WarmOut(TypedDict):
-    object: Literal["cache.warm"]
-    keepwarm: ReceiptOut
-
-
 class ClearOut(TypedDict):
     object: Literal["cache.clear"]
     removed_blocks: int
     removed_agents: int
-
-
-class PromptTo(NamedTuple):
-    """A prompt, and the model that it is for."""
-
-    host: EngineHost
-    request: engine_request.Request
-
-
-async def _by_chat(
-    body: ChatRequest, request: Request, models: Served, settings: Config, turn: InTurn
-) -> PromptTo:
-    host = await models.use(body.model, turn)
-    return PromptTo(host, await turn.build(lambda: chat_request(body, request, settings)))
-
-
-async def _by_completion(
-    body: CompletionRequest, request: Request, models: Served, settings: Config, turn: InTurn
-) -> PromptTo:
-    host = await models.use(body.model, turn)
-    caller = request_fields(request, body.keepwarm, body.prompt_cache_key)
-    fill_in = partial(completions.required_fill_in, host.engine.model.tokenizer, settings)
-    asked = await turn.build(lambda: completions.requests_of(body, caller, fill_in))
-    if len(asked) > 1:
-        raise BadField("The body has several prompts; send one at a time.", "prompt")
-    return PromptTo(host, asked[0])
-
-
-async def _by_messages(
-    body: CountRequest, request: Request, models: Served, settings: Config, turn: InTurn
-) -> PromptTo:
-    host = await models.use(body.model, turn)
-    return PromptTo(host, await turn.build(lambda: build_request(body, request, settings)))
-
-
-async def _by_responses(
-    body: InputRequest,
-    request: Request,
-    models: Served,
-    settings: Config,
-    *,
-    answers: Answers,
-    turn: InTurn,
-) -> PromptTo:
-    host = await models.use(body.model, turn)
-    items, build = await answers.conversation(body), request_builder(body, request, settings)
-    return PromptTo(host, await turn.build(lambda: build(items)))
-
-
-ByChat: TypeAlias = Annotated[PromptTo, Depends(_by_chat)]
-ByCompletion: TypeAlias = Annotated[PromptTo, Depends(_by_completion)]
-ByMessages: TypeAlias = Annotated[PromptTo, Depends(_by_messages)]
-ByResponses: TypeAlias = Annotated[PromptTo, Depends(_by_responses)]
 
 
 @router.get("", dependencies=[Depends(require_totals)])
@@ -201,77 +107,6 @@ def _tier(stats: Stats, name: str) -> dict[str, int | None]:
     hits = stats.counts.hits.get(name.partition(" ")[0], 0)
     misses = stats.counts.requests - hits
     return asdict(stats.tiers[name]) | {"hits": hits, "misses": misses}
-
-
-@router.post("/lookup")
-async def look_up(asked: ByChat, turn: InTurn) -> LookupOut:
-    """Report how much of a chat completion's prompt is cached; computes nothing."""
-    return await _look_up(asked, turn)
-
-
-@router.post("/lookup/completions")
-async def look_up_completion(asked: ByCompletion, turn: InTurn) -> LookupOut:
-    """The same for a text completion with a single prompt."""
-    return await _look_up(asked, turn)
-
-
-@router.post("/lookup/messages")
-async def look_up_messages(asked: ByMessages, turn: InTurn) -> LookupOut:
-    """The same for the body of Anthropic's `/v1/messages`."""
-    return await _look_up(asked, turn)
-
-
-@router.post("/lookup/responses")
-async def look_up_responses(asked: ByResponses, turn: InTurn) -> LookupOut:
-    """The same for the body of OpenAI's `/v1/responses`."""
-    return await _look_up(asked, turn)
-
-
-async def _look_up(asked: PromptTo, turn: Turn) -> LookupOut:
-    found = await turn.run(asked.host.engine.lookup, asked.request)
-    return {
-        "object": "cache.lookup",
-        "prompt_tokens": found.prompt_tokens,
-        "warm": dict(found.warm),
-        "ttft_ms": found.first_token_ms,
-        "first_token_ms": found.first_token_ms,
-        "scrubbed": list(asked.request.scrubbed),
-    }
-
-
-WARMED: Mapping[int | str, dict[str, Any]] = {200: {"model": WarmOut}}
-
-
-@router.post("/warm", responses=dict(WARMED))
-async def warm(asked: ByChat, turn: InTurn) -> Response:
-    """Prefill a chat completion's prompt and store it, so that its first use is warm."""
-    return await _warm(asked, turn)
-
-
-@router.post("/warm/completions", responses=dict(WARMED))
-async def warm_completion(asked: ByCompletion, turn: InTurn) -> Response:
-    """The same for a text completion with a single prompt."""
-    return await _warm(asked, turn)
-
-
-@router.post("/warm/messages", responses=dict(WARMED))
-async def warm_messages(asked: ByMessages, turn: InTurn) -> Response:
-    """The same for the body of Anthropic's `/v1/messages`."""
-    return await _warm(asked, turn)
-
-
-@router.post("/warm/responses", responses=dict(WARMED))
-async def warm_responses(asked: ByResponses, turn: InTurn) -> Response:
-    """The same for the body of OpenAI's `/v1/responses`."""
-    return await _warm(asked, turn)
-
-
-async def _warm(asked: PromptTo, turn: Turn) -> Response:
-    return WholeAnswer(await asked.host.warm(asked.request, turn), _warmed)
-
-
-def _warmed(result: Result) -> WarmOut:
-    return {"object": "cache.warm", "keepwarm": receipt_dict(result.receipt)}
 
 
 @router.post("/clear")

@@ -8,8 +8,8 @@ from typing_extensions import TypedDict
 
 from keepwarm.errors import Stopping
 from keepwarm.server.http.body import api_router
+from keepwarm.server.http.problems import OpenAIErrorOut
 from keepwarm.server.http.request_fields import Served
-from keepwarm.server.openai.shapes import OpenAIErrorOut
 
 router = api_router(prefix="/health", tags=["Health"])
 

@@ -42,7 +42,6 @@ APIS = {
     "/v1/dashboard": "dashboard",
     "/api": "ollama",
     "/mcp": "mcp",
-    **dict.fromkeys(("/tokenize", "/detokenize", "/props", "/slots"), "llama.cpp"),
     "/dashboard": "page",
     "/docs": "docs",
     "/openapi.json": "docs",

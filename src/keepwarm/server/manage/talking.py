@@ -7,60 +7,53 @@ the tokens that the agent has; the receipt says how many (`continued`).
 from __future__ import annotations
 
 import asyncio
-from typing import Literal
+from typing import Any, Literal
 
-from fastapi import Request, Response
+from fastapi import Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from keepwarm.server.anthropic.routes import create_message
-from keepwarm.server.anthropic.shapes import AnthropicErrorOut, MessageOut, MessagesRequest
+from keepwarm.server.anthropic.shapes import MessagesRequest
 from keepwarm.server.http.body import JsonInput, api_router
+from keepwarm.server.http.problems import AnthropicErrorOut, error_docs
 from keepwarm.server.http.receipts import ReceiptOut, receipt_dict
-from keepwarm.server.http.request_fields import Config, InTurn, Served, request_fields
+from keepwarm.server.http.request_fields import Call, request_fields
 from keepwarm.server.http.sse import answer_docs
 from keepwarm.server.manage.agent_shapes import AgentId
-from keepwarm.server.manage.agents import ERRORS
 from keepwarm.server.openai.routes import create_chat_completion
-from keepwarm.server.openai.shapes import ChatCompletion, ChatRequest
+from keepwarm.server.openai.shapes import ChatRequest
 from keepwarm.session.compaction import MAX_TOKENS, Compaction
 from keepwarm.text import request as engine_request
 
 router = api_router(prefix="/v1/agents/{agent_id}", tags=["Agents"])
 
-ANTHROPIC_ERRORS = {status: {**said, "model": AnthropicErrorOut} for status, said in ERRORS.items()}
 
-
-@router.post("/chat/completions", responses={**ERRORS, **answer_docs(ChatCompletion)})
+@router.post("/chat/completions", responses=answer_docs(dict[str, Any]))
 async def continue_chat(
     agent_id: AgentId,  # noqa: ARG001  # `request_fields` reads it from the path
     body: ChatRequest,
-    request: Request,
-    models: Served,
-    settings: Config,
-    *,
-    turn: InTurn,
+    call: Call,
 ) -> Response:
     """Continue an agent with new messages, in OpenAI's format."""
-    return await create_chat_completion(body, request, models, settings, turn)
+    return await create_chat_completion(body, call)
 
 
-@router.post("/messages", responses={**ANTHROPIC_ERRORS, **answer_docs(MessageOut)})
-@router.post("/v1/messages", responses={**ANTHROPIC_ERRORS, **answer_docs(MessageOut)})
+ANTHROPIC = {**error_docs(AnthropicErrorOut), **answer_docs(dict[str, Any])}
+
+
+@router.post("/messages", responses=ANTHROPIC)
+@router.post("/v1/messages", responses=ANTHROPIC)
 async def continue_messages(
     agent_id: AgentId,  # noqa: ARG001
     body: MessagesRequest,
-    request: Request,
-    models: Served,
-    settings: Config,
-    *,
-    turn: InTurn,
+    call: Call,
 ) -> Response:
     """Continue an agent with new messages, in Anthropic's format.
 
     Anthropic's clients append `/v1/messages` to their base URL.
     """
-    return await create_message(body, request, models, settings, turn)
+    return await create_message(body, call)
 
 
 class CompactBody(JsonInput):
@@ -82,17 +75,15 @@ class CompactionOut(TypedDict):
     keepwarm: ReceiptOut  # of the summary
 
 
-@router.post("/compact", responses=ERRORS)
-async def compact_agent(
-    agent_id: AgentId, body: CompactBody, request: Request, models: Served, turn: InTurn
-) -> CompactionOut:
+@router.post("/compact")
+async def compact_agent(agent_id: AgentId, body: CompactBody, call: Call) -> CompactionOut:
     """Replace an agent's conversation by the model's summary of it.
 
     The instruction is read behind what is warm, so the summary costs only its own tokens. Then
     system prompt, tools and summary are prefilled, after all that other clients wait for.
     """
-    host = await models.use(body.model, turn)
-    options = engine_request.Request(**request_fields(request)._asdict())
+    host, turn = await call.host(body.model), call.turn
+    options = engine_request.Request(**request_fields(call.request)._asdict())
     arguments = (host.engine, options, body.instruction, body.max_tokens)
     work = await turn.run(lambda _: Compaction.of_agent(*arguments))
     result = await (await host.submit(work.request, turn)).wait()

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from keepwarm.server.dashboard.routes import divergence_out, miss_out
 from keepwarm.server.http.body import JsonInput
-from keepwarm.server.http.request_fields import AGENT_IN_PATH
+from keepwarm.server.http.request_fields import AGENT_IN_PATH, ApiCall
 from keepwarm.server.http.viewer import Viewer
 from keepwarm.server.manage.agent_shapes import AgentId, ForkBody
 from keepwarm.server.manage.agents import TenantAgents
@@ -121,8 +121,7 @@ async def _delete(caller: ToolCaller, given: AgentArguments) -> Mapping[str, Any
 async def _compact(caller: ToolCaller, given: CompactArguments) -> Mapping[str, Any]:
     request = Request({**caller.request.scope, "path_params": {AGENT_IN_PATH: given.agent}})
     body = CompactBody(instruction=given.instruction)
-    turn = request.state.turn
-    return await compact_agent(given.agent, body, request, caller.models, turn)
+    return await compact_agent(given.agent, body, ApiCall(request))
 
 
 TOOLS: Mapping[str, MemoryTool] = {

@@ -1,5 +1,4 @@
-"""Ollama's API, and what clients of llama.cpp's server ask for.
+"""Ollama's API.
 
-Imports `engine`, `models`, `prefix`, `server`, `server.http`, `server.models`, `server.openai`,
-`telemetry`, `text`.
+Imports `engine`, `models`, `server`, `server.http`, `server.models`, `server.openai`, `text`.
 """

@@ -13,13 +13,7 @@ from keepwarm.server.embedding import Embeddings, shortened
 from keepwarm.server.http.problems import Problem, ollama_body
 from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.sse import line
-from keepwarm.server.ollama.shapes import (
-    OllamaCallOut,
-    OllamaEmbedOut,
-    OllamaOldEmbedOut,
-    OllamaReceipt,
-)
-from keepwarm.server.openai.tokens import Pieces, chat_logprobs
+from keepwarm.server.openai.logprobs import Pieces, chat_logprobs
 from keepwarm.text.request import (
     Delta,
     Done,
@@ -34,12 +28,13 @@ from keepwarm.text.request import (
     Usage,
 )
 
+Fields: TypeAlias = dict[str, Any]  # of a JSON object
 NANOSECONDS = 1_000_000_000
 
 
-def chat_part(text: str, thinking: str, calls: Sequence[OllamaCallOut] = ()) -> dict[str, Any]:
+def chat_part(text: str, thinking: str, calls: Sequence[Fields] = ()) -> Fields:
     """What an answer of `/api/chat`, or a line of it, says."""
-    message: dict[str, Any] = {"role": "assistant", "content": text}
+    message: Fields = {"role": "assistant", "content": text}
     if thinking:
         message["thinking"] = thinking
     if calls:
@@ -47,12 +42,12 @@ def chat_part(text: str, thinking: str, calls: Sequence[OllamaCallOut] = ()) -> 
     return {"message": message}
 
 
-def generate_part(text: str, thinking: str, _: Sequence[OllamaCallOut] = ()) -> dict[str, Any]:
+def generate_part(text: str, thinking: str, _: Sequence[Fields] = ()) -> Fields:
     """The same for `/api/generate`, which offers no tools."""
     return {"response": text, **({"thinking": thinking} if thinking else {})}
 
 
-Part: TypeAlias = Callable[..., dict[str, Any]]
+Part: TypeAlias = Callable[..., Fields]
 
 
 @dataclass(frozen=True)
@@ -67,15 +62,15 @@ class AnswerMeta:
     pieces: Pieces | None = None  # if logprobs were asked for
 
     def fields(
-        self, part: dict[str, Any], tokens: Sequence[TokenInfo] = (), *, done: bool = False
-    ) -> dict[str, Any]:
+        self, part: Fields, tokens: Sequence[TokenInfo] = (), *, done: bool = False
+    ) -> Fields:
         now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        said = {"model": self.model, "created_at": now, **part, "done": done}
+        fields = {"model": self.model, "created_at": now, **part, "done": done}
         if self.pieces is not None and (tokens or done):
-            said["logprobs"] = chat_logprobs(self.pieces, tokens)
-        return said
+            fields["logprobs"] = chat_logprobs(self.pieces, tokens)
+        return fields
 
-    def end(self, reason: str, usage: Usage, receipt: Receipt) -> dict[str, Any]:
+    def end(self, reason: str, usage: Usage, receipt: Receipt) -> Fields:
         """What the end of an answer says besides its text."""
         decode_s = usage.completion_tokens / usage.tokens_per_second if _decoded(usage) else 0.0
         return {
@@ -89,11 +84,11 @@ class AnswerMeta:
             "keepwarm": self._receipt(receipt),
         }
 
-    def _receipt(self, receipt: Receipt) -> OllamaReceipt:
-        said: OllamaReceipt = {**receipt_dict(receipt)}  # type: ignore[typeddict-item]
+    def _receipt(self, receipt: Receipt) -> Fields:
+        fields: Fields = {**receipt_dict(receipt)}
         if self.n_dropped:
-            said["dropped_messages"] = self.n_dropped
-        return said
+            fields["dropped_messages"] = self.n_dropped
+        return fields
 
 
 def _decoded(usage: Usage) -> bool:
@@ -105,7 +100,7 @@ def _ns(seconds: float) -> int:
     return max(1, int(seconds * NANOSECONDS))
 
 
-def _call(index: int, call: ToolCall) -> OllamaCallOut:
+def _call(index: int, call: ToolCall) -> Fields:
     arguments = json.loads(call.arguments)
     return {
         "id": call.id,
@@ -113,15 +108,15 @@ def _call(index: int, call: ToolCall) -> OllamaCallOut:
     }
 
 
-def whole(meta: AnswerMeta, result: Result) -> dict[str, Any]:
+def whole(meta: AnswerMeta, result: Result) -> Fields:
     """A complete answer."""
     (choice,) = result.choices
     calls = [_call(index, call) for index, call in enumerate(choice.tool_calls)]
-    said = meta.fields(meta.part(choice.text, choice.reasoning, calls), choice.tokens, done=True)
-    return said | meta.end(choice.reason, result.usage, result.receipt)
+    fields = meta.fields(meta.part(choice.text, choice.reasoning, calls), choice.tokens, done=True)
+    return fields | meta.end(choice.reason, result.usage, result.receipt)
 
 
-def embedded(meta: AnswerMeta, dimensions: int | None, found: Embeddings) -> OllamaEmbedOut:
+def embedded(meta: AnswerMeta, dimensions: int | None, found: Embeddings) -> Fields:
     """The vectors of `/api/embed`."""
     return {
         "model": meta.model,
@@ -133,12 +128,12 @@ def embedded(meta: AnswerMeta, dimensions: int | None, found: Embeddings) -> Oll
     }
 
 
-def embedded_one(found: Embeddings) -> OllamaOldEmbedOut:
+def embedded_one(found: Embeddings) -> Fields:
     (vector,) = found.vectors
     return {"embedding": vector.tolist()}
 
 
-def unanswered(model: str, part: Part, reason: str) -> dict[str, Any]:
+def unanswered(model: str, part: Part, reason: str) -> Fields:
     """For a request that only loads or unloads a model."""
     return AnswerMeta(model, part).fields(part("", ""), done=True) | {"done_reason": reason}
 

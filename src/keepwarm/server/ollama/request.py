@@ -21,7 +21,7 @@ from keepwarm.server.ollama.shapes import (
     OllamaOptions,
     OllamaToolCall,
 )
-from keepwarm.server.openai.chat import SEEDS
+from keepwarm.server.openai.common import SEEDS
 from keepwarm.server.openai.completions import FillIn
 from keepwarm.text.request import Format, Message, Request, Sampling, Tool
 
@@ -135,10 +135,10 @@ def _top_logprobs(body: BaseOllamaRequest) -> int | None:
 
 def keep_alive_s(body: NamedOllamaRequest) -> float | None:
     """How long the model is to stay loaded; None if the request does not say."""
-    given = body.keep_alive
-    if given is None:
+    duration = body.keep_alive
+    if duration is None:
         return None
-    seconds = _seconds(given) if isinstance(given, str) else given
+    seconds = _seconds(duration) if isinstance(duration, str) else duration
     if seconds is None:
         raise BadField(
             "keep_alive is not a duration; send seconds, or text such as 10m or 1h30m.",
@@ -187,20 +187,20 @@ def _messages(messages: Sequence[OllamaMessage], unread: Unread) -> Iterator[Mes
     for index, message in enumerate(messages):
         notes = _notes(message.images or (), f"messages[{index}].images", unread)
         texts = [*filter(None, [message.content]), *notes]
-        said: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
+        fields: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
         if message.role == "developer":
-            said["role"] = "system"
+            fields["role"] = "system"
         if message.thinking:
-            said["reasoning_content"] = message.thinking
+            fields["reasoning_content"] = message.thinking
         if message.tool_calls:
-            said["tool_calls"] = [
+            fields["tool_calls"] = [
                 _call(call, n) for n, call in enumerate(message.tool_calls, n_calls)
             ]
             n_calls += len(message.tool_calls)
-            waiting = [(call["function"]["name"], call["id"]) for call in said["tool_calls"]]
+            waiting = [(call["function"]["name"], call["id"]) for call in fields["tool_calls"]]
         if message.role == "tool":
-            said |= _result_of(message, waiting)
-        yield said
+            fields |= _result_of(message, waiting)
+        yield fields
 
 
 def _notes(images: Sequence[str], where: str, unread: Unread) -> list[str]:

@@ -1,17 +1,15 @@
-"""Ollama's JSON: requests, validated by pydantic, and responses, as typed dictionaries."""
+"""Ollama's JSON: what requests may hold, validated by pydantic."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
-from typing_extensions import TypedDict
 
 from keepwarm.server.http.body import UNHEEDED, Checked, JsonInput, Members, TopK, TopP, Whole
-from keepwarm.server.http.receipts import ReceiptOut
-from keepwarm.server.http.request_fields import KeepwarmOptions
-from keepwarm.server.openai.shapes import MAX_STOPS, Function, LogprobOut
+from keepwarm.server.http.request_fields import PromptBody
+from keepwarm.server.openai.shapes import MAX_STOPS, Function
 
 
 def _lower(role: object) -> object:
@@ -65,7 +63,7 @@ class OllamaTool(JsonInput):
     function: Function
 
 
-class NamedOllamaRequest(JsonInput):
+class NamedOllamaRequest(PromptBody):
     """A request to a model, which is loaded for it."""
 
     model: str = Field(min_length=1, description="One of `/api/tags`; `:latest` may be left out.")
@@ -74,7 +72,6 @@ class NamedOllamaRequest(JsonInput):
         description="Seconds, or a duration as `10m`: how long the model stays loaded, at least. "
         "Negative: for good. 0: until it is idle, which needs the admin key where there are keys.",
     )
-    keepwarm: KeepwarmOptions | None = None
 
 
 class BaseOllamaRequest(NamedOllamaRequest):
@@ -139,124 +136,3 @@ class OllamaPullRequest(OllamaShowRequest):
     insecure: Annotated[bool | None, UNHEEDED] = Field(
         default=None, description="Ignored: certificates are always checked."
     )
-
-
-class OllamaReceipt(ReceiptOut):
-    dropped_messages: NotRequired[int]  # the oldest ones, because the context is too short
-
-
-class OllamaFunctionOut(TypedDict):
-    index: int
-    name: str
-    arguments: dict[str, Any]
-
-
-class OllamaCallOut(TypedDict):
-    id: str
-    function: OllamaFunctionOut
-
-
-class OllamaMessageOut(TypedDict):
-    role: Literal["assistant"]
-    content: str
-    thinking: NotRequired[str]
-    tool_calls: NotRequired[list[OllamaCallOut]]
-
-
-class OllamaEnd(TypedDict):
-    """What an answer, and the last line of a stream, has; durations are in nanoseconds."""
-
-    model: str
-    created_at: str
-    done: bool
-    done_reason: NotRequired[Literal["stop", "length", "load", "unload"]]
-    total_duration: NotRequired[int]
-    load_duration: NotRequired[int]
-    prompt_eval_count: NotRequired[int]
-    prompt_eval_duration: NotRequired[int]
-    eval_count: NotRequired[int]
-    eval_duration: NotRequired[int]
-    logprobs: NotRequired[list[LogprobOut]]
-    keepwarm: NotRequired[OllamaReceipt]
-
-
-class OllamaChatOut(OllamaEnd):
-    message: OllamaMessageOut
-
-
-class OllamaGenerateOut(OllamaEnd):
-    response: str
-    thinking: NotRequired[str]
-
-
-class OllamaEmbedOut(TypedDict):
-    model: str
-    embeddings: list[list[float]]
-    total_duration: int
-    load_duration: int
-    prompt_eval_count: int
-    keepwarm: ReceiptOut
-
-
-class OllamaOldEmbedOut(TypedDict):
-    embedding: list[float]
-
-
-class OllamaDetails(TypedDict):
-    parent_model: str
-    format: str
-    family: str
-    families: list[str]
-    parameter_size: str
-    quantization_level: str
-
-
-class OllamaModelOut(TypedDict):
-    name: str
-    model: str
-    modified_at: str
-    size: int  # bytes of its files
-    digest: str  # of its config, and the names and sizes of its files
-    details: OllamaDetails
-
-
-class OllamaModels(TypedDict):
-    models: list[OllamaModelOut]
-
-
-class OllamaLoadedModel(TypedDict):
-    name: str
-    model: str
-    size: int  # bytes of its weights
-    size_vram: int
-    digest: str
-    details: OllamaDetails
-    expires_at: str
-    context_length: int
-
-
-class OllamaLoadedModels(TypedDict):
-    models: list[OllamaLoadedModel]
-
-
-class OllamaShowOut(TypedDict):
-    modelfile: str
-    parameters: str
-    template: str
-    details: OllamaDetails
-    model_info: dict[str, Any]
-    capabilities: list[str]
-    modified_at: str
-
-
-class OllamaVersion(TypedDict):
-    version: str  # of the API of Ollama that is spoken here
-    keepwarm: str
-
-
-class OllamaStatus(TypedDict):
-    status: str
-
-
-class OllamaErrorOut(TypedDict):
-    error: str

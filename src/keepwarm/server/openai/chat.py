@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from keepwarm.config import Settings
 from keepwarm.errors import BadField
-from keepwarm.server.http.body import token_limit
 from keepwarm.server.http.content import Unread, content_of
 from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.http.scrub import SYSTEM_ROLES
-from keepwarm.server.openai.calls import CallStyle, offered_tools, past_calls, tool_choice_of
-from keepwarm.server.openai.chunks import Chunks, CompletionMeta, usage_dict
-from keepwarm.server.openai.formats import format_of
-from keepwarm.server.openai.shapes import (
-    BaseCompletionRequest,
-    ChatChoice,
-    ChatCompletion,
-    ChatLogprobs,
-    ChatMessage,
-    ChatMessageOut,
-    ChatRequest,
+from keepwarm.server.openai.common import (
+    Chunks,
+    CompletionMeta,
+    format_of,
+    sampling_of,
+    usage_dict,
 )
-from keepwarm.server.openai.tokens import Pieces, chat_logprobs
+from keepwarm.server.openai.logprobs import Pieces, chat_logprobs
+from keepwarm.server.openai.shapes import (
+    AllowedTools,
+    ChatMessage,
+    ChatRequest,
+    ChatTool,
+    CustomChatTool,
+    CustomToolCallIn,
+    FunctionName,
+    NamedCustomTool,
+    NamedTool,
+    ToolCallIn,
+)
 from keepwarm.text.request import (
     Choice,
     Delta,
@@ -34,17 +41,23 @@ from keepwarm.text.request import (
     Message,
     Request,
     Result,
-    Sampling,
     Started,
     TokenInfo,
+    Tool,
+    ToolCall,
     ToolCallDelta,
     ToolCalled,
+    ToolChoice,
 )
 
 NOT_THINKING = frozenset({"none", "minimal"})
-SEEDS = 1 << 63
-MAX_DIGITS = 9  # of a token's id
-MAX_SHOWN, MAX_NAMED = 40, 3  # characters of a wrong key, and wrong keys
+# A custom tool, whose input is text, is a function with this one argument.
+TEXT_INPUT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
 
 
 # Request
@@ -89,42 +102,9 @@ def _is_partial(body: ChatRequest, in_options: object) -> bool:
     return continues
 
 
-def sampling_of(
-    body: BaseCompletionRequest, max_tokens: int | None, top_logprobs: int | None
-) -> Sampling:
-    """Sampling options, the same for chat and text completions."""
-    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    return Sampling(
-        max_tokens=token_limit(max_tokens),
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=_logit_bias(body.logit_bias or {}),
-        seed=None if body.seed is None else body.seed % SEEDS,
-        top_logprobs=top_logprobs,
-        stop=tuple(filter(None, stop)),
-    )
-
-
 def _max_tokens(body: ChatRequest) -> int | None:
-    given = body.max_completion_tokens
-    return body.max_tokens if given is None else given
-
-
-def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
-    wrong = [token for token in bias if not (token.isascii() and token.isdigit())]
-    wrong += [token for token in bias if len(token) > MAX_DIGITS]
-    if wrong:
-        raise BadField(
-            f"The keys of logit_bias must be token ids, whole numbers of up to {MAX_DIGITS} "
-            f"digits, not {', '.join(repr(token[:MAX_SHOWN]) for token in wrong[:MAX_NAMED])}.",
-            "logit_bias",
-        )
-    return {int(token): value for token, value in bias.items()}
+    limit = body.max_completion_tokens
+    return body.max_tokens if limit is None else limit
 
 
 def _top_logprobs(body: ChatRequest) -> int | None:
@@ -137,8 +117,8 @@ def _top_logprobs(body: ChatRequest) -> int | None:
 
 def _newest(messages: Sequence[ChatMessage]) -> str:
     """Where the newest message is, if it is the user's; system messages may follow it."""
-    said = [i for i, message in enumerate(messages) if message.role not in SYSTEM_ROLES]
-    return f"messages[{said[-1]}]" if said and messages[said[-1]].role == "user" else ""
+    turns = [i for i, message in enumerate(messages) if message.role not in SYSTEM_ROLES]
+    return f"messages[{turns[-1]}]" if turns and messages[turns[-1]].role == "user" else ""
 
 
 def _message(message: ChatMessage, index: int, unread: Unread) -> Message:
@@ -155,10 +135,159 @@ def _message(message: ChatMessage, index: int, unread: Unread) -> Message:
     return {key: value for key, value in named.items() if value is not None} | result
 
 
+# Tools: functions, custom tools, and OpenAI's older `functions`
+
+
+def offered_tools(body: ChatRequest) -> list[Tool]:
+    if body.functions is not None and body.tools:
+        raise BadField("functions and tools cannot be combined; send tools.", "functions")
+    functions = [function.model_dump(exclude_none=True) for function in body.functions or ()]
+    functions += [_function(tool) for tool in body.tools or ()]
+    choice = body.tool_choice
+    if isinstance(choice, AllowedTools):
+        allowed = {_name_of(tool) for tool in choice.allowed_tools.tools}
+        _check_known(allowed, {function["name"] for function in functions})
+        functions = [function for function in functions if function["name"] in allowed]
+    return [{"type": "function", "function": function} for function in functions]
+
+
+def tool_choice_of(body: ChatRequest, tools: Sequence[Tool]) -> ToolChoice:
+    names = {tool["function"]["name"] for tool in tools}
+    parallel = body.parallel_tool_calls is not False and body.functions is None
+    choice = body.tool_choice or body.function_call or "auto"
+    if isinstance(choice, AllowedTools):
+        return ToolChoice(choice.allowed_tools.mode, None, parallel)
+    if not isinstance(choice, str):
+        name = _name_of(choice)
+        _check_known({name}, names)
+        return ToolChoice("required", name, parallel)
+    if choice == "required" and not names:
+        raise BadField(
+            "tool_choice is required, but tools is empty; send tools or omit tool_choice.",
+            "tool_choice",
+        )
+    return ToolChoice(choice, None, parallel)
+
+
+def past_calls(message: ChatMessage) -> dict[str, Any]:
+    """What a message of the history says about calls; older functions get ids by their names."""
+    if message.role == "function":
+        return {"role": "tool", "tool_call_id": _legacy_id(message.name)}
+    calls = [_past_call(call) for call in message.tool_calls or ()]
+    if message.function_call is not None:
+        named = message.function_call
+        calls.append(_function_call(_legacy_id(named.name), named.model_dump()))
+    return {"tool_calls": calls} if calls else {}
+
+
+def _legacy_id(name: str | None) -> str:
+    return f"call_{name or 'function'}"
+
+
+def _past_call(call: ToolCallIn | CustomToolCallIn) -> dict[str, Any]:
+    if isinstance(call, ToolCallIn):
+        return call.model_dump()
+    return _function_call(call.id, custom_call(call.custom.name, call.custom.input))
+
+
+def _function_call(call_id: str, function: dict[str, Any]) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def _function(tool: ChatTool | CustomChatTool) -> dict[str, Any]:
+    if isinstance(tool, ChatTool):
+        return tool.function.model_dump(exclude_none=True)
+    return custom_function(tool.custom.name, tool.custom.description)
+
+
+def _name_of(tool: NamedTool | NamedCustomTool | FunctionName) -> str:
+    match tool:
+        case NamedTool():
+            return tool.function.name
+        case NamedCustomTool():
+            return tool.custom.name
+    return tool.name
+
+
+def _check_known(named: set[str], known: set[str]) -> None:
+    if not named <= known:
+        raise BadField(
+            "tool_choice names a tool that is not in tools; add it or choose another.",
+            "tool_choice",
+        )
+
+
+class CallStyle(NamedTuple):
+    """How a client is told of calls."""
+
+    custom: frozenset[str] = frozenset()  # names of custom tools
+    legacy: bool = False  # by `function_call`, as before there were tools
+
+    def message(self, calls: Sequence[ToolCall]) -> dict[str, Any]:
+        """The fields of a message that makes these calls."""
+        if self.legacy:
+            return {"function_call": {"name": calls[0].name, "arguments": calls[0].arguments}}
+        return {"tool_calls": [self._call(call) for call in calls]}
+
+    def reason(self, reason: str) -> str:
+        return "function_call" if self.legacy and reason == "tool_calls" else reason
+
+    def begin(self, index: int, call_id: str, name: str) -> dict[str, Any]:
+        """The delta that begins a call: its name without arguments, as clients expect."""
+        if self.legacy:
+            return {"function_call": {"name": name, "arguments": ""}}
+        return {"tool_calls": [{"index": index, **self._call(ToolCall(call_id, name, ""))}]}
+
+    def piece(self, index: int, name: str, arguments: str) -> dict[str, Any]:
+        """A delta of the arguments; of a custom tool they must be whole."""
+        if self.legacy:
+            return {"function_call": {"arguments": arguments}}
+        piece: dict[str, Any] = {"function": {"arguments": arguments}}
+        if name in self.custom:
+            piece = {"custom": {"input": custom_input(arguments)}}
+        return {"tool_calls": [{"index": index, **piece}]}
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        if call.name in self.custom:
+            custom = {"name": call.name, "input": custom_input(call.arguments)}
+            return {"id": call.id, "type": "custom", "custom": custom}
+        return _function_call(call.id, {"name": call.name, "arguments": call.arguments})
+
+
+FUNCTIONS = CallStyle()
+
+
+def call_style_of(body: ChatRequest) -> CallStyle:
+    custom = [tool.custom.name for tool in body.tools or () if isinstance(tool, CustomChatTool)]
+    return CallStyle(frozenset(custom), body.functions is not None)
+
+
+def custom_input(arguments: str) -> str:
+    """The text in the arguments of a custom tool."""
+    try:
+        text = json.loads(arguments)["input"]
+    except (ValueError, LookupError, TypeError):
+        return arguments
+    return text if isinstance(text, str) else arguments
+
+
+def custom_call(name: str, text: str) -> dict[str, str]:
+    """The call of a custom tool, as the call of a function."""
+    return {"name": name, "arguments": json.dumps({"input": text}, ensure_ascii=False)}
+
+
+def custom_function(name: str, description: str | None) -> dict[str, Any]:
+    """A custom tool, as a function."""
+    about = {} if description is None else {"description": description}
+    return {"name": name, **about, "parameters": TEXT_INPUT}
+
+
 # Answer
 
 
-def completion(meta: CompletionMeta, result: Result, pieces: Pieces | None) -> ChatCompletion:
+def completion(
+    meta: CompletionMeta, result: Result, pieces: Pieces | None, calls: CallStyle = FUNCTIONS
+) -> dict[str, Any]:
     """A complete answer. `pieces` is given if the client asked for logprobs."""
     return {
         "id": meta.id,
@@ -166,16 +295,14 @@ def completion(meta: CompletionMeta, result: Result, pieces: Pieces | None) -> C
         "created": meta.created,
         "model": meta.model,
         "system_fingerprint": meta.fingerprint,
-        "choices": [
-            _choice(i, choice, pieces, meta.calls) for i, choice in enumerate(result.choices)
-        ],
+        "choices": [_choice(i, choice, pieces, calls) for i, choice in enumerate(result.choices)],
         "usage": usage_dict(result.usage),
         "keepwarm": receipt_dict(result.receipt),
     }
 
 
-def _choice(index: int, choice: Choice, pieces: Pieces | None, calls: CallStyle) -> ChatChoice:
-    message: ChatMessageOut = {
+def _choice(index: int, choice: Choice, pieces: Pieces | None, calls: CallStyle) -> dict[str, Any]:
+    message: dict[str, Any] = {
         "role": "assistant",
         "content": None if choice.tool_calls and not choice.text else choice.text,
         "refusal": None,
@@ -183,16 +310,16 @@ def _choice(index: int, choice: Choice, pieces: Pieces | None, calls: CallStyle)
     if choice.reasoning:
         message["reasoning_content"] = message["reasoning"] = choice.reasoning
     if choice.tool_calls:
-        message |= calls.message(choice.tool_calls)  # type: ignore[typeddict-item]
+        message |= calls.message(choice.tool_calls)
     return {
         "index": index,
         "message": message,
         "logprobs": _logprobs(pieces, choice.tokens),
-        "finish_reason": calls.reason(choice.reason),  # type: ignore[typeddict-item]
+        "finish_reason": calls.reason(choice.reason),
     }
 
 
-def _logprobs(pieces: Pieces | None, tokens: Sequence[TokenInfo]) -> ChatLogprobs | None:
+def _logprobs(pieces: Pieces | None, tokens: Sequence[TokenInfo]) -> dict[str, Any] | None:
     if pieces is None:
         return None
     return {"content": chat_logprobs(pieces, tokens), "refusal": None}
@@ -204,11 +331,18 @@ class ChatStream(Chunks):
     The last chunk has the receipt: the one with the usage, or else the last finish reason.
     """
 
-    def __init__(self, meta: CompletionMeta, n: int, usage: bool, pieces: Pieces | None) -> None:
+    def __init__(
+        self,
+        meta: CompletionMeta,
+        n: int,
+        usage: bool,
+        pieces: Pieces | None,
+        calls: CallStyle = FUNCTIONS,
+    ) -> None:
         super().__init__("chat.completion.chunk", meta, usage)
         self._n = n
         self._pieces = pieces
-        self._calls = meta.calls
+        self._calls = calls
         self._begun: list[list[str]] = [[] for _ in range(n)]  # ids of tool calls
 
     def event(self, event: Event) -> bytes:

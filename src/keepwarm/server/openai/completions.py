@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from keepwarm.config import Settings
-from keepwarm.errors import BadField
+from keepwarm.engine.answer import sum_receipts, sum_usages
+from keepwarm.errors import BadField, KeepwarmError
 from keepwarm.prefix.policy import Policy
+from keepwarm.server.host import ObservedAnswer
 from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.request_fields import RequestFields
-from keepwarm.server.openai.chat import sampling_of
-from keepwarm.server.openai.chunks import Chunks, CompletionMeta, usage_dict
-from keepwarm.server.openai.formats import format_of
-from keepwarm.server.openai.shapes import (
-    MAX_ANSWERS,
-    CompletionRequest,
-    Prompts,
-    TextChoice,
-    TextCompletion,
+from keepwarm.server.http.sse import wait_for_start
+from keepwarm.server.openai.common import (
+    Chunks,
+    CompletionMeta,
+    format_of,
+    sampling_of,
+    usage_dict,
 )
-from keepwarm.server.openai.tokens import (
+from keepwarm.server.openai.logprobs import (
     Pieces,
     joined_logprobs,
     prompt_logprobs,
     text_logprobs,
+)
+from keepwarm.server.openai.shapes import (
+    MAX_ANSWERS,
+    CompletionRequest,
+    Prompts,
 )
 from keepwarm.text.request import (
     Choice,
@@ -32,11 +39,14 @@ from keepwarm.text.request import (
     Done,
     Event,
     Finished,
+    Outcome,
     Request,
     Result,
     Scored,
     Started,
     TokenInfo,
+    ToolCallDelta,
+    ToolCalled,
 )
 
 DEFAULT_MAX_TOKENS = 16
@@ -135,7 +145,7 @@ def _check(body: CompletionRequest) -> None:
 
 def completion(
     meta: CompletionMeta, result: Result, echoed: Sequence[str], pieces: Pieces | None
-) -> TextCompletion:
+) -> dict[str, Any]:
     """A complete answer; `echoed` is the text that each choice begins with."""
     choices = zip(result.choices, echoed, strict=True)
     return {
@@ -161,7 +171,7 @@ def _scored(result: Result, choice: int) -> Sequence[TokenInfo]:
 
 def _choice(
     index: int, choice: Choice, echo: str, pieces: Pieces | None, prompt: Sequence[TokenInfo]
-) -> TextChoice:
+) -> dict[str, Any]:
     logprobs = text_logprobs(pieces, choice.tokens, len(echo)) if pieces else None
     if logprobs and pieces and prompt:
         logprobs = joined_logprobs(prompt_logprobs(pieces, prompt, echo), logprobs)
@@ -233,3 +243,50 @@ class TextStream(Chunks):
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         return self._framed({"choices": [choice]})
+
+
+class CombinedAnswer:
+    """Answers to several prompts as one: their events as they arrive, choices numbered through."""
+
+    def __init__(self, answers: Sequence[ObservedAnswer], n: int) -> None:
+        self._answers = answers
+        self._n = n  # choices per answer
+
+    def cancel(self) -> None:
+        for answer in self._answers:
+            answer.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        """Started and Done come when every answer has them; the first error ends the stream."""
+        plans = [await wait_for_start(answer) for answer in self._answers]
+        yield Started(sum_receipts([plan.receipt for plan in plans]))
+        queue: asyncio.Queue[Outcome] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._read(i, queue)) for i in range(len(self._answers))]
+        done: list[Done] = []
+        try:
+            while len(done) < len(tasks):
+                outcome = await queue.get()
+                if isinstance(outcome, KeepwarmError):
+                    raise outcome
+                if isinstance(outcome, Done):
+                    done.append(outcome)
+                else:
+                    yield outcome
+        finally:
+            for task in tasks:
+                task.cancel()
+        yield Done(
+            sum_usages([each.usage for each in done]), sum_receipts([each.receipt for each in done])
+        )
+
+    async def _read(self, number: int, queue: asyncio.Queue[Outcome]) -> None:
+        try:
+            async for event in self._answers[number]:
+                queue.put_nowait(self._numbered(number, event))
+        except KeepwarmError as error:
+            queue.put_nowait(error)
+
+    def _numbered(self, number: int, event: Event) -> Event:
+        if isinstance(event, Scored | Delta | ToolCallDelta | ToolCalled | Finished):
+            return replace(event, choice=number * self._n + event.choice)
+        return event

@@ -3,88 +3,71 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from fastapi import Query, Request, Response
 
-from keepwarm.config import Settings
-from keepwarm.server.embedding import embed
+from keepwarm.errors import BadField
+from keepwarm.server.embedding import Embeddings, WholeEmbeddings, embed, shortened
 from keepwarm.server.host import EngineHost
-from keepwarm.server.http import scrub
 from keepwarm.server.http.body import api_router
-from keepwarm.server.http.request_fields import Config, InTurn, Served, request_fields
+from keepwarm.server.http.receipts import receipt_dict
+from keepwarm.server.http.request_fields import ApiCall, Call, Served
 from keepwarm.server.http.sse import EventStream, WholeAnswer, answer_docs, new_id
 from keepwarm.server.models.listing import ListedModel
 from keepwarm.server.models.names import plain
 from keepwarm.server.openai import chat, completions
-from keepwarm.server.openai.calls import call_style_of
-from keepwarm.server.openai.chat import ChatStream
-from keepwarm.server.openai.chunks import CompletionMeta, system_fingerprint
-from keepwarm.server.openai.completions import TextStream, prompts_of, required_fill_in
-from keepwarm.server.openai.embeddings import (
-    EmbeddingList,
-    EmbeddingRequest,
-    WholeEmbeddings,
-    embedding_list,
+from keepwarm.server.openai.chat import ChatStream, call_style_of
+from keepwarm.server.openai.common import CompletionMeta, system_fingerprint
+from keepwarm.server.openai.completions import (
+    CombinedAnswer,
+    TextStream,
+    prompts_of,
+    required_fill_in,
 )
-from keepwarm.server.openai.model_list import MAX_LISTED, Page, list_for, model_for
-from keepwarm.server.openai.multi_prompt import CombinedAnswer
-from keepwarm.server.openai.shapes import (
-    ChatCompletion,
-    ChatRequest,
-    ClaudeModelList,
-    ClaudeModelOut,
-    CompletionRequest,
-    ModelList,
-    ModelOut,
-    OpenAIErrorOut,
-    TextCompletion,
-)
-from keepwarm.server.openai.tokens import Pieces
+from keepwarm.server.openai.logprobs import Pieces
+from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest, EmbeddingRequest
 from keepwarm.text import request as engine_request
 from keepwarm.text.detokenize import decode
+from keepwarm.text.request import Vector
 
-router = api_router(
-    prefix="/v1",
-    tags=["OpenAI"],
-    responses={
-        "4XX": {"model": OpenAIErrorOut, "description": "The request is invalid or refused."},
-        "5XX": {"model": OpenAIErrorOut, "description": "The server failed or is shutting down."},
-    },
-)
+Fields: TypeAlias = dict[str, Any]  # of a JSON object
+CLAUDE_HEADER = "anthropic-version"  # that all of its clients send
+MAX_LISTED = 1000  # models in a page, as Anthropic has it
+
+router = api_router(prefix="/v1", tags=["OpenAI"])
 
 
-@router.post("/chat/completions", responses=answer_docs(ChatCompletion))
-async def create_chat_completion(
-    body: ChatRequest, request: Request, models: Served, settings: Config, turn: InTurn
-) -> Response:
+@router.post("/chat/completions", responses=answer_docs(Fields))
+async def create_chat_completion(body: ChatRequest, call: Call) -> Response:
     """Answer a conversation, as one object or as a stream of chunks."""
-    host = await models.use(body.model, turn)
-    asked = await turn.build(lambda: build_request(body, request, settings))
-    answer = await host.submit(asked, turn)
-    meta = replace(_meta(host, "chatcmpl-"), calls=call_style_of(body))
+    host, request = await call.prepare(body.model, partial(chat_request, body, call))
+    answer = await host.submit(request, call.turn)
+    meta, style = _meta(host, "chatcmpl-"), call_style_of(body)
     pieces = _pieces(host) if body.logprobs else None
     if body.stream:
-        return EventStream(answer, ChatStream(meta, asked.n, body.wants_usage, pieces))
-    return WholeAnswer(answer, lambda result: chat.completion(meta, result, pieces))
+        return EventStream(answer, ChatStream(meta, request.n, body.wants_usage, pieces, style))
+    return WholeAnswer(answer, lambda result: chat.completion(meta, result, pieces, style))
 
 
-@router.post("/completions", responses=answer_docs(TextCompletion))
-async def create_completion(
-    body: CompletionRequest, request: Request, models: Served, settings: Config, turn: InTurn
-) -> Response:
+def chat_request(body: ChatRequest, call: ApiCall) -> engine_request.Request:
+    return chat.request_of(body, call.fields(body, body.prompt_cache_key), call.settings)
+
+
+@router.post("/completions", responses=answer_docs(Fields))
+async def create_completion(body: CompletionRequest, call: Call) -> Response:
     """Continue one or more texts, as one object or as a stream of chunks."""
-    host = await models.use(body.model, turn)
-    fields = request_fields(request, body.keepwarm, body.prompt_cache_key, body)
-    fill_in = partial(required_fill_in, host.engine.model.tokenizer, settings)
-    requests = await turn.build(lambda: completions.requests_of(body, fields, fill_in))
+    host = await call.host(body.model)
+    requests = await call.turn.build(lambda: completion_requests(body, call, host))
     n = requests[0].n
-    texts = await turn.build(lambda: _echoed(host, body))
+    texts = await call.turn.build(lambda: _echoed(host, body))
     echoed = [text for text in texts for _ in range(n)]
-    answers = await host.submit_all(requests, turn)
+    answers = await host.submit_all(requests, call.turn)
     answer = answers[0] if len(answers) == 1 else CombinedAnswer(answers, n)
     meta = _meta(host, "cmpl-")
     pieces = None if body.logprobs is None else _pieces(host)
@@ -93,51 +76,21 @@ async def create_completion(
     return WholeAnswer(answer, lambda result: completions.completion(meta, result, echoed, pieces))
 
 
-@router.post("/embeddings", responses={200: {"model": EmbeddingList}})
-async def create_embeddings(
-    body: EmbeddingRequest, request: Request, models: Served, turn: InTurn
-) -> Response:
+def completion_requests(
+    body: CompletionRequest, call: ApiCall, host: EngineHost
+) -> list[engine_request.Request]:
+    """One for each prompt."""
+    fill_in = partial(required_fill_in, host.engine.model.tokenizer, call.settings)
+    return completions.requests_of(body, call.fields(body, body.prompt_cache_key), fill_in)
+
+
+@router.post("/embeddings", responses={200: {"model": Fields}})
+async def create_embeddings(body: EmbeddingRequest, call: Call) -> Response:
     """A vector for each text or list of tokens, of length 1."""
-    host = await models.use(body.model, turn)
-    fields = request_fields(request, body.keepwarm, None, body)
+    host = await call.host(body.model)
     inputs = prompts_of(body.input, "input")
-    answer = await embed(host, inputs, fields, turn, prompt_name=body.prompt_name)
+    answer = await embed(host, inputs, call.fields(body), call.turn, prompt_name=body.prompt_name)
     return WholeEmbeddings(answer, partial(embedding_list, body, host.name))
-
-
-@router.get("/models")
-async def list_models(
-    request: Request,
-    models: Served,
-    limit: Annotated[int | None, Query(ge=1, le=MAX_LISTED)] = None,
-    after_id: str | None = None,
-    before_id: str | None = None,
-) -> ModelList | ClaudeModelList:
-    """The models that requests may name, the default first.
-
-    For Anthropic's clients in its form, in pages if they ask for them.
-    """
-    found = [_model(each) for each in await asyncio.to_thread(list, models.listed())]
-    return list_for(request, found, Page(limit, after_id, before_id))
-
-
-@router.get("/models/{name:path}")
-async def show_model(name: str, request: Request, models: Served) -> ModelOut | ClaudeModelOut:
-    """One model, by its name."""
-    found = {each.name: each for each in await asyncio.to_thread(list, models.listed())}
-    model = found.get(name) or found.get(plain(name))
-    if model is None:
-        raise models.unknown(name)
-    return model_for(request, _model(model))
-
-
-def build_request(
-    body: ChatRequest, request: Request, settings: Settings
-) -> engine_request.Request:
-    """The request for the engine, scrubbed."""
-    fields = request_fields(request, body.keepwarm, body.prompt_cache_key, body)
-    rules = scrub.rules_for(settings.scrub, request.headers)
-    return scrub.scrub_request(chat.request_of(body, fields, settings), rules)
 
 
 def _echoed(host: EngineHost, body: CompletionRequest) -> list[str]:
@@ -158,7 +111,59 @@ def _pieces(host: EngineHost) -> Pieces:
     return Pieces(host.engine.model.tokenizer)
 
 
-def _model(model: ListedModel) -> ModelOut:
+def embedding_list(body: EmbeddingRequest, model: str, found: Embeddings) -> Fields:
+    as_text = body.encoding_format == "base64"
+    vectors = [shortened(vector, body.dimensions) for vector in found.vectors]
+    return {
+        "object": "list",
+        "data": [
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": _base64(vector) if as_text else vector.tolist(),
+            }
+            for index, vector in enumerate(vectors)
+        ],
+        "model": model,
+        "usage": {"prompt_tokens": found.n_tokens, "total_tokens": found.n_tokens},
+        "keepwarm": receipt_dict(found.receipt),
+    }
+
+
+def _base64(vector: Vector) -> str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
+
+# Models
+
+
+@router.get("/models")
+async def list_models(
+    request: Request,
+    models: Served,
+    limit: Annotated[int | None, Query(ge=1, le=MAX_LISTED)] = None,
+    after_id: str | None = None,
+    before_id: str | None = None,
+) -> Fields:
+    """The models that requests may name, the default first.
+
+    For Anthropic's clients in its form, in pages if they ask for them.
+    """
+    found = [_model(each) for each in await asyncio.to_thread(list, models.listed())]
+    return list_for(request, found, Page(limit, after_id, before_id))
+
+
+@router.get("/models/{name:path}")
+async def show_model(name: str, request: Request, models: Served) -> Fields:
+    """One model, by its name."""
+    found = {each.name: each for each in await asyncio.to_thread(list, models.listed())}
+    model = found.get(name) or found.get(plain(name))
+    if model is None:
+        raise models.unknown(name)
+    return _claude(_model(model)) if CLAUDE_HEADER in request.headers else _model(model)
+
+
+def _model(model: ListedModel) -> Fields:
     return {
         "id": model.name,
         "object": "model",
@@ -166,6 +171,52 @@ def _model(model: ListedModel) -> ModelOut:
         "owned_by": "keepwarm",
         "context_length": model.n_context,
         "shares_batches": model.shares_batches,
-        "sampling": model.sampling._asdict(),  # type: ignore[typeddict-item]
+        "sampling": model.sampling._asdict(),
         "loaded": model.is_loaded,
+    }
+
+
+class Page(NamedTuple):
+    """The part of a list that Anthropic's clients ask for."""
+
+    limit: int | None = None
+    after_id: str | None = None
+    before_id: str | None = None
+
+
+def list_for(request: Request, models: Sequence[Fields], page: Page) -> Fields:
+    if CLAUDE_HEADER not in request.headers:
+        return {"object": "list", "data": list(models)}
+    data, has_more = _paged([_claude(model) for model in models], page)
+    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return {"data": data, "has_more": has_more, "first_id": first, "last_id": last}
+
+
+def _paged(models: list[Fields], page: Page) -> tuple[list[Fields], bool]:
+    """The models of a page, and whether there are more in its direction."""
+    ids = [model["id"] for model in models]
+    first = _index(ids, page.after_id, "after_id") + 1 if page.after_id else 0
+    end = _index(ids, page.before_id, "before_id") if page.before_id else len(ids)
+    found = models[first:end]
+    limit = page.limit or len(found)
+    shown = found[-limit:] if page.before_id else found[:limit]
+    return shown, len(shown) < len(found)
+
+
+def _index(ids: Sequence[str], wanted: str, name: str) -> int:
+    if wanted not in ids:
+        raise BadField(f"{name} is no model of this server; omit it to list all.", name)
+    return ids.index(wanted)
+
+
+def _claude(model: Fields) -> Fields:
+    created = datetime.fromtimestamp(model["created"], UTC)
+    return {
+        "type": "model",
+        "id": model["id"],
+        "display_name": model["id"],
+        "created_at": created.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": model["context_length"],
+        "max_tokens": model["context_length"],
     }

@@ -1,12 +1,11 @@
-"""OpenAI's JSON: requests, validated by pydantic, and responses, as typed dictionaries."""
+"""OpenAI's JSON: what requests may hold, validated by pydantic."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from typing_extensions import TypedDict
 
 from keepwarm.server.http.body import (
     MAX_MEMBERS,
@@ -19,8 +18,7 @@ from keepwarm.server.http.body import (
     TopP,
 )
 from keepwarm.server.http.content import ContentPart
-from keepwarm.server.http.receipts import ReceiptOut
-from keepwarm.server.http.request_fields import KeepwarmOptions
+from keepwarm.server.http.request_fields import PromptBody
 
 MAX_CHOICES = 16
 MAX_ANSWERS = 128  # of all prompts of a request
@@ -154,13 +152,9 @@ class StreamOptions(JsonInput):
     include_usage: bool | None = None
 
 
-class BaseCompletionRequest(JsonInput):
+class BaseCompletionRequest(PromptBody):
     """The fields that chat and text completions share."""
 
-    model: str | None = Field(
-        default=None,
-        description="One of `/v1/models`. Any other is the first, or refused with strict_model.",
-    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
@@ -185,7 +179,6 @@ class BaseCompletionRequest(JsonInput):
     structured_outputs: StructuredOutputs | None = Field(
         default=None, description="As vLLM takes it."
     )
-    keepwarm: KeepwarmOptions | None = None
 
     @property
     def wants_usage(self) -> bool:
@@ -228,163 +221,14 @@ class CompletionRequest(BaseCompletionRequest):
     best_of: int | None = Field(default=None, ge=1, description="Must equal `n`.")
 
 
-class TopLogprobOut(TypedDict):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class LogprobOut(TopLogprobOut):
-    top_logprobs: list[TopLogprobOut]
-
-
-class ChatLogprobs(TypedDict):
-    content: list[LogprobOut]
-    refusal: None
-
-
-class FunctionCallOut(TypedDict):
-    name: str
-    arguments: str
-
-
-class ToolCallOut(TypedDict):
-    id: str
-    type: Literal["function"]
-    function: FunctionCallOut
-
-
-class CustomOut(TypedDict):
-    name: str
-    input: str
-
-
-class CustomToolCallOut(TypedDict):
-    id: str
-    type: Literal["custom"]
-    custom: CustomOut
-
-
-class ChatMessageOut(TypedDict):
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None
-    reasoning_content: NotRequired[str]
-    reasoning: NotRequired[str]
-    tool_calls: NotRequired[list[ToolCallOut | CustomToolCallOut]]
-    function_call: NotRequired[FunctionCallOut]
-
-
-class ChatChoice(TypedDict):
-    index: int
-    message: ChatMessageOut
-    logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls", "function_call"]
-
-
-class PromptDetails(TypedDict):
-    cached_tokens: int
-
-
-class CompletionDetails(TypedDict):
-    reasoning_tokens: int
-
-
-class CompletionUsage(TypedDict):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails
-    completion_tokens_details: CompletionDetails
-
-
-class ChatCompletion(TypedDict):
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChatChoice]
-    usage: CompletionUsage
-    keepwarm: ReceiptOut
-
-
-class TextLogprobs(TypedDict):
-    tokens: list[str]
-    token_logprobs: list[float | None]  # null for the first token of an echoed prompt
-    top_logprobs: list[dict[str, float] | None] | None
-    text_offset: list[int]
-
-
-class TextChoice(TypedDict):
-    index: int
-    text: str
-    logprobs: TextLogprobs | None
-    finish_reason: Literal["stop", "length"]
-
-
-class TextCompletion(TypedDict):
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[TextChoice]
-    usage: CompletionUsage
-    keepwarm: ReceiptOut
-
-
-class SamplingOut(TypedDict):
-    """What holds where a request is silent."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-
-
-class ModelOut(TypedDict):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    context_length: int | None  # null: not known before it is loaded
-    shares_batches: bool | None  # false: its answers are decoded one by one; null: not tried yet
-    sampling: SamplingOut
-    loaded: bool  # false: the first request that names it waits until it is
-
-
-class ModelList(TypedDict):
-    object: Literal["list"]
-    data: list[ModelOut]
-
-
-class ClaudeModelOut(TypedDict):
-    """A model as Anthropic's API shows it."""
-
-    type: Literal["model"]
-    id: str
-    display_name: str
-    created_at: str
-    lifecycle: Literal["active"]
-    max_input_tokens: int | None
-    max_tokens: int | None
-
-
-class ClaudeModelList(TypedDict):
-    data: list[ClaudeModelOut]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-
-
-class OpenAIErrorDetail(TypedDict):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class OpenAIErrorOut(TypedDict):
-    error: OpenAIErrorDetail
+class EmbeddingRequest(PromptBody):
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = Field(
+        default=None, description="base64: little-endian floats of 32 bits."
+    )
+    dimensions: int | None = Field(
+        default=None, ge=1, description="Keep this many numbers and scale to length 1 again."
+    )
+    prompt_name: str | None = Field(
+        default=None, description="One of the model's own prompts, put before each text."
+    )

@@ -13,9 +13,8 @@ from keepwarm.errors import BadInput
 from keepwarm.server.http.problems import Problem
 from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.sse import frame, new_id, progress_json
-from keepwarm.server.openai.calls import custom_input
-from keepwarm.server.openai.shapes import LogprobOut
-from keepwarm.server.openai.tokens import Pieces, chat_logprobs
+from keepwarm.server.openai.chat import custom_input
+from keepwarm.server.openai.logprobs import Pieces, chat_logprobs
 from keepwarm.server.responses.request import OfferedTools, QualifiedName, encode_reasoning
 from keepwarm.server.responses.shapes import (
     ENCRYPTED_REASONING,
@@ -258,7 +257,7 @@ class ResponseBuilder:
         self._on_done = on_done
         self._item: Fields | None = None  # the open item
         self._text: list[str] = []  # of the open item
-        self._logprobs: list[LogprobOut] = []  # of the open item; empty for reasoning
+        self._logprobs: list[Fields] = []  # of the open item; empty for reasoning
         self._calls = CallItems(options.names, response)
         self._cut = False  # the answer reached its length limit
 
@@ -326,7 +325,7 @@ class ResponseBuilder:
         self._text.append(text)
         return [*opened, self._piece("delta", self._add_logprobs(tokens), delta=text)]
 
-    def _add_logprobs(self, tokens: Sequence[TokenInfo]) -> list[LogprobOut]:
+    def _add_logprobs(self, tokens: Sequence[TokenInfo]) -> list[Fields]:
         """Logprobs of new tokens of a message, also added to those of the whole message."""
         if self._options.pieces is None or self._item is None or self._kind != "message":
             return []
@@ -373,7 +372,7 @@ class ResponseBuilder:
             "part": self._part(text),
         }
 
-    def _piece(self, what: str, logprobs: list[LogprobOut], **fields: str) -> Fields:
+    def _piece(self, what: str, logprobs: list[Fields], **fields: str) -> Fields:
         """A delta of the text, or the whole text."""
         kind = PARTS[self._kind]
         extra: Fields = {"logprobs": logprobs} if kind == "output_text" else {}

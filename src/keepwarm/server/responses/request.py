@@ -14,8 +14,7 @@ from keepwarm.server.http.body import token_limit
 from keepwarm.server.http.content import ContentPart, Unread, content_of, text_of
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.http.scrub import SYSTEM_ROLES
-from keepwarm.server.openai.calls import custom_call, custom_function
-from keepwarm.server.openai.chat import NOT_THINKING
+from keepwarm.server.openai.chat import NOT_THINKING, custom_call, custom_function
 from keepwarm.server.responses.shapes import (
     LOGPROBS,
     InputRequest,
@@ -79,10 +78,10 @@ def request_of(
     )
 
 
-def items_of(given: str | Sequence[Item] | None) -> list[Item]:
-    if isinstance(given, str):
-        return [Item(type="message", role="user", content=given)]
-    return list(given or ())
+def items_of(content: str | Sequence[Item] | None) -> list[Item]:
+    if isinstance(content, str):
+        return [Item(type="message", role="user", content=content)]
+    return list(content or ())
 
 
 def offered_tools(tools: Sequence[ResponseTool]) -> OfferedTools:
@@ -122,10 +121,10 @@ def decode_reasoning(text: str | None) -> str:
 
 def _newest(items: Sequence[Item]) -> str:
     """Where the newest item is, unless the assistant or a tool wrote it."""
-    said = [i for i, item in enumerate(items) if item.role not in SYSTEM_ROLES]
-    last = items[said[-1]] if said else None
+    turns = [i for i, item in enumerate(items) if item.role not in SYSTEM_ROLES]
+    last = items[turns[-1]] if turns else None
     is_own = last is None or _rank(last) is not None or _kind(last).endswith(OUTPUT)
-    return "" if is_own else f"input[{said[-1]}]"
+    return "" if is_own else f"input[{turns[-1]}]"
 
 
 def messages_of(items: Sequence[Item], unread: Unread) -> list[Message]:
@@ -210,8 +209,8 @@ def _other(item: Item, where: str, unread: Unread) -> dict[str, Any]:
             "content": _output(item, where, unread),
         }
     if kind != "message":
-        said = item.output if isinstance(item.output, str) else unread.note(kind, where)
-        return {"role": "user", "content": said}
+        text = item.output if isinstance(item.output, str) else unread.note(kind, where)
+        return {"role": "user", "content": text}
     if item.role is None:
         raise BadField(f"{where}.role is required but missing.", f"{where}.role")
     if item.content is None:

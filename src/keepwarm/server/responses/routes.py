@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 from fastapi import Depends, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from keepwarm.config import Settings
 from keepwarm.errors import BadField, ContextTooLong, UnknownResponse
-from keepwarm.server.http import scrub
+from keepwarm.server.host import EngineHost
 from keepwarm.server.http.body import api_router
 from keepwarm.server.http.problems import problem_of
-from keepwarm.server.http.request_fields import Config, InTurn, Served, request_fields
+from keepwarm.server.http.request_fields import ApiCall, Call
 from keepwarm.server.http.sse import STREAM_HEADERS, EventStream, WholeAnswer, answer_docs
-from keepwarm.server.openai.shapes import OpenAIErrorOut
-from keepwarm.server.openai.tokens import Pieces
+from keepwarm.server.openai.logprobs import Pieces
 from keepwarm.server.responses.background import BackgroundResponses, RunningResponse
 from keepwarm.server.responses.events import (
     Fields,
@@ -52,16 +50,8 @@ UNSUPPORTED = {
     "text as instructions or input.",
 }
 
-router = api_router(
-    prefix="/v1/responses",
-    tags=["OpenAI responses"],
-    responses={
-        "4XX": {"model": OpenAIErrorOut, "description": "The request is invalid or refused."},
-        "5XX": {"model": OpenAIErrorOut, "description": "The server failed or is shutting down."},
-    },
-)
+router = api_router(prefix="/v1/responses", tags=["OpenAI responses"])
 conversations = api_router("/v1/conversations", tags=["OpenAI responses"])
-BuildRequest: TypeAlias = Callable[[Sequence[Item]], engine_request.Request]
 
 
 class TenantResponses:
@@ -154,38 +144,30 @@ Answers = Annotated[TenantResponses, Depends(_tenant_responses)]
 
 
 @router.post("", responses=answer_docs(Fields))
-async def create_response(
-    body: ResponsesRequest,
-    request: Request,
-    models: Served,
-    settings: Config,
-    *,
-    answers: Answers,
-    turn: InTurn,
-) -> Response:
+async def create_response(body: ResponsesRequest, call: Call, answers: Answers) -> Response:
     """Answer a conversation, as one object or as a stream of events."""
-    host = await models.use(body.model, turn)
+    host, turn = await call.host(body.model), call.turn
     _reject_unsupported(body)
     if body.background:
         turn.held.enter_context(answers.background.slot(answers.tenant))
     since = await turn.run(lambda _: answers.store.generation())
     items = await answers.conversation(body)
-    build = request_builder(body, request, settings)
-    asked = await turn.build(lambda: build(items))
-    response = initial_response(body, host.name, asked, host.engine.sampling)
+    build = partial(response_request, body, call)
+    request = await turn.build(lambda: build(items))
+    response = initial_response(body, host.name, request, host.engine.sampling)
     try:
         answer, n_dropped = await submit_shortened(
-            host, turn, asked, build, items if body.truncation == "auto" else ()
+            host, turn, request, build, items if body.truncation == "auto" else ()
         )
     except ContextTooLong as error:
         if not body.stream:
             raise
         # Clients that stream learn from its event that they must shorten the conversation.
         return _event_stream(failed_stream(response, problem_of(error)))
-    wants_logprobs = asked.sampling.top_logprobs is not None
+    wants_logprobs = request.sampling.top_logprobs is not None
     pieces = Pieces(host.engine.model.tokenizer) if wants_logprobs else None
-    options = answer_options_of(body, offered_tools(body.tools or ()), asked, n_dropped, pieces)
-    save = partial(answers.save, asked, items, len(items_of(body.input)), since)
+    options = answer_options_of(body, offered_tools(body.tools or ()), request, n_dropped, pieces)
+    save = partial(answers.save, request, items, len(items_of(body.input)), since)
     builder = ResponseBuilder(response, options, save)
     if body.background:
         running = RunningResponse(answer, builder, save)
@@ -208,52 +190,41 @@ def _event_stream(events: bytes) -> Response:
     return Response(events, headers=STREAM_HEADERS, media_type=EventStream.media_type)
 
 
-def request_builder(body: InputRequest, request: Request, settings: Settings) -> BuildRequest:
-    """A function from items to the engine request, scrubbed."""
-    fields = request_fields(request, body.keepwarm, body.prompt_cache_key, body)
-    rules = scrub.rules_for(settings.scrub, request.headers)
-    return lambda items: scrub.scrub_request(request_of(body, items, fields, settings), rules)
+def response_request(
+    body: InputRequest, call: ApiCall, items: Sequence[Item]
+) -> engine_request.Request:
+    """The request for the engine, scrubbed; `items` are the body's, or some of them."""
+    fields = call.fields(body, body.prompt_cache_key)
+    return call.scrubbed(request_of(body, items, fields, call.settings))
+
+
+async def prepare_response(
+    body: InputRequest, call: ApiCall, answers: TenantResponses
+) -> tuple[EngineHost, engine_request.Request, list[Item]]:
+    """The model, the request for it, and the items of the whole conversation."""
+    host = await call.host(body.model)
+    items = await answers.conversation(body)
+    return host, await call.turn.build(lambda: response_request(body, call, items)), items
 
 
 @router.post("/input_tokens")
-async def count_input_tokens(
-    body: InputRequest,
-    request: Request,
-    models: Served,
-    settings: Config,
-    *,
-    answers: Answers,
-    turn: InTurn,
-) -> Fields:
+async def count_input_tokens(body: InputRequest, call: Call, answers: Answers) -> Fields:
     """Count the prompt tokens of this request."""
-    host = await models.use(body.model, turn)
-    build = request_builder(body, request, settings)
-    items = await answers.conversation(body)
-    asked = await turn.build(lambda: build(items))
-    n_tokens = await turn.run(host.engine.count_tokens, asked)
+    host, request, _ = await prepare_response(body, call, answers)
+    n_tokens = await call.turn.run(host.engine.count_tokens, request)
     return {"object": "response.input_tokens", "input_tokens": n_tokens}
 
 
 @router.post("/compact")
-async def compact(
-    body: CompactRequest,
-    request: Request,
-    models: Served,
-    settings: Config,
-    *,
-    answers: Answers,
-    turn: InTurn,
-) -> Response:
+async def compact(body: CompactRequest, call: Call, answers: Answers) -> Response:
     """Replace a conversation by its user's messages and the model's summary of it."""
-    host = await models.use(body.model, turn)
-    items = await answers.conversation(body)
-    build = request_builder(body, request, settings)
-    asked = replace(await turn.build(lambda: build(items)), format=None)
+    host, prepared, items = await prepare_response(body, call, answers)
+    request = replace(prepared, format=None)
     summary = Compaction(
-        host.engine, asked, asked.messages or (), max_tokens=body.max_output_tokens
+        host.engine, request, request.messages or (), max_tokens=body.max_output_tokens
     )
-    answer = await host.submit(summary.request, turn)
-    return WholeAnswer(answer, lambda result: compacted(items, result, asked.policy.writes))
+    answer = await host.submit(summary.request, call.turn)
+    return WholeAnswer(answer, lambda result: compacted(items, result, request.policy.writes))
 
 
 @router.get("/{response_id}", response_model=None, responses=answer_docs(Fields))

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 
 from keepwarm.server.http.body import UNHEEDED, JsonInput, Members, TokenCount, TopP
 from keepwarm.server.http.content import ContentPart
-from keepwarm.server.http.request_fields import KeepwarmOptions
+from keepwarm.server.http.request_fields import PromptBody
 from keepwarm.server.openai.shapes import has_grammar
 
 MAX_METADATA = 16
@@ -89,13 +89,9 @@ class ReasoningConfig(JsonInput):
     effort: str | None = None
 
 
-class InputRequest(JsonInput):
+class InputRequest(PromptBody):
     """The fields that determine the prompt."""
 
-    model: str | None = Field(
-        default=None,
-        description="One of `/v1/models`. Any other is the first, or refused with strict_model.",
-    )
     input: str | Members[Item] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -105,7 +101,6 @@ class InputRequest(JsonInput):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     prompt_cache_key: str | None = Field(default=None, description="Names the conversation.")
-    keepwarm: KeepwarmOptions | None = None
 
 
 class ResponsesRequest(InputRequest):

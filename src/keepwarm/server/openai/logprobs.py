@@ -1,16 +1,16 @@
-"""Logprobs: the text and bytes of tokens."""
+"""Logprobs in OpenAI's forms, with the text and bytes of each token."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from keepwarm.server.openai.shapes import LogprobOut, TextLogprobs, TopLogprobOut
 from keepwarm.text.detokenize import decode
 from keepwarm.text.request import TokenInfo
 
+Fields: TypeAlias = dict[str, Any]  # of a JSON object
 LOWEST = -9999.0  # minus infinity, which JSON does not have
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -51,7 +51,7 @@ class Pieces:
         return text.encode()
 
 
-def chat_logprobs(pieces: Pieces, tokens: Sequence[TokenInfo]) -> list[LogprobOut]:
+def chat_logprobs(pieces: Pieces, tokens: Sequence[TokenInfo]) -> list[Fields]:
     return [
         {
             **_logprob(pieces, info.token, info.logprob),
@@ -61,23 +61,23 @@ def chat_logprobs(pieces: Pieces, tokens: Sequence[TokenInfo]) -> list[LogprobOu
     ]
 
 
-def text_logprobs(pieces: Pieces, tokens: Sequence[TokenInfo], offset: int = 0) -> TextLogprobs:
+def text_logprobs(pieces: Pieces, tokens: Sequence[TokenInfo], offset: int = 0) -> Fields:
     """In the format of text completions; `offset` is where these tokens begin in the text."""
     return _text_logprobs(pieces, pieces.shown(tokens), offset)
 
 
-def prompt_logprobs(pieces: Pieces, tokens: Sequence[TokenInfo], text: str) -> TextLogprobs:
+def prompt_logprobs(pieces: Pieces, tokens: Sequence[TokenInfo], text: str) -> Fields:
     """Of all tokens of a prompt; one that is not in the text, as at its beginning, has no width."""
     n_letters = sum(len(pieces.of(info.token).text) for info in tokens)
     found = _text_logprobs(pieces, tokens, len(text) - n_letters)
     return {**found, "text_offset": [max(0, offset) for offset in found["text_offset"]]}
 
 
-def joined_logprobs(first: TextLogprobs, second: TextLogprobs) -> TextLogprobs:
-    return {key: [*first[key], *second[key]] for key in first}  # type: ignore[literal-required, return-value]
+def joined_logprobs(first: Fields, second: Fields) -> Fields:
+    return {key: [*first[key], *second[key]] for key in first}
 
 
-def _text_logprobs(pieces: Pieces, shown: Sequence[TokenInfo], offset: int) -> TextLogprobs:
+def _text_logprobs(pieces: Pieces, shown: Sequence[TokenInfo], offset: int) -> Fields:
     names = [pieces.of(info.token).text for info in shown]
     offsets = []
     for name in names:
@@ -112,7 +112,7 @@ def finite(logprob: float | None) -> float:
     return LOWEST if logprob is None or not math.isfinite(logprob) else logprob
 
 
-def _logprob(pieces: Pieces, token: int, logprob: float | None) -> TopLogprobOut:
+def _logprob(pieces: Pieces, token: int, logprob: float | None) -> Fields:
     piece = pieces.of(token)
     return {"token": piece.text, "logprob": finite(logprob), "bytes": list(piece.data)}
 

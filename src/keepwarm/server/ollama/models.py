@@ -1,34 +1,36 @@
-"""What Ollama's clients are told of models: lists, details, capabilities. Reads files."""
+"""Models as Ollama's clients see them: lists, details, capabilities, downloads. Reads files."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import math
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from keepwarm.config import Settings
-from keepwarm.errors import KeepwarmError
+from keepwarm.errors import BadInput, Busy, Forbidden, KeepwarmError
+from keepwarm.models import builtin, hub
 from keepwarm.models.catalog import read_config
+from keepwarm.server.http.problems import ollama_body, problem_of
+from keepwarm.server.http.sse import line
 from keepwarm.server.models.listing import ListedModel
 from keepwarm.server.models.models import Models
 from keepwarm.server.models.names import LATEST, plain
-from keepwarm.server.ollama.shapes import (
-    OllamaDetails,
-    OllamaLoadedModel,
-    OllamaModelOut,
-    OllamaShowOut,
-)
 from keepwarm.server.openai.completions import fill_in_of
 
 if TYPE_CHECKING:
     from keepwarm.engine.engine import Engine
 
+Fields: TypeAlias = dict[str, Any]  # of a JSON object
+BEAT_S = 1.0
 NEVER = "9999-12-31T23:59:59Z"
 WEIGHTS = ("*.safetensors", "*.gguf")
 INDEX = "model.safetensors.index.json"  # mlx-lm writes the number of parameters into it
@@ -96,7 +98,7 @@ class ModelFacts(NamedTuple):
     def architecture(self) -> str:
         return str(self.config.get("model_type", ""))
 
-    def details(self) -> OllamaDetails:
+    def details(self) -> Fields:
         n = self.n_parameters
         is_gguf = any(file.suffix == ".gguf" for file in self.files)
         return {
@@ -108,11 +110,11 @@ class ModelFacts(NamedTuple):
             "quantization_level": _quantization(self.config),
         }
 
-    def info(self) -> dict[str, Any]:
+    def info(self) -> Fields:
         """Under GGUF's names, as far as the config has them."""
         kind, text = self.architecture, self.config.get("text_config") or {}
         fields = {**text, **self.config}
-        info: dict[str, Any] = {"general.architecture": kind}
+        info: Fields = {"general.architecture": kind}
         if self.n_parameters is not None:
             info["general.parameter_count"] = self.n_parameters
         if self.listed.n_context is not None:
@@ -149,7 +151,7 @@ class ModelFacts(NamedTuple):
         return "\n".join(f"{name:<30} {value:g}" for name, value in rules.items())
 
 
-def listed_models(models: Models) -> list[OllamaModelOut]:
+def listed_models(models: Models) -> list[Fields]:
     return [
         {
             "name": facts.name,
@@ -163,7 +165,7 @@ def listed_models(models: Models) -> list[OllamaModelOut]:
     ]
 
 
-def loaded_models(models: Models) -> list[OllamaLoadedModel]:
+def loaded_models(models: Models) -> list[Fields]:
     return [
         {
             "name": facts.name,
@@ -180,7 +182,7 @@ def loaded_models(models: Models) -> list[OllamaLoadedModel]:
     ]
 
 
-def show(models: Models, settings: Settings, name: str) -> OllamaShowOut:
+def show(models: Models, settings: Settings, name: str) -> Fields:
     """Raises if there is no such model, as requests may name it."""
     for facts in _all(models):
         if facts.listed.name in (name, plain(name)):
@@ -232,3 +234,66 @@ def _expires_at(models: Models, name: str) -> str:
 
 def _iso(when: float) -> str:
     return datetime.fromtimestamp(when, UTC).isoformat().replace("+00:00", "Z")
+
+
+# Downloads
+
+
+class Pulls:
+    """What is being downloaded. A client that goes away does not end it, nor does it hold up the
+    server's end: the hub's files are complete or missing."""
+
+    def __init__(self, fetch: Callable[[str], object]) -> None:
+        self._fetch = fetch
+        self._lock = threading.Lock()
+        self._name = ""  # of the model that is being downloaded
+        self._done: Future[None] = Future()
+
+    def start(self, name: str) -> Future[None]:
+        """Done when the model is here; a second client waits for the same download."""
+        with self._lock:
+            if self._name == name:
+                return self._done
+            if self._name:
+                raise Busy(f"{self._name} is being downloaded; retry when that is done.")
+            self._name, self._done = name, Future()
+        threading.Thread(
+            target=self._run, args=(name, self._done), name="keepwarm-pull", daemon=True
+        ).start()
+        return self._done
+
+    def _run(self, name: str, done: Future[None]) -> None:
+        try:
+            self._fetch(name)
+            error: BaseException | None = None
+        except BaseException as failed:
+            error = failed
+        with self._lock:
+            self._name = ""
+        done.set_result(None) if error is None else done.set_exception(error)
+
+
+def checked_name(models: Models, name: str) -> str:
+    """A model that may be downloaded, and loaded then; raises if it is none."""
+    name = plain(name)
+    if name not in builtin.BUILTINS and not hub.is_id(name):
+        raise BadInput(
+            f"{name!r} cannot be downloaded; use a hub id (org/name), as "
+            "`keepwarm models` shows them."
+        )
+    if not models.may_load(name):
+        raise Forbidden(
+            f"Requests may not load {name!r} here; start the server with it, or name it in "
+            "on_demand."
+        )
+    return name
+
+
+async def progress(name: str, pulling: Future[None]) -> AsyncIterator[bytes]:
+    """A line a second, so that the client knows that it goes on."""
+    waiting = asyncio.wrap_future(pulling)
+    yield line({"status": "pulling manifest"})
+    while not (await asyncio.wait({waiting}, timeout=BEAT_S))[0]:
+        yield line({"status": f"pulling {name}"})
+    error = waiting.exception()
+    yield line({"status": "success"} if error is None else ollama_body(problem_of(error)))

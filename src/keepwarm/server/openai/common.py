@@ -1,0 +1,205 @@
+"""What chat and text completions share: sampling, formats, and the chunks of a stream."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from keepwarm import __version__
+from keepwarm.engine.engine import Engine
+from keepwarm.errors import BadField
+from keepwarm.server.http.body import token_limit
+from keepwarm.server.http.problems import Problem, openai_body
+from keepwarm.server.http.receipts import receipt_dict
+from keepwarm.server.http.sse import comment, frame
+from keepwarm.server.openai.shapes import (
+    BaseCompletionRequest,
+    ChatRequest,
+    ResponseFormat,
+    StructuredOutputs,
+)
+from keepwarm.text.request import Done, Format, Progress, Sampling, Usage
+
+SEEDS = 1 << 63
+MAX_DIGITS = 9  # of a token's id
+MAX_SHOWN, MAX_NAMED = 40, 3  # characters of a wrong key, and wrong keys
+DONE = frame("[DONE]")
+
+
+# Requests
+
+
+def sampling_of(
+    body: BaseCompletionRequest, max_tokens: int | None, top_logprobs: int | None
+) -> Sampling:
+    """Sampling options, the same for chat and text completions."""
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    return Sampling(
+        max_tokens=token_limit(max_tokens),
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(body.logit_bias or {}),
+        seed=None if body.seed is None else body.seed % SEEDS,
+        top_logprobs=top_logprobs,
+        stop=tuple(filter(None, stop)),
+    )
+
+
+def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
+    wrong = [token for token in bias if not (token.isascii() and token.isdigit())]
+    wrong += [token for token in bias if len(token) > MAX_DIGITS]
+    if wrong:
+        raise BadField(
+            f"The keys of logit_bias must be token ids, whole numbers of up to {MAX_DIGITS} "
+            f"digits, not {', '.join(repr(token[:MAX_SHOWN]) for token in wrong[:MAX_NAMED])}.",
+            "logit_bias",
+        )
+    return {int(token): value for token, value in bias.items()}
+
+
+def format_of(body: BaseCompletionRequest) -> Format | None:
+    """The one format that a request asks for, by any of the fields for it."""
+    wanted = {
+        "grammar": Format(grammar=body.grammar) if body.grammar else None,
+        "json_schema": None if body.json_schema is None else Format(schema=body.json_schema),
+        "structured_outputs": _structured(body.structured_outputs),
+    }
+    if isinstance(body, ChatRequest):
+        wanted["response_format"] = _response_format(body.response_format)
+    present = {name: each for name, each in wanted.items() if each is not None}
+    if len(present) > 1:
+        names = " and ".join(present)
+        raise BadField(f"{names} cannot be combined; send one.", next(iter(present)))
+    return next(iter(present.values()), None)
+
+
+def _response_format(wanted: ResponseFormat | None) -> Format | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return Format(json=True) if wanted.schema_ is None else Format(schema=wanted.schema_)
+    schema = wanted.json_schema.schema_ if wanted.json_schema is not None else None
+    if schema is None:
+        where = "response_format.json_schema.schema"
+        raise BadField(f"{where} is missing; the format json_schema needs it.", where)
+    return Format(json=True, schema=schema)
+
+
+def _structured(wanted: StructuredOutputs | None) -> Format | None:
+    if wanted is None:
+        return None
+    forms = {
+        "json": None if wanted.json_ is None else Format(schema=_schema(wanted.json_)),
+        "regex": None if wanted.regex is None else Format(grammar=_matching(wanted.regex)),
+        "choice": None if wanted.choice is None else Format(grammar=_one_of(wanted.choice)),
+        "grammar": None if wanted.grammar is None else Format(grammar=wanted.grammar),
+        "json_object": Format(json=True) if wanted.json_object else None,
+    }
+    given = [each for each in forms.values() if each is not None]
+    if len(given) != 1:
+        raise BadField(
+            f"structured_outputs needs exactly one of {', '.join(forms)}.", "structured_outputs"
+        )
+    return given[0]
+
+
+def _schema(given: dict[str, object] | str) -> dict[str, object]:
+    if isinstance(given, dict):
+        return given
+    where = "structured_outputs.json"
+    try:
+        read = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise BadField(f"{where} is not a JSON schema ({error}); change it.", where) from error
+    if not isinstance(read, dict):
+        raise BadField(f"{where} is not a JSON schema; send an object.", where)
+    return read
+
+
+def _matching(regex: str) -> str:
+    """A grammar of the texts that match a regular expression from end to end."""
+    plain = {"/": r"\/", "\n": r"\n"}
+    escaped = re.sub(r"(?s)\\.|[/\n]", lambda found: plain.get(found[0], found[0]), regex)
+    return f"start: /{escaped}/"
+
+
+def _one_of(texts: list[str]) -> str:
+    return f"start: {' | '.join(json.dumps(text, ensure_ascii=False) for text in texts)}"
+
+
+# Answers
+
+
+@dataclass(frozen=True)
+class CompletionMeta:
+    """The fields that an answer and each of its chunks begin with."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str = ""
+
+
+class Chunks:
+    """Holds back each finish reason, because the last one carries the receipt."""
+
+    def __init__(self, kind: str, meta: CompletionMeta, usage: bool) -> None:
+        fields = {"id": meta.id, "object": kind, "created": meta.created}
+        fields |= {"model": meta.model, "system_fingerprint": meta.fingerprint}
+        self._head = json.dumps(fields)[:-1]
+        self._usage = usage
+        self._held: dict[str, Any] | None = None
+
+    def keep_alive(self, progress: Progress | None) -> bytes:
+        return comment(progress)
+
+    def problem(self, problem: Problem) -> bytes:
+        return self._release() + frame(json.dumps(openai_body(problem))) + DONE
+
+    def _hold(self, choice: dict[str, Any]) -> bytes:
+        """Hold back this finish reason and release the one before it."""
+        released = self._release()
+        self._held = choice
+        return released
+
+    def _release(self, more: dict[str, Any] | None = None) -> bytes:
+        """The chunk that was held back, if any."""
+        held, self._held = self._held, None
+        return self._framed({"choices": [held], **(more or {})}) if held else b""
+
+    def _done(self, event: Done) -> bytes:
+        receipt = {"keepwarm": receipt_dict(event.receipt)}
+        if not self._usage:
+            return self._release(receipt) + DONE
+        usage = {"choices": [], "usage": usage_dict(event.usage)}
+        return self._release() + self._framed(usage | receipt) + DONE
+
+    def _framed(self, fields: dict[str, Any]) -> bytes:
+        """The first fields are the same in all chunks and serialised only once."""
+        return frame(f"{self._head}, {json.dumps(fields)[1:]}")
+
+
+def system_fingerprint(engine: Engine) -> str:
+    """Changes with the model, its KV options and the version of this server."""
+    model = engine.model
+    parts = [__version__, model.name, model.config, model.n_bytes, repr(engine.config.kv)]
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return f"fp_{hashlib.blake2b(text.encode(), digest_size=5).hexdigest()}"
+
+
+def usage_dict(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }

@@ -1,1 +1,0 @@
-"""Server tests of other projects, run from a checkout against `keepwarm serve`."""
