@@ -66,7 +66,7 @@ def test_the_stub_says_the_same():
 def test_every_error_of_the_library_is_public():
     """The others are about HTTP requests alone."""
     classes = {n for n, value in vars(errors).items() if isinstance(value, type)}
-    of_http = {"BadField", "Forbidden", "NoThreads", "SlowBody", "StillLoading"}
+    of_http = {"BadField", "Forbidden", "NoThreads", "Overloaded", "SlowBody", "StillLoading"}
     of_http |= {"UnknownRequest", "UnknownResponse"}
     assert {n for n in classes if n in keepwarm.__all__} == classes - of_http
 

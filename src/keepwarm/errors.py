@@ -21,6 +21,7 @@
     ├── Cancelled                    499   the caller cancelled the request
     ├── TimedOut                     504   the deadline of a request has passed
     ├── Stopping                     503   the engine or server is shutting down
+    ├── Overloaded                   503   the server did not come to a request in time
     ├── StillLoading                 503   the model is being loaded
     ├── EngineFailed                 500   a request failed inside the model; others continue
     ├── Unreachable                  502   the network, the hub or a package index does not answer
@@ -159,6 +160,12 @@ class TimedOut(KeepwarmError):
 
 
 class Stopping(KeepwarmError):
+    status = 503
+
+
+class Overloaded(KeepwarmError):
+    """The request was not answered in time, because others were."""
+
     status = 503
 
 

@@ -1,6 +1,5 @@
 """One key's requests cannot keep another's from being prepared."""
 
-import asyncio
 import json
 import socket
 from contextlib import ExitStack, contextmanager
@@ -12,7 +11,7 @@ import pytest
 
 from keepwarm import config
 from keepwarm.models.load import load
-from keepwarm.server.http.turns import LONG_BODY, PATHS, FairShares
+from keepwarm.server.http.permits import LONG_BODY, PATHS
 from tests.kit.checkpoints import CHATML, write_checkpoint
 from tests.kit.waiting import wait_until
 from tests.server.conftest import serve
@@ -23,79 +22,6 @@ SPINS = (
     "{% endfor %}{% endfor %}{% endif %}"
 )
 N_ATTACKS = 12  # more than the threads of any pool here
-
-
-# Shares
-
-
-def run(scenario):
-    return asyncio.run(asyncio.wait_for(scenario(), 60))
-
-
-async def settle():
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
-def test_a_key_holds_no_more_than_its_share_and_the_others_start_at_once():
-    async def scenario():
-        shares, begun = FairShares(at_once=3, each=2), []
-
-        async def ask(owner):
-            await shares.take(owner)
-            begun.append(owner)
-
-        tasks = [asyncio.create_task(ask("a")) for _ in range(9)]
-        await settle()
-        assert begun == ["a", "a"]
-        await ask("b")
-        assert begun == ["a", "a", "b"]
-        for task in tasks:
-            task.cancel()
-
-    run(scenario)
-
-
-def test_waiting_keys_take_turns():
-    async def scenario():
-        shares, begun = FairShares(at_once=1, each=1), []
-        await shares.take("first")
-
-        async def ask(owner):
-            await shares.take(owner)
-            begun.append(owner)
-            shares.give_back(owner)
-
-        tasks = [asyncio.create_task(ask(owner)) for owner in "aaaabcc"]
-        await settle()
-        shares.give_back("first")
-        await asyncio.gather(*tasks)
-        assert "".join(begun) == "abcacaa"
-
-    run(scenario)
-
-
-def test_a_turn_that_nobody_waits_for_any_more_goes_to_the_next():
-    async def scenario():
-        shares = FairShares(at_once=1, each=1)
-        await shares.take("a")
-        gone, dealt = (asyncio.create_task(shares.take("b")) for _ in range(2))
-        await settle()
-        gone.cancel()
-        await settle()
-        shares.give_back("a")
-        await dealt
-        late = asyncio.create_task(shares.take("c"))
-        await settle()
-        shares.give_back("b")  # dealt to c, which is cancelled before it can see it
-        late.cancel()
-        await settle()
-        await shares.take("d")
-
-    run(scenario)
-
-
-# A server
 
 
 @pytest.fixture(scope="module")

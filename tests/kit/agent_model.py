@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from keepwarm.engine.engine import Engine
 from keepwarm.server.host import EngineHost, ObservedAnswer
-from keepwarm.server.http.turns import Turn
+from keepwarm.server.http.permits import PrepareSlot
 from keepwarm.text.parsing import Markup
 from keepwarm.text.request import Format, Request, Tool, ToolChoice
 from keepwarm.text.tool_grammar import call_grammar
@@ -101,7 +101,9 @@ class Leading(EngineHost):
         self.asked: list[Asked] = []
         self._calls = calls
 
-    async def submit_all(self, requests: Sequence[Request], turn: Turn) -> list[ObservedAnswer]:
+    async def submit_all(
+        self, requests: Sequence[Request], turn: PrepareSlot
+    ) -> list[ObservedAnswer]:
         for request in requests:
             prepared = self.engine.prepare(request)
             self.asked.append(Asked(request, prepared.prompt.text, len(prepared.tokens)))

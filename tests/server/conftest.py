@@ -23,6 +23,7 @@ from keepwarm.server.host import EngineHost, start_engine
 from keepwarm.server.models.models import Models
 from keepwarm.text.request import Format, Request
 from tests.kit.checkpoints import write_checkpoint
+from tests.kit.idle import held_by
 from tests.kit.waiting import wait_until
 
 N_CONTEXT = 16384
@@ -153,6 +154,7 @@ def running(
             server.should_exit = True
             thread.join(300)
             assert not thread.is_alive()
+            assert held_by(app) == {}
 
 
 def read_vocabulary(live: Live, schema: dict[str, Any]) -> None:

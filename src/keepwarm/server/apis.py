@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import FastAPI
+from starlette.concurrency import run_in_threadpool
 from starlette.routing import BaseRoute
 
 from keepwarm.server.anthropic import routes as anthropic
@@ -45,7 +44,7 @@ def later_routes(app: FastAPI) -> list[BaseRoute]:
     state.resident = admin.ResidentModel(state.models, state.settings)
     state.responses = ResponseStore(lambda: state.models.store, state.settings.response_ttl_s)
     state.background = BackgroundResponses(state.responses)
-    state.closing.push_async_callback(asyncio.to_thread, state.responses.close)
+    state.closing.push_async_callback(run_in_threadpool, state.responses.close)
     state.closing.push_async_callback(state.background.close)
     routers = (*LATER, dashboard_page.make_router())
     return [route for router in routers for route in router.routes]

@@ -11,6 +11,7 @@ from functools import partial
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute
 
@@ -23,9 +24,9 @@ from keepwarm.server.aliases import Aliases
 from keepwarm.server.dashboard.state import DashboardState
 from keepwarm.server.events.publisher import EventPublisher, event_publisher
 from keepwarm.server.http.limits import Limits, origin_pattern
+from keepwarm.server.http.permits import PrepareLimiter
 from keepwarm.server.http.problems import http_problem, problem_of, respond, validation_problem
 from keepwarm.server.http.receipts import RECEIPT_HEADER
-from keepwarm.server.http.turns import PreparingTurns
 from keepwarm.server.keys import ApiKeys
 from keepwarm.server.late_route import LateRoutes
 from keepwarm.server.manage import health, metrics
@@ -71,7 +72,7 @@ def create_app(models: Models, settings: Settings) -> FastAPI:
         app.router.routes.extend(router.routes)  # `include_router` builds each a second time
     app.router.routes.append(LateRoutes(app.router, partial(_later_routes, app)))
     _add_error_handlers(app)
-    app.add_middleware(PreparingTurns, settings=settings)
+    app.add_middleware(PrepareLimiter, settings=settings)
     app.add_middleware(Limits, settings=settings, keys=app.state.keys)
     _add_cors(app, settings)
     app.add_middleware(RequestLog, recent=lines)
@@ -102,8 +103,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     saving.cancel()
     app.state.transfers.close()
     await app.state.closing.aclose()
-    await asyncio.to_thread(models.close)
-    await asyncio.to_thread(app.state.dashboard.history.save)  # with what ended until now
+    await run_in_threadpool(models.close)
+    await run_in_threadpool(app.state.dashboard.history.save)  # with what ended until now
 
 
 def _add_cors(app: FastAPI, settings: Settings) -> None:

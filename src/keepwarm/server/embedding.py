@@ -19,10 +19,10 @@ from keepwarm.errors import BadField, Cancelled, ContextTooLong, EngineFailed
 from keepwarm.prefix.blocks import common_prefix
 from keepwarm.prefix.policy import Policy
 from keepwarm.server.host import EngineHost, ObservedAnswer
+from keepwarm.server.http.permits import PrepareSlot
 from keepwarm.server.http.receipts import receipt_headers
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.http.sse import cancel_on_disconnect
-from keepwarm.server.http.turns import Turn
 from keepwarm.text.detokenize import decode
 from keepwarm.text.request import Receipt, Request, Result, Sampling, Usage, Vector
 
@@ -58,7 +58,7 @@ async def embed(
     host: EngineHost,
     inputs: Sequence[TextOrTokens],
     fields: RequestFields,
-    turn: Turn,
+    turn: PrepareSlot,
     *,
     prompt_name: str | None = None,
     truncate: bool = False,
@@ -70,7 +70,7 @@ async def embed(
     if not 0 < len(inputs) <= MAX_INPUTS:
         raise BadField(f"There are {len(inputs):,} inputs; send 1 to {MAX_INPUTS:,}.", "input")
     work = _Preparing(host.engine, fields, truncate)
-    answer = EmbeddingAnswer(host, await turn.run(work.plan, inputs, prompt_name))
+    answer = EmbeddingAnswer(host, await turn.run(work.plan, inputs, prompt_name), turn)
     turn.end()
     turn.answers = [answer]
     return answer
@@ -144,8 +144,10 @@ class _Preparing(NamedTuple):
 class EmbeddingAnswer:
     """The vectors of all inputs, once they are computed; `wait` has that done."""
 
-    def __init__(self, host: EngineHost, plan: EmbeddingPlan) -> None:
+    def __init__(self, host: EngineHost, plan: EmbeddingPlan, turn: PrepareSlot) -> None:
         self._host = host
+        self._turn = turn
+        self.on_thread = turn.on_thread
         self._plan = plan
         self._running: Sequence[ObservedAnswer] = ()
         self._is_cancelled = False
@@ -178,7 +180,7 @@ class EmbeddingAnswer:
     async def _run(self, requests: Sequence[PreparedRequest]) -> list[Result]:
         if self._is_cancelled:
             raise Cancelled("The request was cancelled.")
-        self._running = await self._host.run(requests)
+        self._running = await self._host.run(requests, self._turn)
         if self._is_cancelled:
             self.cancel()  # meanwhile; they had not begun
         return list(await asyncio.gather(*(answer.wait() for answer in self._running)))
@@ -224,7 +226,7 @@ class WholeEmbeddings(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with cancel_on_disconnect(self._answer, receive):
             found = await self._answer.wait()
-        response = await asyncio.to_thread(self._response, found)
+        response = await self._answer.on_thread(self._response, found)
         await response(scope, receive, send)
 
     def _response(self, found: Embeddings) -> Response:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from keepwarm.engine.engine import Engine
     from keepwarm.engine.warm import Warmer
     from keepwarm.models.load import Model
-    from keepwarm.server.http.turns import Turn
+    from keepwarm.server.http.permits import PrepareSlot
     from keepwarm.text.prepare import PreparedRequest
     from keepwarm.text.request import Request
     from keepwarm.text.sandbox.deadline import PrepareDeadline
@@ -181,31 +180,35 @@ class EngineHost:
         """Whether the engine's thread runs and accepts requests."""
         return self._engine is not None and self._engine.alive and not self._draining
 
-    async def submit(self, request: Request, turn: Turn) -> ObservedAnswer:
+    async def submit(self, request: Request, turn: PrepareSlot) -> ObservedAnswer:
         """Start an answer, which ends the turn. Nothing is prepared on the event loop."""
         (answer,) = await self.submit_all([request], turn)
         return answer
 
-    async def submit_all(self, requests: Sequence[Request], turn: Turn) -> list[ObservedAnswer]:
+    async def submit_all(
+        self, requests: Sequence[Request], turn: PrepareSlot
+    ) -> list[ObservedAnswer]:
         """Start several answers; if one is refused, the others are cancelled."""
         turn.agent = requests[0].agent if requests else None
         answers = await turn.run(_submit_all, self.engine, requests)
         is_empty = requests[0].sampling.max_tokens == 0 if requests else False
         return self._observed(answers, turn, requests[0].n if is_empty else 0)
 
-    async def run(self, prepared: Sequence[PreparedRequest]) -> list[ObservedAnswer]:
-        """Start answers to requests that were prepared before, after their turn."""
-        answers = await asyncio.to_thread(_submit_all, self.engine, prepared)
+    async def run(
+        self, prepared: Sequence[PreparedRequest], turn: PrepareSlot
+    ) -> list[ObservedAnswer]:
+        """Start answers to requests that were prepared before, after their slot has ended."""
+        answers = await turn.on_thread(_submit_all, self.engine, prepared)
         return [ObservedAnswer(answer) for answer in answers]
 
-    async def warm(self, request: Request, turn: Turn) -> ObservedAnswer:
+    async def warm(self, request: Request, turn: PrepareSlot) -> ObservedAnswer:
         """Start to prefill a prompt that needs no answer."""
         turn.agent = request.agent
         (answer,) = self._observed([await turn.run(self.engine.warm, request)], turn)
         return answer
 
     def _observed(
-        self, answers: Sequence[Answer], turn: Turn, n_empty: int = 0
+        self, answers: Sequence[Answer], turn: PrepareSlot, n_empty: int = 0
     ) -> list[ObservedAnswer]:
         turn.end()
         observed = [ObservedAnswer(answer, n_empty) for answer in answers]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 from fastapi.routing import APIRoute
+from starlette.concurrency import run_in_threadpool
 from starlette.routing import BaseRoute, Match, Router, compile_path
 from starlette.types import Receive, Scope, Send
 from typing_extensions import override
@@ -53,7 +53,7 @@ class LateRoutes(BaseRoute):
 
     @override
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await asyncio.to_thread(self._put)
+        await run_in_threadpool(self._put)
         await self._router.app(scope, receive, send)
 
     def _put(self) -> None:

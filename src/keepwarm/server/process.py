@@ -17,6 +17,7 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.concurrency import run_in_threadpool
 from typing_extensions import override
 
 from keepwarm.config import Settings
@@ -166,7 +167,7 @@ class DrainingServer(uvicorn.Server):
         """Keep the port open during the drain: new requests get a 503, not a refused connection."""
         end = time.monotonic() + self._drain_s
         self._log_drain(end)
-        drained = asyncio.ensure_future(asyncio.to_thread(self._models.drain, self._drain_s))
+        drained = asyncio.ensure_future(run_in_threadpool(self._models.drain, self._drain_s))
         while not (await asyncio.wait({drained}, timeout=DRAIN_LINES_S))[0]:
             self._log_drain(end)
         drained.result()

@@ -18,9 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from keepwarm import __version__
 from keepwarm.config import Settings
 from keepwarm.server.http.logs import log_fields
+from keepwarm.server.http.permits import PrepareSlot
 from keepwarm.server.http.problems import problem_of, respond
 from keepwarm.server.http.request_fields import tenant_agent_id
-from keepwarm.server.http.turns import Turn
 from keepwarm.store.counts import TIERS, CountBook
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class RequestLog:
             await respond(scope["path"], problem_of(error))(scope, receive, send_with_id)
         finally:
             line = _log(scope, status, time.perf_counter() - began)
-            if "turn" in state:
+            if "slot" in state:
                 self._recent.add(state.get("tenant", ""), state["request_id"], line)
 
 
@@ -102,7 +102,7 @@ def _log(scope: Scope, status: int, seconds: float) -> str:
         "method": scope["method"],
         "path": _path(scope),
         "status": status,
-        **_answered(state.get("turn"), state.get("tenant", "")),
+        **_answered(state.get("slot"), state.get("tenant", "")),
         "total_ms": round(1000 * seconds, 1),
     }
     is_polled = scope["method"] == "GET" and scope["path"].startswith(POLLED)
@@ -116,17 +116,17 @@ def _path(scope: Scope) -> str:
     return sent.decode("ascii", "backslashreplace")[:MAX_PATH]
 
 
-def _answered(turn: Turn | None, tenant: str) -> dict[str, Any]:
+def _answered(slot: PrepareSlot | None, tenant: str) -> dict[str, Any]:
     """Tokens by place and the time to the first token, of all answers to a request."""
     from keepwarm.engine.answer import sum_receipts  # loads MLX
 
-    if turn is None:
+    if slot is None:
         return {}
-    agent = (turn.agent or "").removeprefix(tenant_agent_id(tenant, ""))
-    receipts = [answer.receipt for answer in turn.answers if answer.receipt is not None]
+    agent = (slot.agent or "").removeprefix(tenant_agent_id(tenant, ""))
+    receipts = [answer.receipt for answer in slot.answers if answer.receipt is not None]
     if not receipts:
         return {"agent": agent}
-    receipt, usages = sum_receipts(receipts), [answer.usage for answer in turn.answers]
+    receipt, usages = sum_receipts(receipts), [answer.usage for answer in slot.answers]
     ended = [usage for usage in usages if usage is not None]
     return {
         "agent": agent,

@@ -18,7 +18,7 @@ from keepwarm.text.request import Request
 if TYPE_CHECKING:
     from keepwarm.engine.engine import Engine
     from keepwarm.server.host import EngineHost, ObservedAnswer
-    from keepwarm.server.http.turns import Turn
+    from keepwarm.server.http.permits import PrepareSlot
     from keepwarm.text.sandbox.deadline import PrepareDeadline
 
 STEPS = 4  # a step is this fraction of the context
@@ -36,7 +36,7 @@ Entry = TypeVar("Entry", bound=HasRole)
 
 async def submit_shortened(
     host: EngineHost,
-    turn: Turn,
+    turn: PrepareSlot,
     request: Request,
     build: Callable[[Sequence[Entry]], Request],
     droppable: Sequence[Entry],

@@ -11,8 +11,14 @@ from keepwarm import config
 from keepwarm.errors import BadInput, Busy
 from keepwarm.server.app import create_app
 from keepwarm.server.host import EngineHost
-from keepwarm.server.http.body_limits import BodyBudget, BodyShare
-from keepwarm.server.http.limits import ConcurrencyLimit, Limits, RateLimit, check_binding
+from keepwarm.server.http.limits import (
+    BodyBudget,
+    BodyShare,
+    ConcurrencyLimit,
+    Limits,
+    RateLimit,
+    check_binding,
+)
 from keepwarm.server.keys import ApiKeys
 from keepwarm.server.models.models import Models
 
@@ -282,20 +288,21 @@ def test_more_than_fit_are_told_to_come_back(limits):
     assert all(answer.is_success for answer in [*answers, after])
 
 
-def test_one_key_cannot_use_the_whole_limit():
+def test_concurrency_limit_one_key_cannot_use_the_whole():
     limit = ConcurrencyLimit(3, 2)
-    limit.enter("a")
-    limit.enter("a")
-    with pytest.raises(Busy, match="This API key"):
-        limit.enter("a")
-    limit.enter("b")
-    with pytest.raises(Busy, match="in progress, which is the limit"):
-        limit.enter("c")
-    limit.leave("a")
-    limit.enter("c")
+    with limit.entered("a"):
+        with limit.entered("a"):
+            with pytest.raises(Busy, match="This API key"), limit.entered("a"):
+                pass
+            all_used = pytest.raises(Busy, match="in progress, which is the limit")
+            with limit.entered("b"), all_used, limit.entered("c"):
+                pass
+        with limit.entered("b"), limit.entered("c"):
+            pass
+    assert limit.n_used == 0
 
 
-def test_one_key_cannot_use_the_whole_budget_for_bodies():
+def test_body_budget_one_key_cannot_use_the_whole():
     budget = BodyBudget(max_body_bytes=100)
     share = {key: [BodyShare(budget, key, 100) for _ in range(5)] for key in "abc"}
     for key in "ab":
@@ -304,17 +311,24 @@ def test_one_key_cannot_use_the_whole_budget_for_bodies():
             each.reserve(100)  # more has come than was announced
     with pytest.raises(Busy, match="all requests"):
         share["c"][0].reserve(1)
-    share["b"][0].release()
+    with share["b"][0]:
+        pass
     with pytest.raises(Busy, match="this key's"):
         share["a"][4].reserve(1)
     share["c"][0].reserve(100)
 
 
-def test_a_request_that_never_ends_leaves_its_slot():
+def test_limits_request_that_never_ends_leaves_its_slot():
     """As of a client that reads a byte now and then: the engine has given up long before."""
 
     async def run():
+        sent = []
+
+        async def send_kept(message):
+            sent.append(message)
+
         async def stuck(scope, receive, send):
+            await send({"type": "http.response.start", "status": 200, "headers": []})
             await asyncio.Event().wait()
 
         given = settings(max_queue=1, request_timeout_s=0.1, client_timeout_s=0.1)
@@ -322,7 +336,8 @@ def test_a_request_that_never_ends_leaves_its_slot():
         scope = {"type": "http", "method": "POST", "path": "/v1/x", "headers": []}
         scope["headers"] = [(b"host", b"localhost")]
         for _ in range(2):
-            await asyncio.wait_for(app(scope, None, None), 60)
+            await asyncio.wait_for(app(scope, None, send_kept), 60)
+        assert len(sent) == 2  # the answers have begun, and end with their connections
 
     asyncio.run(run())
 

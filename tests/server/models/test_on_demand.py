@@ -3,7 +3,7 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -111,10 +111,11 @@ def test_who_waited_for_a_model_has_it_before_it_is_unloaded_for_another(several
             idle = thread.submit(slots._wait_until_idle, slot, time.monotonic() + 300)
             wait_until(lambda: slots._changed._waiters)
             assert not slot.is_leaving
-            assert slots.lease(slot)
+            held = ExitStack()
+            assert slots.lease(slot, held)
         wait_until(lambda: slot.is_leaving)
         assert not idle.done()
-        slots.release(slot)
+        held.close()
         assert idle.result(300)
         slot.is_leaving = False
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from functools import partial
 
@@ -32,7 +31,7 @@ async def create_message(body: MessagesRequest, call: Call) -> Response:
     """Answer a conversation, as one object or as a stream of events."""
     host, request = await call.prepare(body.model, partial(message_request, body, call))
     answer = await host.submit(request, call.turn)
-    prefixes = await asyncio.to_thread(_cached_prefixes, answer) if request.breakpoints else ()
+    prefixes = await call.turn.on_thread(_cached_prefixes, answer) if request.breakpoints else ()
     meta = MessageMeta(new_id("msg_"), host.name, prefixes, messages.ignored_tools(body))
     if body.stream:
         return EventStream(answer, MessageStream(meta))

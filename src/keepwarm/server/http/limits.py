@@ -12,19 +12,22 @@ import re
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Self
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from keepwarm.config import Settings
-from keepwarm.errors import BadInput, Busy, Forbidden, KeepwarmError
-from keepwarm.server.http.body_limits import BodyBudget, BodyReader, BodyShare
+from keepwarm.errors import BadInput, Busy, Forbidden, KeepwarmError, Overloaded, SlowBody, TooLarge
 from keepwarm.server.http.problems import problem_of, respond
 from keepwarm.server.keys import ApiKeys
 
+BODIES = 8  # of the largest size, in memory at once
+BODIES_OF_ONE_KEY = 4
+BYTES_PER_S = 16 << 10  # a client that is slower for long is given up
 OPEN_PATHS = ("/health", "/docs", "/openapi.json", "/dashboard")  # hold nothing about prompts
 OPEN_BODY_BYTES = 1024  # nothing there reads a body
 ADMIN_PATH = "/v1/admin"
@@ -33,6 +36,7 @@ UNTIMED = UPLOADS | {"/api/pull"}  # take as long as the network does
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 PASSING_SCHEMES = frozenset({"vscode-webview"})  # of origins that are new with every window
 MAX_SHOWN = 100  # characters of a name in an error
+TOO_LATE = "The server did not begin to answer within its time limit; retry in a few seconds."
 _ANY_HOST = "[A-Za-z0-9.-]*"
 
 
@@ -137,7 +141,19 @@ class ConcurrencyLimit:
         self._each = each
         self._used: Counter[str] = Counter()
 
-    def enter(self, owner: str) -> None:
+    @property
+    def n_used(self) -> int:
+        return self._used.total()
+
+    @contextmanager
+    def entered(self, owner: str) -> Iterator[None]:
+        self._enter(owner)
+        try:
+            yield
+        finally:
+            self._used[owner] -= 1
+
+    def _enter(self, owner: str) -> None:
         if self._used.total() >= self._limit:
             raise Busy(
                 f"{self._limit} requests are in progress, which is the limit; retry shortly."
@@ -148,8 +164,89 @@ class ConcurrencyLimit:
             )
         self._used[owner] += 1
 
-    def leave(self, owner: str) -> None:
-        self._used[owner] -= 1
+
+class BodyBudget:
+    """Bytes of the bodies of unfinished requests: of all keys, and of one key."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self._limit = BODIES * max_body_bytes
+        self._each = BODIES_OF_ONE_KEY * max_body_bytes
+        self._used: Counter[str] = Counter()
+
+    @property
+    def n_used(self) -> int:
+        return self._used.total()
+
+    def take(self, owner: str, n_bytes: int) -> None:
+        if self._used.total() + n_bytes > self._limit:
+            raise Busy("The bodies of all requests in progress are too large; retry shortly.")
+        if self._used[owner] + n_bytes > self._each:
+            raise Busy("The bodies of this key's requests in progress are too large; wait for one.")
+        self._used[owner] += n_bytes
+
+    def release(self, owner: str, n_bytes: int) -> None:
+        self._used[owner] -= n_bytes
+        if not self._used[owner]:
+            del self._used[owner]
+
+
+class BodyShare:
+    """One request's part of the budget."""
+
+    def __init__(self, budget: BodyBudget, owner: str, max_bytes: int) -> None:
+        self._budget = budget
+        self._owner = owner
+        self._max_bytes = max_bytes
+        self._n_bytes = 0
+
+    def reserve(self, n_bytes: int) -> None:
+        """Make room for a body of this size, or of at least this size; raises if there is none."""
+        if n_bytes > self._max_bytes:
+            raise TooLarge(f"The body is larger than {self._max_bytes} bytes; send a smaller one.")
+        if n_bytes > self._n_bytes:
+            self._budget.take(self._owner, n_bytes - self._n_bytes)
+            self._n_bytes = n_bytes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._budget.release(self._owner, self._n_bytes)
+        self._n_bytes = 0
+
+
+class BodyReader:
+    """The `receive` of one request. `reserve` is called with the size so far, for every part."""
+
+    def __init__(self, receive: Receive, timeout_s: float, reserve: Callable[[int], None]) -> None:
+        self._receive = receive
+        self._reserve = reserve
+        self._left_s = timeout_s  # that the client may keep us waiting
+        self._n_bytes = 0
+        self._ended = False
+
+    async def __call__(self) -> Message:
+        if self._ended:
+            return await self._receive()  # only the client's leaving is left to come
+        message = await self._next()
+        n_bytes = len(message.get("body", b""))
+        self._n_bytes += n_bytes
+        self._left_s += n_bytes / BYTES_PER_S
+        self._ended = not message.get("more_body", False)
+        self._reserve(self._n_bytes)
+        return message
+
+    async def _next(self) -> Message:
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self._left_s):
+                return await self._receive()
+        except TimeoutError as error:
+            raise SlowBody(
+                f"The body comes at less than {BYTES_PER_S} bytes per second; send it faster."
+            ) from error
+        finally:
+            self._left_s -= time.monotonic() - began
 
 
 class Limits:
@@ -163,6 +260,11 @@ class Limits:
         self._concurrency = ConcurrencyLimit(settings.max_queue, settings.max_concurrency)
         self._bodies = BodyBudget(settings.max_body_bytes)
         self._settings = settings
+
+    @property
+    def held(self) -> dict[str, int]:
+        """What requests in progress use, by its name."""
+        return {"requests": self._concurrency.n_used, "body bytes": self._bodies.n_used}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -179,12 +281,24 @@ class Limits:
             except KeepwarmError as error:
                 await respond(scope["path"], problem_of(error))(scope, receive, send)
                 return
-            try:
-                async with asyncio.timeout(self._answer_s(scope)) as deadline:
-                    await self._app(scope, reader, send)
-            except TimeoutError:  # the connection ends with an unfinished answer
-                if not deadline.expired():
-                    raise
+            await self._answer(scope, reader, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def send_noted(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            async with asyncio.timeout(self._answer_s(scope)) as deadline:
+                await self._app(scope, receive, send_noted)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            if not has_begun:  # otherwise the connection ends with an unfinished answer
+                await respond(scope["path"], problem_of(Overloaded(TOO_LATE)))(scope, receive, send)
 
     def _admit(self, scope: Scope, receive: Receive, held: ExitStack) -> BodyReader:
         """What reads the body; raises if the request is refused. Nothing is read here."""
@@ -193,8 +307,7 @@ class Limits:
         owner = "" if _is_open(scope) else self._identify(scope, headers)
         reserve = self._reserve(scope, headers, owner, held)
         if _is_metered(scope):
-            self._concurrency.enter(owner)
-            held.callback(self._concurrency.leave, owner)
+            held.enter_context(self._concurrency.entered(owner))
         return BodyReader(receive, self._settings.client_timeout_s, reserve)
 
     def _identify(self, scope: Scope, headers: Headers) -> str:
@@ -218,8 +331,7 @@ class Limits:
         if scope["path"] in UPLOADS:
             return lambda _: None  # counted where they are written
         max_bytes = OPEN_BODY_BYTES if _is_open(scope) else self._settings.max_body_bytes
-        share = BodyShare(self._bodies, owner, max_bytes)
-        held.callback(share.release)
+        share = held.enter_context(BodyShare(self._bodies, owner, max_bytes))
         length = headers.get("content-length", "")
         share.reserve(int(length) if length.isdecimal() else 0)
         return share.reserve

@@ -36,6 +36,7 @@ CODES: Sequence[tuple[type[errors.KeepwarmError], str]] = (
     (errors.Forbidden, "forbidden"),
     (errors.Busy, "rate_limit_exceeded"),
     (errors.TimedOut, "timeout"),
+    (errors.Overloaded, "overloaded"),
     (errors.Stopping, "shutting_down"),
     (errors.StillLoading, "model_loading"),
 )

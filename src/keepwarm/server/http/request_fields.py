@@ -17,7 +17,7 @@ from keepwarm.server.clients import AGENT_HEADER
 from keepwarm.server.host import EngineHost
 from keepwarm.server.http import scrub
 from keepwarm.server.http.body import JsonInput, given_body, ignored_fields
-from keepwarm.server.http.turns import Turn
+from keepwarm.server.http.permits import PrepareSlot
 from keepwarm.server.models.models import Models
 from keepwarm.text import request as engine_request
 from keepwarm.text.request import KVOptions
@@ -109,11 +109,6 @@ async def _config(request: Request) -> Settings:
     return settings_of(request)
 
 
-async def _turn(request: Request) -> Turn:
-    turn: Turn = request.state.turn
-    return turn
-
-
 class ApiCall:
     """One request to an API, on its way to the engine."""
 
@@ -121,7 +116,7 @@ class ApiCall:
         self.request = request
         self.settings = settings_of(request)
         self.models: Models = request.app.state.models
-        self.turn: Turn = request.state.turn
+        self.turn: PrepareSlot = request.state.slot
         self._rules = scrub.rules_for(self.settings.scrub, request.headers)
 
     async def host(self, model: str | None) -> EngineHost:
@@ -149,7 +144,6 @@ async def _call(request: Request) -> ApiCall:
 Call = Annotated[ApiCall, Depends(_call)]
 Served = Annotated[Models, Depends(models_of)]
 Config = Annotated[Settings, Depends(_config)]
-InTurn = Annotated[Turn, Depends(_turn)]
 
 
 def request_fields(

@@ -6,7 +6,6 @@ the tokens that the agent has; the receipt says how many (`continued`).
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, Literal
 
 from fastapi import Response
@@ -87,8 +86,8 @@ async def compact_agent(agent_id: AgentId, body: CompactBody, call: Call) -> Com
     arguments = (host.engine, options, body.instruction, body.max_tokens)
     work = await turn.run(lambda _: Compaction.of_agent(*arguments))
     result = await (await host.submit(work.request, turn)).wait()
-    await (await asyncio.to_thread(work.warm, result)).wait()
-    made = await asyncio.to_thread(work.finish, result)
+    await (await turn.on_thread(work.warm, result)).wait()
+    made = await turn.on_thread(work.finish, result)
     return {
         "id": agent_id,
         "object": "agent.compaction",

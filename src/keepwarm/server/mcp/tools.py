@@ -5,13 +5,13 @@ Only the caller's tenant is seen, whatever the key: the admin key's own agents h
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
 from pydantic import Field
+from starlette.concurrency import run_in_threadpool
 
 from keepwarm.server.dashboard.routes import divergence_out, miss_out
 from keepwarm.server.http.body import JsonInput
@@ -80,42 +80,42 @@ class MemoryTool:
 
 
 async def _list(caller: ToolCaller, given: ListArguments) -> Mapping[str, Any]:
-    found = await asyncio.to_thread(caller.agents.all)
+    found = await run_in_threadpool(caller.agents.all)
     latest = sorted(found, key=lambda agent: -agent["used"])
     return {"n_agents": len(found), "agents": latest[: given.limit]}
 
 
 async def _show(caller: ToolCaller, given: AgentArguments) -> Mapping[str, Any]:
-    return await asyncio.to_thread(caller.agents.show, given.agent)
+    return await run_in_threadpool(caller.agents.show, given.agent)
 
 
 async def _pin(caller: ToolCaller, given: PinArguments) -> Mapping[str, Any]:
-    return await asyncio.to_thread(caller.agents.pin, given.agent, given.pinned, given.branch)
+    return await run_in_threadpool(caller.agents.pin, given.agent, given.pinned, given.branch)
 
 
 async def _fork(caller: ToolCaller, given: ForkArguments) -> Mapping[str, Any]:
     new = ForkBody(id=given.new_agent)
-    return await asyncio.to_thread(caller.agents.fork, given.agent, new, given.branch)
+    return await run_in_threadpool(caller.agents.fork, given.agent, new, given.branch)
 
 
 async def _rewind(caller: ToolCaller, given: RewindArguments) -> Mapping[str, Any]:
-    return await asyncio.to_thread(caller.agents.rewind, given.agent, given.turn, given.branch)
+    return await run_in_threadpool(caller.agents.rewind, given.agent, given.turn, given.branch)
 
 
 async def _explain(caller: ToolCaller, given: MissArguments) -> Mapping[str, Any]:
     viewer = Viewer.of(caller.request)
-    found = await asyncio.to_thread(caller.models.ledger.misses)
+    found = await run_in_threadpool(caller.models.ledger.misses)
     for miss in found:
         out = miss_out(miss, viewer)
         if miss.tenant == viewer.tenant and given.agent in (None, out["agent"]):
             reads = viewer.may_read(miss.tenant)
-            text = await asyncio.to_thread(divergence_out, caller.models, miss) if reads else None
+            text = await run_in_threadpool(divergence_out, caller.models, miss) if reads else None
             return {"miss": out, "text": text}
     return {"miss": None, "text": None}
 
 
 async def _delete(caller: ToolCaller, given: AgentArguments) -> Mapping[str, Any]:
-    return await asyncio.to_thread(caller.agents.delete, given.agent)
+    return await run_in_threadpool(caller.agents.delete, given.agent)
 
 
 async def _compact(caller: ToolCaller, given: CompactArguments) -> Mapping[str, Any]:

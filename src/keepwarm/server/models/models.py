@@ -6,11 +6,13 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from starlette.concurrency import run_in_threadpool
 
 from keepwarm.config import Settings
 from keepwarm.errors import (
@@ -32,9 +34,10 @@ if TYPE_CHECKING:
     from keepwarm.cache.store import Store
     from keepwarm.engine.engine import Engine
     from keepwarm.engine.stats import Stats
-    from keepwarm.server.http.turns import Turn
+    from keepwarm.server.http.permits import PrepareSlot
 
 LOG = logging.getLogger(__name__)
+OnThread: TypeAlias = Callable[..., Awaitable[Any]]
 MOST_CHECKS_S = 10.0  # between two looks at which models are unused
 
 
@@ -96,30 +99,27 @@ class Models:
 
     # requests
 
-    async def use(self, name: str | None, turn: Turn) -> EngineHost:
+    async def use(self, name: str | None, turn: PrepareSlot) -> EngineHost:
         """The model that a request names, which stays loaded until the request has ended."""
-        slot = await self._find(name)
-        if not self._lease(slot):
+        slot = await self._find(name, turn.on_thread)
+        if not self._lease(slot, turn.held):
             async with turn.paused():
-                await self._wait_for(slot)
-        turn.held.callback(self.slots.release, slot)
+                await self._wait_for(slot, turn.held)
         return slot.host
 
     @asynccontextmanager
     async def using(self, name: str | None = None) -> AsyncIterator[EngineHost]:
-        """The same for what is not prepared in turns."""
-        slot = await self._find(name)
-        await self._wait_for(slot)
-        try:
+        """The same for a request that is not prepared."""
+        slot = await self._find(name, run_in_threadpool)
+        with ExitStack() as held:
+            await self._wait_for(slot, held)
             yield slot.host
-        finally:
-            self.slots.release(slot)
 
-    async def _find(self, name: str | None) -> Slot:
+    async def _find(self, name: str | None, on_thread: OnThread) -> Slot:
         found = self.known(name)
         short = plain(name or "")
         if found is None and self._on_demand.allows(short):
-            found = await asyncio.to_thread(self._find_on_demand, short)
+            found = await on_thread(self._find_on_demand, short)
         if found is None and self._settings.strict_model and name is not None:
             raise self.unknown(name)
         return found or self.default
@@ -172,20 +172,20 @@ class Models:
                 self._add(same[0])
             return same[0]
 
-    def _lease(self, slot: Slot) -> bool:
+    def _lease(self, slot: Slot, held: ExitStack) -> bool:
         """False if it must be loaded first; raises if it cannot be, as while the server starts."""
-        if self.slots.lease(slot):
+        if self.slots.lease(slot, held):
             return True
         if not slot.is_offered:
             _ = slot.host.engine  # says why
             raise Stopping("The model is being unloaded; retry in a few seconds.")
         return False
 
-    async def _wait_for(self, slot: Slot) -> None:
+    async def _wait_for(self, slot: Slot, held: ExitStack) -> None:
         """Have it loaded and take a lease."""
         end = time.monotonic() + self._settings.load_wait_s
         with self.slots.waiting(slot):
-            while not self._lease(slot):
+            while not self._lease(slot, held):
                 loading = asyncio.wrap_future(self.slots.loading(slot))
                 loading.add_done_callback(_note_error)
                 done, _ = await asyncio.wait({loading}, timeout=max(0.0, end - time.monotonic()))
@@ -251,7 +251,7 @@ class Models:
         ttl_s = self._settings.model_ttl_s
         while True:
             await asyncio.sleep(min(MOST_CHECKS_S, ttl_s / 2 or MOST_CHECKS_S))
-            await asyncio.to_thread(self.slots.unload_unused)
+            await run_in_threadpool(self.slots.unload_unused)
 
     def start_warmers(self) -> None:
         for host in self.loaded:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -87,18 +87,19 @@ class Slots:
 
     # leases
 
-    def lease(self, slot: Slot) -> bool:
-        """Keep a model loaded until `release`; False if it is not, or is leaving."""
+    def lease(self, slot: Slot, held: ExitStack) -> bool:
+        """Keep a model loaded until `held` is closed; False if it is not, or is leaving."""
         with self._changed:
             if slot.host.loaded is None or slot.is_leaving:
                 return False
             slot.n_leases += 1
+            held.callback(self._release, slot)
             slot.used = time.monotonic()
             slot.expires = False
             self._changed.notify_all()
             return True
 
-    def release(self, slot: Slot) -> None:
+    def _release(self, slot: Slot) -> None:
         with self._changed:
             slot.n_leases -= 1
             slot.used = time.monotonic()

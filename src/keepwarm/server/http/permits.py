@@ -1,8 +1,8 @@
-"""Turns at preparing requests: a share for each key, so that no key waits for another's work.
+"""Permits to prepare requests: fair between keys, so that no key waits for another's work.
 
-A turn begins when the body has come and ends when the engine has the request. In it the body is
+A slot begins when the body has come and ends when the engine has the request. In it the body is
 parsed and checked, and the prompt is rendered and tokenised. Short bodies do not wait for long
-ones. A client that goes away ends its turn.
+ones. A client that goes away ends its slot.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import re
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -46,8 +47,8 @@ PATHS = frozenset(
 OF_AGENT = re.compile(r"/v1/agents/[^/]+/(chat/completions|(v1/)?messages|compact)")
 
 
-class FairShares:
-    """At most `at_once` turns at a time, `each` of one key; waiting keys take turns.
+class FairSemaphore:
+    """At most `at_once` permits at a time, `each` of one key; waiting keys take turns.
 
     For one event loop.
     """
@@ -58,21 +59,28 @@ class FairShares:
         self._held: Counter[str] = Counter()
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
-    async def take(self, owner: str) -> None:
-        """Wait for a turn; `give_back` ends it."""
+    @property
+    def n_held(self) -> int:
+        return self._held.total()
+
+    def permit(self, owner: str) -> Permit:
+        """For `async with`, which waits for it."""
+        return Permit(self, owner)
+
+    async def acquire(self, owner: str) -> None:
         if owner not in self._waiting and self._may_start(owner):
             self._held[owner] += 1
             return
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append(turn)
+        dealt = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(dealt)
         try:
-            await turn
+            await dealt
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.give_back(owner)
+            if dealt.done() and not dealt.cancelled():
+                self.release(owner)
             raise
 
-    def give_back(self, owner: str) -> None:
+    def release(self, owner: str) -> None:
         self._held[owner] -= 1
         if not self._held[owner]:
             del self._held[owner]
@@ -82,17 +90,54 @@ class FairShares:
         return self._held.total() < self._at_once and self._held[owner] < self._each
 
     def _deal(self) -> None:
-        """Start what may start; a key that has got a turn goes to the end of the line."""
+        """Start what may start; a key that has got a permit goes to the end of the line."""
         for owner in list(self._waiting):
-            turns = self._waiting[owner]
-            while turns and turns[0].cancelled():
-                turns.popleft()
-            if turns and self._may_start(owner):
+            line = self._waiting[owner]
+            while line and line[0].cancelled():
+                line.popleft()
+            if line and self._may_start(owner):
                 self._held[owner] += 1
-                turns.popleft().set_result(None)
+                line.popleft().set_result(None)
                 self._waiting.move_to_end(owner)
-            if not turns:
+            if not line:
                 del self._waiting[owner]
+
+
+class Permit:
+    """One permit of a key, held inside `async with` unless it is released early or paused."""
+
+    def __init__(self, semaphore: FairSemaphore, owner: str) -> None:
+        self._semaphore = semaphore
+        self._owner = owner
+        self._is_held = False
+
+    async def __aenter__(self) -> Self:
+        await self._acquire()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    async def _acquire(self) -> None:
+        await self._semaphore.acquire(self._owner)
+        self._is_held = True
+
+    def release(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            self._semaphore.release(self._owner)
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Released inside; after an error it stays so."""
+        self.release()
+        yield
+        await self._acquire()
 
 
 class ReportedAnswer(Protocol):
@@ -102,40 +147,23 @@ class ReportedAnswer(Protocol):
     usage: Usage | None  # once it has ended
 
 
-class HeldShare:
-    """One turn of a key, which may be given back for a while."""
-
-    def __init__(self, shares: FairShares, owner: str) -> None:
-        self._shares = shares
-        self._owner = owner
-        self._is_held = True
-
-    async def take(self) -> None:
-        await self._shares.take(self._owner)
-        self._is_held = True
-
-    def give_back(self) -> None:
-        if self._is_held:
-            self._is_held = False
-            self._shares.give_back(self._owner)
-
-
-class Turn:
+class PrepareSlot:
     """One request while it is prepared; `held` is closed when it has been answered."""
 
     def __init__(
         self,
         deadline: PrepareDeadline,
         threads: ThreadPoolExecutor,
-        share: HeldShare,
-        end: Callable[[], None],
+        permit: Permit,
+        watcher: asyncio.Task[None],
         *,
         is_long: bool,
     ) -> None:
+        """`watcher` ends when the client goes away."""
         self._deadline = deadline
         self._threads = threads
-        self._share = share
-        self._end: Callable[[], None] | None = end
+        self._permit = permit
+        self._watcher = watcher
         self._is_long = is_long
         self.held = ExitStack()
         self.agent: str | None = None
@@ -143,16 +171,16 @@ class Turn:
 
     async def build(self, make: Callable[[], T]) -> T:
         """What `make` returns; not on the event loop if the body is long."""
-        if not self._is_long:
-            return make()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, make)
+        return await self.on_thread(make) if self._is_long else make()
+
+    async def on_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        """`work(*arguments)` on a thread that only requests use; also after the slot has ended."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
         """`work(*arguments, deadline)` on a thread; it ends with the client."""
-        loop = asyncio.get_running_loop()
         try:
-            task = partial(work, *arguments, self._deadline)
-            return await loop.run_in_executor(self._threads, task)
+            return await self.on_thread(work, *arguments, self._deadline)
         except asyncio.CancelledError:
             self._deadline.cancel()
             raise
@@ -160,28 +188,31 @@ class Turn:
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
         """Inside, others prepare; the time that passes does not count."""
-        self._share.give_back()
-        yield
-        await self._share.take()  # not after an error: the turn ends
+        async with self._permit.paused():
+            yield
         self._deadline.begin_again()
 
     def end(self) -> None:
         """The engine has the request; from here on its answer watches the client."""
-        end, self._end = self._end, None
-        if end is not None:
-            end()
+        self._watcher.cancel()
+        self._permit.release()
 
 
-class PreparingTurns:
-    """The middleware that gives every request that is prepared its turn."""
+class PrepareLimiter:
+    """The middleware that gives every request that is prepared a slot."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
         self._timeout_s = settings.prepare_timeout_s
         n_cpus = os.cpu_count() or 2
         at_once, each = max(2, n_cpus), max(1, n_cpus // 2)
-        self._short, self._long = FairShares(at_once, each), FairShares(at_once, each)
+        self._short, self._long = FairSemaphore(at_once, each), FairSemaphore(at_once, each)
         self._threads = ThreadPoolExecutor(2 * at_once, thread_name_prefix="keepwarm-prepare")
+
+    @property
+    def n_held(self) -> int:
+        """Permits in use."""
+        return self._short.n_held + self._long.n_held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         prepares = scope["type"] == "http" and _is_prepared(scope["path"])
@@ -191,48 +222,39 @@ class PreparingTurns:
         try:
             body = await _read(receive)
             if body is not None:
-                await self._take_turn(body, scope, receive, send)
+                await self._prepare(body, scope, receive, send)
         except KeepwarmError as error:  # from before the application, which answers its own
             await respond(scope["path"], problem_of(error))(scope, receive, send)
 
-    async def _take_turn(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _prepare(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         owner = scope.setdefault("state", {}).get("owner", "")
         is_long = len(body) > LONG_BODY
-        shares = self._long if is_long else self._short
-        gone = asyncio.create_task(_wait_until_gone(receive))
-        try:
-            if not await self._take(shares, owner, gone):
+        permit = (self._long if is_long else self._short).permit(owner)
+        async with _watched(receive) as watcher, AsyncExitStack() as held:
+            if not await self._entered(held, permit, watcher):
                 return
-        except BaseException:
-            gone.cancel()
-            raise
+            deadline = PrepareDeadline(self._timeout_s)
+            watcher.add_done_callback(lambda task: None if task.cancelled() else deadline.cancel())
+            slot = PrepareSlot(deadline, self._threads, permit, watcher, is_long=is_long)
+            scope["state"]["slot"] = slot
+            with slot.held:
+                await slot.build(partial(check_structure, body))
+                await self._app(scope, _replay(body, receive), send)
 
-        share = HeldShare(shares, owner)
-
-        def end() -> None:
-            gone.cancel()
-            share.give_back()
-
-        deadline = PrepareDeadline(self._timeout_s)
-        gone.add_done_callback(lambda task: None if task.cancelled() else deadline.cancel())
-        turn = scope["state"]["turn"] = Turn(deadline, self._threads, share, end, is_long=is_long)
+    async def _entered(
+        self, held: AsyncExitStack, permit: Permit, watcher: asyncio.Task[None]
+    ) -> bool:
+        """Wait for a permit, which `held` releases; False if the client went away meanwhile."""
+        entering = asyncio.create_task(held.enter_async_context(permit))
         try:
-            await turn.build(partial(check_structure, body))
-            await self._app(scope, _replay(body, receive), send)
+            await asyncio.wait(
+                {entering, watcher}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
-            turn.end()
-            turn.held.close()
-
-    async def _take(self, shares: FairShares, owner: str, gone: asyncio.Task[None]) -> bool:
-        """Wait for a turn; False if the client went away meanwhile."""
-        taking = asyncio.create_task(shares.take(owner))
-        await asyncio.wait(
-            {taking, gone}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        if taking.done():
+            entering.cancel()  # NOTE: unless it is done; also when this request is cancelled here
+        if entering.done():
             return True
-        taking.cancel()
-        if gone.done():
+        if watcher.done():
             return False
         raise Busy(
             f"Earlier requests of this key are still being prepared after {self._timeout_s:g} s; "
@@ -263,6 +285,16 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return waiting.pop() if waiting else await receive()
 
     return replay
+
+
+@asynccontextmanager
+async def _watched(receive: Receive) -> AsyncIterator[asyncio.Task[None]]:
+    """A task that ends when the client goes away, or is cancelled at the end of the block."""
+    watcher = asyncio.create_task(_wait_until_gone(receive))
+    try:
+        yield watcher
+    finally:
+        watcher.cancel()
 
 
 async def _wait_until_gone(receive: Receive) -> None:

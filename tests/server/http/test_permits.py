@@ -1,0 +1,243 @@
+"""Permits to prepare requests: fair between keys, and never lost."""
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+
+import httpx
+import pytest
+
+from keepwarm import config
+from keepwarm.errors import Stopping
+from keepwarm.server.host import EngineHost
+from keepwarm.server.http.limits import Limits
+from keepwarm.server.http.permits import LONG_BODY, FairSemaphore, PrepareLimiter, PrepareSlot
+from keepwarm.server.keys import ApiKeys
+from keepwarm.server.models.models import Models
+from keepwarm.text.sandbox.deadline import PrepareDeadline
+
+CHAT = "/v1/chat/completions"
+
+
+def run(scenario):
+    return asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+async def let_others_run():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_fair_semaphore_gives_a_key_no_more_than_its_share_and_starts_others_at_once():
+    async def scenario():
+        semaphore, begun = FairSemaphore(at_once=3, each=2), []
+
+        async def ask(owner):
+            await semaphore.acquire(owner)
+            begun.append(owner)
+
+        tasks = [asyncio.create_task(ask("a")) for _ in range(9)]
+        await let_others_run()
+        assert begun == ["a", "a"]
+        await ask("b")
+        assert begun == ["a", "a", "b"]
+        for task in tasks:
+            task.cancel()
+
+    run(scenario)
+
+
+def test_fair_semaphore_serves_waiting_keys_in_turn():
+    async def scenario():
+        semaphore, begun = FairSemaphore(at_once=1, each=1), []
+
+        async def ask(owner):
+            async with semaphore.permit(owner):
+                begun.append(owner)
+
+        async with semaphore.permit("first"):
+            tasks = [asyncio.create_task(ask(owner)) for owner in "aaaabcc"]
+            await let_others_run()
+        await asyncio.gather(*tasks)
+        assert "".join(begun) == "abcacaa"
+        assert semaphore.n_held == 0
+
+    run(scenario)
+
+
+def test_fair_semaphore_deals_a_permit_of_a_cancelled_waiter_to_the_next():
+    async def scenario():
+        semaphore = FairSemaphore(at_once=1, each=1)
+        await semaphore.acquire("a")
+        gone, dealt = (asyncio.create_task(semaphore.acquire("b")) for _ in range(2))
+        await let_others_run()
+        gone.cancel()
+        await let_others_run()
+        semaphore.release("a")
+        await dealt
+        late = asyncio.create_task(semaphore.acquire("c"))
+        await let_others_run()
+        semaphore.release("b")  # dealt to c, which is cancelled before it can see it
+        late.cancel()
+        await let_others_run()
+        await semaphore.acquire("d")
+
+    run(scenario)
+
+
+# Requests that are cancelled
+
+
+def limits(app, **values):
+    """All limits around a limiter around this application."""
+    settings = config.load({}, **values)
+    limiter = PrepareLimiter(app, settings)
+    return Limits(limiter, settings, ApiKeys(settings)), limiter
+
+
+def client_of(app):
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+
+
+async def answer(scope, receive, send):
+    scope["state"]["slot"].end()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"{}"})
+
+
+@pytest.mark.parametrize("n_bytes", [2, LONG_BODY + 1])
+def test_prepare_limiter_cancelled_while_waiting_for_a_permit_loses_none(n_bytes):
+    """Many requests at once that all time out; later ones of the same key are answered."""
+
+    async def scenario():
+        may_answer = asyncio.Event()
+
+        async def slow(scope, receive, send):
+            await may_answer.wait()
+            await answer(scope, receive, send)
+
+        app, limiter = limits(slow, request_timeout_s=0.1, client_timeout_s=0.1)
+        async with client_of(app) as client:
+            ask = partial(client.post, CHAT, content=b" " * n_bytes)
+            late = await asyncio.gather(*(ask() for _ in range(8)))
+            assert {each.status_code for each in late} == {503}
+            assert limiter.n_held == 0
+            may_answer.set()
+            assert [(await ask()).status_code for _ in range(3)] == [200, 200, 200]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [(CHAT, "server_error"), ("/v1/messages", "overloaded_error")]
+)
+def test_timeout_before_the_first_byte_is_an_error_of_the_api_with_retry_after(path, kind):
+    async def scenario():
+        async def stuck(scope, receive, send):
+            await asyncio.Event().wait()
+
+        app, _ = limits(stuck, request_timeout_s=0.1, client_timeout_s=0.1)
+        async with client_of(app) as client:
+            return await client.post(path, content=b"{}")
+
+    late = run(scenario)
+    assert late.status_code == 503
+    assert late.headers["retry-after"] == "5"
+    assert late.json()["error"]["type"] == kind
+    assert "retry in a few seconds" in json.dumps(late.json())
+
+
+# Leases
+
+
+def loaded_models():
+    """One model that is loaded when it is first asked for, without an engine."""
+
+    class LoadedLater(EngineHost):
+        loaded = None
+
+    settings = config.load({})
+    models = Models(LoadedLater(None, "m"), settings)
+    models.default.is_offered = True
+    models.slots.load = lambda slot: setattr(slot.host, "loaded", object())
+    return models
+
+
+def test_models_use_cancelled_after_the_lease_is_taken_releases_it():
+    """While the model was loaded, another request took the permit; its client goes away then."""
+
+    async def scenario():
+        models, semaphore = loaded_models(), FairSemaphore(at_once=1, each=1)
+        watcher = asyncio.create_task(asyncio.sleep(0))
+        with ThreadPoolExecutor(1) as threads:
+
+            async def use():
+                async with semaphore.permit("k") as permit:
+                    deadline = PrepareDeadline(60.0)
+                    slot = PrepareSlot(deadline, threads, permit, watcher, is_long=False)
+                    with slot.held:
+                        await models.use("m", slot)
+
+            using = asyncio.create_task(use())
+            await let_others_run()
+            async with semaphore.permit("other"):
+                while not models.default.n_leases:
+                    await asyncio.sleep(0.001)
+                using.cancel()
+                with suppress(asyncio.CancelledError):
+                    await using
+        assert models.default.n_leases == 0
+        assert semaphore.n_held == 0
+        models.close()
+
+    run(scenario)
+
+
+def test_models_use_that_fails_to_load_leaves_nothing_held():
+    async def scenario():
+        models, semaphore = loaded_models(), FairSemaphore(at_once=1, each=1)
+        models.default.is_offered = False
+        watcher = asyncio.create_task(asyncio.sleep(0))
+        with ThreadPoolExecutor(1) as threads:
+            async with semaphore.permit("k") as permit:
+                slot = PrepareSlot(PrepareDeadline(60.0), threads, permit, watcher, is_long=False)
+                with slot.held, pytest.raises(Stopping):
+                    await models.use("m", slot)
+        assert models.default.n_leases == semaphore.n_held == 0
+        models.close()
+
+    run(scenario)
+
+
+# Threads
+
+
+class RefusingExecutor(ThreadPoolExecutor):
+    """Stands for an executor whose threads are all busy for minutes."""
+
+    def submit(self, work, /, *arguments, **options):
+        raise AssertionError(f"the default executor is asked to run {work}")
+
+
+MESSAGES = [{"role": "user", "content": "What is the answer?"}]
+MARKED = [{"type": "text", "text": "the fox " * 9, "cache_control": {"type": "ephemeral"}}]
+ASKED = {
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 2},
+    "/v1/completions": {"prompt": "the fox", "max_tokens": 2},
+    "/v1/embeddings": {"input": ["the fox", "the dog"]},
+    "/v1/messages": {"messages": [{"role": "user", "content": MARKED}], "max_tokens": 2},
+    "/v1/responses": {"input": "the fox", "max_output_tokens": 16},
+    "/api/chat": {"model": "m", "messages": MESSAGES, "options": {"num_predict": 2}},
+    "/api/embed": {"model": "m", "input": "the fox"},
+}
+
+
+def test_requests_for_tokens_never_use_the_default_executor(serving):
+    """Management of the server may; it takes minutes, and requests must not wait for it."""
+    with serving() as live:
+        live.loop.call_soon_threadsafe(live.loop.set_default_executor, RefusingExecutor(1))
+        for path, body in ASKED.items():
+            answer = live.post(path, {"model": "m", **body})
+            assert answer.status_code == 200, (path, answer.text)
