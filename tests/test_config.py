@@ -9,8 +9,7 @@ import pytest
 
 import keepwarm
 from keepwarm import config
-from keepwarm.config import Settings
-from keepwarm.config_values import CHOICES, RANGES
+from keepwarm.config import CHOICES, RANGES, Settings
 from keepwarm.errors import BadInput
 
 KINDS = get_type_hints(Settings)

@@ -25,7 +25,7 @@ MAX_FUNCTION_LINES = 60
 GROUND = 0
 LEVELS = {
     **dict.fromkeys(
-        ("errors", "concurrency", "config", "config_values", "files", "folders"), GROUND
+        ("errors", "concurrency", "config", "files", "folders"), GROUND
     ),
     **dict.fromkeys(("progress", "units", "backend", "blas", "blas_trial", "mlx_import"), GROUND),
     "prefix": 1,

@@ -5,25 +5,24 @@ Order, last wins: defaults, `config.toml`, `KEEPWARM_…` variables, arguments.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 from keepwarm import folders
-from keepwarm.config_values import SECRETS, parse_setting
 from keepwarm.errors import BadInput
+from keepwarm.units import parse_bytes
 
-SECRET_FILES = {
-    "encryption_key": "put it in a separate file and set encryption_key_file to its path",
-    "remote_password": "put it in a separate file and set remote_password_file to its path",
-    "fleet_key": "put it in a separate file and set fleet_key_file to its path",
-    "api_keys": "put them in a separate file and set api_key_file to its path",
-}
+# NOTE: a secret is given by the environment, or as `@` and the path of a file with it. A secret
+# that begins with @ must be in a file.
+SECRETS = frozenset({"encryption_key", "api_keys", "admin_key", "remote_password", "fleet_key"})
+FROM_FILE = "@"
 PREFIX = "KEEPWARM_"
 OTHER_VARIABLES = frozenset({"API_KEY", "BLAS", "BLAS_THREADS"})  # with this prefix too
 KEY_NAME = re.compile(r"(?!admin$)[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
@@ -54,27 +53,23 @@ class Settings:
     disk_writes_per_day: int = 0  # bytes; 0 is no limit
     retention_s: float = 0.0  # new agents are deleted when unused for longer; 0: never
 
-    encryption_key: str = field(default="", repr=False)  # from the environment only
-    encryption_key_file: str = ""  # a file with the key, readable by its owner only
+    encryption_key: str = field(default="", repr=False)  # secret; or @file
 
     remote: str = ""  # tiers that machines share, separated by commas: redis://…, s3://…, file:///…
-    remote_password: str = field(default="", repr=False)  # from the environment only
-    remote_password_file: str = ""  # a file with it, readable by its owner only
+    remote_password: str = field(default="", repr=False)  # secret; or @file
     remote_writes_per_day: int = 0  # bytes written to shared tiers; 0 is no limit
     remote_bytes: int = 0  # limit of each shared directory or bucket; 0 is none
     remote_age_s: float = 0.0  # delete blocks there that are unused for longer; 0: never
     share_numerics: str = "own"  # `any`: also use blocks of machines that compute other numbers
-    fleet_key: str = field(default="", repr=False)  # from the environment only
-    fleet_key_file: str = ""  # base64 of 32 bytes: shared blocks that it did not sign are not used
+    fleet_key: str = field(default="", repr=False)  # signs shared blocks; secret, or @file
 
     signing_key_file: str = ""  # exports are signed with this Ed25519 key
     trusted_keys: str = ""  # files of public keys, separated by commas: their bundles are trusted
 
     host: str = "127.0.0.1"  # other than loopback needs an API key
     port: int = 8181
-    api_keys: str = field(default="", repr=False)  # separated by commas; from the environment only
-    api_key_file: str = ""  # one key per line, or `name = key`; readable by its owner only
-    admin_key: str = field(default="", repr=False)  # from the environment only
+    api_keys: str = field(default="", repr=False)  # secret: keys separated by commas; or @file
+    admin_key: str = field(default="", repr=False)  # secret; or @file
     allowed_hosts: str = ""  # accepted Host headers besides this machine's names
     allowed_origins: str = ""  # web origins that may call the server
     mcp: str = "off"  # an endpoint for agents to manage their memory; `all`: deleting too
@@ -110,21 +105,10 @@ class Settings:
         for name, kind in get_type_hints(Settings).items():
             parse_setting(name, kind, getattr(self, name), "Settings")
 
-    def read_encryption_key(self) -> str:
-        """The key of the block store, or "": from the environment, else from the key file."""
-        return self._read_secret("encryption_key")
-
-    def read_remote_password(self) -> str:
-        """The password of all shared tiers, or "": from the environment, else from its file."""
-        return self._read_secret("remote_password")
-
-    def read_fleet_key(self) -> str:
-        """The key that signs shared blocks, or "": from the environment, else from its file."""
-        return self._read_secret("fleet_key")
-
-    def _read_secret(self, name: str) -> str:
-        given, file = str(getattr(self, name)), str(getattr(self, f"{name}_file"))
-        return given if given or not file else read_secret(Path(file).expanduser())
+    def read_secret(self, name: str) -> str:
+        """A secret itself, from its file where the setting names one; "" if there is none."""
+        value = str(getattr(self, name))
+        return read_secret_file(file) if (file := secret_file(value)) else value
 
     @property
     def remotes(self) -> list[str]:
@@ -136,12 +120,14 @@ class Settings:
         return tuple(named.key for named in self.read_named_keys())
 
     def read_named_keys(self) -> tuple[NamedKey, ...]:
-        """The same with the names that the key file gives them; "" for the others."""
-        keys = {key: NamedKey("", key) for key in self.api_keys.replace(",", "\n").split()}
-        if self.api_key_file:
-            path = Path(self.api_key_file).expanduser()
-            for named in _parse_keys(read_secret(path), path):
-                keys.setdefault(named.key, named)
+        """The same with the names that a key file gives them; "" for the others."""
+        if file := secret_file(self.api_keys):
+            named = list(_parse_keys(read_secret_file(file), file))
+        else:
+            named = [NamedKey("", key) for key in self.api_keys.replace(",", "\n").split()]
+        keys: dict[str, NamedKey] = {}
+        for each in named:
+            keys.setdefault(each.key, each)
         return tuple(keys.values())
 
     def listed(self, name: str) -> list[str]:
@@ -207,14 +193,21 @@ def _from_file(path: Path) -> dict[str, Any]:
             f"The setting home is not allowed in {path}, which is found by it; set KEEPWARM_HOME."
         )
     for name in SECRETS & values.keys():
-        raise BadInput(
-            f"The setting {name} is not allowed in {path}; "
-            f"{SECRET_FILES.get(name, f'set KEEPWARM_{name.upper()} instead')}."
-        )
+        if not secret_file(str(values[name])):
+            raise BadInput(
+                f"The secret {name} is not allowed in {path}; put it in a separate file and "
+                f'write {name} = "@/path/of/the/file".'
+            )
     return values
 
 
-def read_secret(path: Path) -> str:
+def secret_file(value: str) -> Path | None:
+    """The file that a secret's setting names."""
+    is_file = value.startswith(FROM_FILE)
+    return Path(value.removeprefix(FROM_FILE)).expanduser() if is_file else None
+
+
+def read_secret_file(path: Path) -> str:
     """The content of a key file; raises if other users can read it."""
     try:
         if path.stat().st_mode & 0o077:
@@ -258,3 +251,161 @@ def _override(settings: Settings, values: Mapping[str, Any], source: str) -> Set
             raise BadInput(f"Unknown setting {name!r} in {source}; known are {known}.")
         changes[name] = parse_setting(name, kinds[name], value, source)
     return replace(settings, **changes)
+
+
+# What a setting may be, and how text from a file or the environment becomes a value.
+
+FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+BYTES = (0, 1 << 62)  # SQLite and the system count bytes in 63 bits
+SECONDS = (0.0, 1e9)  # threads cannot wait much longer
+COUNT = (1, 1 << 31)
+RANGES: Mapping[str, tuple[float, float]] = {
+    "max_tokens": COUNT,
+    "context": (0, COUNT[1]),
+    "max_kv_size": (0, COUNT[1] - 1),
+    "quantized_kv_start": (0, COUNT[1]),
+    "temperature": (0.0, 1e30),
+    "memory_bytes": BYTES,
+    "disk_bytes": BYTES,
+    "disk_writes_per_day": BYTES,
+    "remote_writes_per_day": BYTES,
+    "remote_bytes": BYTES,
+    "remote_age_s": (0.0, 1e12),
+    "retention_s": (0.0, 1e12),
+    "port": (0, 65535),
+    "max_body_bytes": (1, BYTES[1]),
+    "max_concurrency": COUNT,
+    "max_queue": COUNT,
+    "audit_share": (0.0, 1.0),
+    "request_timeout_s": SECONDS,
+    "client_timeout_s": (0.1, SECONDS[1]),
+    "response_ttl_s": SECONDS,
+    "prepare_timeout_s": (0.1, SECONDS[1]),
+    "rate_per_minute": (0, COUNT[1]),
+    "drain_s": SECONDS,
+    "weights_bytes": BYTES,
+    "model_ttl_s": SECONDS,
+    "load_wait_s": SECONDS,
+}
+
+SIZES = frozenset(
+    {"memory_bytes", "disk_bytes", "disk_writes_per_day", "max_body_bytes", "weights_bytes"}
+    | {"remote_writes_per_day", "remote_bytes"}
+)
+
+
+CHOICES: Mapping[str, tuple[str, ...] | tuple[int, ...]] = {
+    "memory": ("automatic", "unconstrained"),
+    "sampling": ("model", "greedy"),
+    "stable_first": ("off", "own", "all"),
+    "share_numerics": ("own", "any"),
+    "mcp": ("off", "on", "all"),
+    "kv_bits": (0, 2, 4, 8),
+    "kv_group_size": (32, 64, 128),
+    "log_level": ("debug", "info", "warning", "error"),
+    "log_format": ("text", "json"),
+}
+
+
+def parse_setting(name: str, kind: type, value: Any, source: str) -> Any:
+    try:
+        return _parse(name, kind, value)
+    except ValueError as error:
+        shown = "not valid" if name in SECRETS else _shown(value)
+        must = f"it must be {_must(name, kind)}"
+        raise BadInput(f"The setting {name} is {shown} in {source}; {must}.") from error
+
+
+def _parse(name: str, kind: type, value: Any) -> Any:
+    """ValueError if the value is not of this kind, or out of the setting's range."""
+    if name in SIZES and isinstance(value, str):
+        value = parse_bytes(value)
+    parsed = PARSERS[kind](value)
+    if parsed not in CHOICES.get(name, (parsed,)):
+        raise ValueError(name)
+    if name in RANGES and parsed is not None:
+        low, high = RANGES[name]
+        if not low <= parsed <= high:
+            raise ValueError(name)
+    return parsed
+
+
+def _must(name: str, kind: type) -> str:
+    if name in CHOICES:
+        return f"one of {', '.join(map(str, CHOICES[name]))}"
+    if name not in RANGES:
+        return KINDS[kind]
+    low, high = RANGES[name]
+    size = ", or a size such as 20G" if name in SIZES else ""
+    return f"{KINDS[kind]} from {low:,} to {high:,}{size}"
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of thousands of digits
+        return "too long"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+
+
+def _parse_flag(value: Any) -> bool:
+    if isinstance(value, str):
+        value = FLAGS.get(value.lower())
+    if not isinstance(value, bool):
+        raise ValueError(value)
+    return value
+
+
+def _parse_whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(value)
+    return int(value)
+
+
+def _parse_number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(value)
+    try:
+        number = float(value)
+    except OverflowError as error:
+        raise ValueError(value) from error
+    if not math.isfinite(number):
+        raise ValueError(value)
+    return number
+
+
+def _parse_text(value: Any) -> str:
+    if not isinstance(value, str | Path) or "\0" in str(value):
+        raise ValueError(value)
+    return str(value)
+
+
+def _parse_path(value: Any) -> Path:
+    text = _parse_text(value)
+    try:
+        path = Path(text).expanduser().absolute()
+    except RuntimeError as error:  # the home of a user who does not exist
+        raise ValueError(value) from error
+    if not text:
+        raise ValueError(value)
+    return path
+
+
+OPTIONAL: Any = float | None
+MAX_SHOWN = 80  # characters of a bad value in the error
+PARSERS: Mapping[type, Callable[[Any], Any]] = {
+    bool: _parse_flag,
+    int: _parse_whole,
+    float: _parse_number,
+    OPTIONAL: lambda value: None if value is None else _parse_number(value),
+    str: _parse_text,
+    Path: _parse_path,
+}
+KINDS: Mapping[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    OPTIONAL: "a number",
+    str: "a text",
+    Path: "a path",
+}

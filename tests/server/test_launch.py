@@ -135,8 +135,8 @@ def test_a_key_file_is_read_by_the_shell(serving, environ, tmp_path):
     keys = tmp_path / "my keys"
     keys.write_text("file-key\nother\n")
     keys.chmod(0o600)
-    environ["KEEPWARM_API_KEY_FILE"] = str(keys)
-    with serving(api_key_file=str(keys)) as live:
+    environ["KEEPWARM_API_KEYS"] = f"@{keys}"
+    with serving(api_keys=f"@{keys}") as live:
         text = printed(environ, "claude", "--url", live.url)
     assert "file-key" not in text
     assert pasted(environ, text)[1]["ANTHROPIC_AUTH_TOKEN"] == "file-key"

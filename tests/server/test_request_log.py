@@ -24,7 +24,7 @@ def keyed(serving, tmp_path_factory):
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text("alice = a-key\nb-key\n")
     file.chmod(0o600)
-    with serving(api_key_file=str(file), admin_key="root") as live:
+    with serving(api_keys=f"@{file}", admin_key="root") as live:
         yield live
 
 

@@ -86,7 +86,7 @@ def test_the_profile_is_taken(tmp_path):
     settings = config.load({"KEEPWARM_HOME": str(tmp_path)})
     assert settings.strict_model
     assert settings.rate_per_minute == 120
-    assert settings.api_key_file
+    assert settings.api_keys
 
 
 def test_the_unit_starts_what_there_is():

@@ -372,27 +372,27 @@ def test_the_key_comes_from_the_environment_or_a_private_file(tmp_path):
     file.write_text(f"{KEY}\n")
     file.chmod(0o600)
     home = {"KEEPWARM_HOME": str(tmp_path)}
-    assert config.load(home).read_encryption_key() == ""
-    by_file = config.load(home | {"KEEPWARM_ENCRYPTION_KEY_FILE": str(file)})
-    assert by_file.read_encryption_key() == KEY
-    both = config.load(home | {"KEEPWARM_ENCRYPTION_KEY": PASSPHRASE}, encryption_key_file=file)
-    assert both.read_encryption_key() == PASSPHRASE
-    assert PASSPHRASE not in repr(both)
+    assert config.load(home).read_secret("encryption_key") == ""
+    by_file = config.load(home | {"KEEPWARM_ENCRYPTION_KEY": f"@{file}"})
+    assert by_file.read_secret("encryption_key") == KEY
+    given = config.load(home | {"KEEPWARM_ENCRYPTION_KEY": PASSPHRASE})
+    assert given.read_secret("encryption_key") == PASSPHRASE
+    assert PASSPHRASE not in repr(given)
     file.chmod(0o640)
     with pytest.raises(BadInput, match="chmod 600"):
-        by_file.read_encryption_key()
+        by_file.read_secret("encryption_key")
     file.chmod(0o600)
     file.write_text("\n")
     with pytest.raises(BadInput, match="is empty"):
-        by_file.read_encryption_key()
+        by_file.read_secret("encryption_key")
     file.unlink()
     with pytest.raises(BadInput, match="cannot be read"):
-        by_file.read_encryption_key()
+        by_file.read_secret("encryption_key")
 
 
 def test_a_key_in_the_settings_file_is_refused_without_repeating_it(tmp_path):
     (tmp_path / "config.toml").write_text(f'encryption_key = "{KEY}"\n')
-    with pytest.raises(BadInput, match="encryption_key_file") as said:
+    with pytest.raises(BadInput, match='encryption_key = "@') as said:
         config.load({"KEEPWARM_HOME": str(tmp_path)})
     assert KEY not in str(said.value)
 

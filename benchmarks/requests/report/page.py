@@ -124,7 +124,7 @@ def _new_figure() -> tuple[Figure, Axes]:
     try:
         from matplotlib import figure, rc_context
     except ImportError as error:
-        raise BadInput("Plots need matplotlib: pip install 'keepwarm[bench]'.") from error
+        raise BadInput("Plots need matplotlib: pip install matplotlib.") from error
     with rc_context({"axes.grid": True, "grid.alpha": 0.3}):
         made = figure.Figure(figsize=(5.6, 4.4), layout="constrained")
         return made, made.subplots()

@@ -317,4 +317,4 @@ def handshake_with(settings: Settings) -> Callable[[bytes], bytes]:
         return bytes
     from keepwarm.remote.handshake import handshake  # only fleets need it
 
-    return handshake(settings.remotes, settings.read_remote_password())
+    return handshake(settings.remotes, settings.read_secret("remote_password"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from keepwarm.config import Settings, read_secret
+from keepwarm.config import Settings, read_secret_file
 from keepwarm.errors import BadInput, BadRecord
 
 PURPOSE = b"keepwarm bundle 1\n"  # so that a signature for anything else is none for a bundle
@@ -52,7 +52,7 @@ class SigningKey:
 
     def __init__(self, path: Path) -> None:
         ed25519, serialization = _cryptography()
-        text = read_secret(path).encode()
+        text = read_secret_file(path).encode()
         key = _load(path, lambda: serialization.load_pem_private_key(text, password=None))
         if not isinstance(key, ed25519.Ed25519PrivateKey):
             raise _not_a_key(path)

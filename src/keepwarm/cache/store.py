@@ -122,7 +122,7 @@ class Store:
 
     def _open_disk(self, budgets: Budgets) -> AgentStore:
         limits = DiskLimits(budgets.disk_bytes, budgets.min_free_disk_bytes)
-        secret = self.settings.read_encryption_key()
+        secret = self.settings.read_secret("encryption_key")
         retention_s = self.settings.retention_s or None
         return AgentStore(
             self.settings.store,

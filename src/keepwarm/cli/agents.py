@@ -50,7 +50,7 @@ def open_store() -> AgentStore:
         settings.store,
         limits,
         per_day,
-        settings.read_encryption_key(),
+        settings.read_secret("encryption_key"),
         settings.retention_s or None,
         handshake=handshake_with(settings),
     )
@@ -62,7 +62,7 @@ def delete_shared(store: AgentStore) -> dict[str, list[str]]:
         return {}
     from keepwarm.remote.deleter import RemoteDeleter, erase_at_once
 
-    erase = erase_at_once(config.load().read_remote_password(), store.disk.seal)
+    erase = erase_at_once(config.load().read_secret("remote_password"), store.disk.seal)
     unreached = RemoteDeleter(store.tombstones, store.blocks_of_agents, erase).finish()
     return {"shared_unreached": unreached} if unreached else {}
 

@@ -95,9 +95,7 @@ def _key(settings: config.Settings) -> Key:
     keys = settings.read_api_keys()
     if not keys:
         return Key(NO_KEY, NO_KEY)
-    if settings.api_keys:
-        return Key(keys[0], '"${KEEPWARM_API_KEYS%%,*}"')
-    return Key(keys[0], f'"{first_key(settings.api_key_file)}"')
+    return Key(keys[0], f'"{first_key(settings)}"')
 
 
 def _served(url: str, key: Key) -> ServerInfo:

@@ -103,9 +103,11 @@ def _log_discarded() -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-def first_key(file: str) -> str:
-    """A shell expression for the first key of a file, which may have a name before it."""
-    return f"$(awk 'NR == 1 {{print $NF}}' {shlex.quote(file)})"
+def first_key(settings: config.Settings) -> str:
+    """A shell expression for the first API key; in a file a name may stand before it."""
+    if file := config.secret_file(settings.api_keys):
+        return f"$(awk 'NR == 1 {{print $NF}}' {shlex.quote(str(file))})"
+    return "${KEEPWARM_API_KEYS%%,*}"
 
 
 def system_messages(system: Path | None) -> list[dict[str, str]]:

@@ -69,6 +69,8 @@ def serve(
 ) -> None:
     """Serve the OpenAI, Anthropic and Ollama APIs until stopped."""
     given = locals()
+    if (file := given.pop("api_key_file")) is not None:
+        given["api_keys"] = f"{config.FROM_FILE}{file}"
     if model:
         given |= {"model": model[0], "more_models": ",".join(model[1:])}
     _serve(config.load(**given))
@@ -127,8 +129,6 @@ def _other_clients() -> list[str]:
 
 def _key(settings: Settings) -> str:
     """A header that makes the shell insert the key, so that the screen does not show it."""
-    if settings.api_key_file:
-        return f' -H "Authorization: Bearer {first_key(settings.api_key_file)}"'
-    if settings.api_keys:
-        return ' -H "Authorization: Bearer ${KEEPWARM_API_KEYS%%,*}"'
-    return ""
+    if not settings.api_keys:
+        return ""
+    return f' -H "Authorization: Bearer {first_key(settings)}"'

@@ -22,7 +22,7 @@ def open_backend(address: str, password: str = "") -> Backend:
     if url.password is not None:
         raise BadInput(
             "remote has a password in it, which would be shown and logged; "
-            "put it in KEEPWARM_REMOTE_PASSWORD, or in a file that remote_password_file names."
+            "put it in KEEPWARM_REMOTE_PASSWORD, or in a file: remote_password = @file."
         )
     if url.scheme in ("redis", "rediss") and url.hostname:
         return RedisBackend(RedisAddress.parse(url), password)

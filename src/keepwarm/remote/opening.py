@@ -44,10 +44,10 @@ def open_remotes(
 
     A `mixed` machine may hold blocks of other classes, so that what it computes has its own.
     """
-    password = settings.read_remote_password()
+    password = settings.read_secret("remote_password")
     seal = None if disk is None else disk.seal
     mark = (disk.root / SEALED).read_bytes() if disk is not None and seal is not None else b""
-    fleet_key = FleetKey.parse(settings.read_fleet_key())
+    fleet_key = FleetKey.parse(settings.read_secret("fleet_key"))
     tiers = [
         RemoteTier(
             open_backend(address, password),
@@ -68,7 +68,7 @@ def open_remotes(
 
 def measure_remotes(settings: Settings) -> list[RemoteReport]:
     """Try each shared tier of the settings; nothing stays there."""
-    password, is_sealed = settings.read_remote_password(), bool(settings.read_encryption_key())
+    password, is_sealed = settings.read_secret("remote_password"), bool(settings.read_secret("encryption_key"))
     return [_measure(address, password, is_sealed) for address in settings.remotes]
 
 

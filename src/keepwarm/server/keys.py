@@ -82,7 +82,8 @@ class ApiKeys:
 
     def __init__(self, settings: Settings) -> None:
         self._keys = _accepted(settings)
-        self._admin = _digest(settings.admin_key) if settings.admin_key else None
+        admin = settings.read_secret("admin_key")
+        self._admin = _digest(admin) if admin else None
         # With an admin key alone there are no tenants.
         self._shared = settings.share_cache or not self._keys
         self.labels = {key.tenant: key.name for key in self._keys}  # of tenants

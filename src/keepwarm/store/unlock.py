@@ -24,7 +24,7 @@ CHECK = b"keepwarm.check.1"  # what the sealed empty string is sealed under
 SALT_BYTES = 16
 SCRYPT: dict[str, int] = {"n": 1 << 17, "r": 8, "p": 1}  # 128 MiB, and half a second
 MIN_PASSPHRASE = 12  # characters
-SETTINGS = "KEEPWARM_ENCRYPTION_KEY or the setting encryption_key_file"
+SETTINGS = "KEEPWARM_ENCRYPTION_KEY, the key or @file"
 
 
 def unlock(

@@ -23,7 +23,7 @@ def keyed(serving, tmp_path_factory):
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text("alice = a\nbob = b\n")
     file.chmod(0o600)
-    with serving(api_key_file=str(file), admin_key="admin") as live:
+    with serving(api_keys=f"@{file}", admin_key="admin") as live:
         yield live
 
 
@@ -190,8 +190,7 @@ def test_settings_in_force_without_secrets(keyed):
     data = show(keyed, "settings", **ADMIN)["data"]
     found = {setting["name"]: setting for setting in data}
     assert found["admin_key"]["value"] == "set"
-    assert found["api_keys"]["value"] == ""
-    assert found["api_key_file"]["changed"] is True
+    assert (found["api_keys"]["value"], found["api_keys"]["changed"]) == ("set", True)
     assert (found["port"]["value"], found["port"]["changed"]) == ("8181", False)
     assert not found["downloads"]["changed"]
     assert not {"a", "b", "admin"} & {setting["value"] for setting in data}

@@ -82,7 +82,7 @@ def keyed(tmp_path):
         file.write_text("\n".join(lines))
         file.chmod(0o600)
         environ = {"KEEPWARM_HOME": str(tmp_path / "home")}
-        return config.load(environ, api_key_file=str(file), **values)
+        return config.load(environ, api_keys=f"@{file}", **values)
 
     return read
 
@@ -163,7 +163,7 @@ def test_a_replaced_key_finds_its_cache(serving, tmp_path):
     for key in ("old", "new"):
         file.write_text(f"alice = {key}\nbob = his\n")
         file.chmod(0o600)
-        with serving(home=tmp_path / "home", api_key_file=str(file)) as live:
+        with serving(home=tmp_path / "home", api_keys=f"@{file}") as live:
             found.append(reused(live, key))
             if key == "new":
                 assert reused(live, "his") == 0

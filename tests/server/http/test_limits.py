@@ -97,7 +97,7 @@ def test_keys_come_from_a_file_that_only_its_owner_can_read(tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("one\ntwo\n")
     keys.chmod(0o600)
-    given = settings(api_key_file=keys)
+    given = settings(api_keys=f"@{keys}")
     assert given.read_api_keys() == ("one", "two")
     keys.chmod(0o644)
     with pytest.raises(BadInput, match="chmod 600"):
@@ -106,7 +106,7 @@ def test_keys_come_from_a_file_that_only_its_owner_can_read(tmp_path):
 
 def test_keys_do_not_belong_into_the_settings_file(tmp_path):
     (tmp_path / "config.toml").write_text('api_keys = "a"')
-    with pytest.raises(BadInput, match="api_key_file"):
+    with pytest.raises(BadInput, match='api_keys = "@'):
         config.load({"KEEPWARM_HOME": str(tmp_path)})
 
 

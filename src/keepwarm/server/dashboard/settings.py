@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import MISSING, fields
 
-from keepwarm.config import Settings
-from keepwarm.config_values import SECRETS
+from keepwarm.config import SECRETS, Settings
 from keepwarm.server.dashboard.shapes import SettingOut
 
 FOLDERS = frozenset({"home", "store", "downloads"})  # each machine has its own

@@ -34,7 +34,7 @@ def event_publisher(models: Models, settings: Settings) -> EventPublisher | None
     """The publisher that the settings ask for, or none."""
     if not settings.kv_events:
         return None
-    if (settings.api_keys or settings.api_key_file) and not settings.share_cache:
+    if settings.api_keys and not settings.share_cache:
         raise BadInput(
             "KV events cannot tell the blocks of one key from another's; set share_cache, or leave "
             "kv_events empty."
