@@ -11,18 +11,20 @@ import sys
 import tomllib
 from dataclasses import fields
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import typer.main
 import yaml
+from fastapi import FastAPI
 
+import keepwarm
 from keepwarm.cli import main
 from keepwarm.config import Settings
 from keepwarm.kv.kinds import KINDS
 from keepwarm.models.choices import all_choices
+from keepwarm.server.apis import ROUTERS
 from tests.kit import generated
 from tests.kit.checkpoints import write_checkpoint
 from tests.server.processes import served
@@ -35,7 +37,6 @@ ADDRESS = "http://127.0.0.1:8181"  # as pages say it; the suite has a server els
 LANGUAGES = {"python", "sh", "json", "toml", "yaml", "text"}  # the last is not code
 FILES = ("LICENSE", "deploy", "docs", "examples")  # what the code of a page finds beside it
 UNMEASURED = {"KEEPWARM_BLAS": "none", "KEEPWARM_BLAS_THREADS": "1"}  # saves seconds a process
-GROUND = "ground"  # the row of structure.md for modules outside of rooms
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -136,10 +137,38 @@ def test_shell_runs(page, checkpoint, server, tmp_path):
 
 
 @every_page
-def test_every_block_is_run_or_says_why_not(page):
-    """Each has a language that is handled here; data parses, and settings exist."""
-    for block in blocks(page.read_text()):
+def test_page_is_true(page):
+    """Its blocks are run or parse, its links, commands, make targets and variables exist."""
+    text = page.read_text()
+    _check_blocks(text)
+    assert broken_links(page) == []
+    commands = command_lines(text, "keepwarm")
+    assert {line: wrong for line in commands if (wrong := unknown_words(line))} == {}
+    for line in command_lines(text, "make"):
+        assert {word for word in shlex.split(line)[1:] if "=" not in word} <= make_targets(), line
+    for line in command_lines(text, "python"):
+        assert all((ROOT / script).is_file() for script in re.findall(r"\S+\.py", line)), line
+    assert set(re.findall(r"KEEPWARM_[A-Z_]*[A-Z]", text)) <= variables()
+
+
+@cache
+def make_targets():
+    return set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@cache
+def variables():
+    known = {f"KEEPWARM_{field.name.upper()}" for field in fields(Settings)}
+    for path in SOURCE.rglob("*.py"):
+        known |= set(re.findall(r"KEEPWARM_[A-Z_]*[A-Z]", path.read_text()))
+    return known
+
+
+def _check_blocks(text):
+    for block in blocks(text):
         assert block.language in LANGUAGES, f"line {block.line}"
+        if block.language == "python":
+            ast.parse(block.code)
         if block.language == "json":
             json.loads(block.code)
         if block.language == "toml":
@@ -196,24 +225,6 @@ def test_every_page_is_listed():
     assert pages - listed == {"index.md"}
 
 
-def test_the_references_are_cited():
-    page = (ROOT / "docs" / "comparison.md").read_text()
-    words = ("generate.py", "models/cache.py", "#13606", "#17107", "#548", "#917", "kv_cache")
-    assert [word for word in words if word not in page] == []
-
-
-def test_caches_are_compared_in_five_respects():
-    """Those of transformers, llama.cpp, mlx-lm, and ours."""
-    page = (ROOT / "docs" / "comparison.md").read_text()
-    respects = "runtime format | disk format | restoration | partial reuse | memory efficiency"
-    _, table = page.split(f"| {respects} |\n", 1)
-    rows = [line.split("|")[1:-1] for line in table.split("\n\n")[0].splitlines()[1:]]
-    assert {len(row) for row in rows} == {6}
-    names = " ".join(row[0] for row in rows)
-    for name in ("legacy tuples", "DynamicCache", "StaticCache", "llama.cpp", "mlx-lm", "Keepwarm"):
-        assert name in names
-
-
 # Commands.
 
 
@@ -252,47 +263,6 @@ def unknown_words(line: str) -> list[str]:
     return [word for word in rest if re.match(r"--\w", word) and word not in options]
 
 
-def test_wrong_commands_are_seen():
-    assert unknown_words("keepwarm run - --json") == []
-    assert unknown_words("keepwarm fly") == ["fly"]
-    assert unknown_words("keepwarm --fly") == ["--fly"]
-    assert unknown_words("keepwarm run hi --fast") == ["--fast"]
-    assert unknown_words("keepwarm cache burn") == ["cache burn"]
-    assert unknown_words("keepwarm cache rm x --hard") == ["--hard"]
-    assert unknown_words("keepwarm launch claude --run -- --resume") == []
-    text = "`keepwarm a`\n```sh\nhead -c 9 x | keepwarm b # c\n```\n"
-    assert command_lines(text, "keepwarm") == ["keepwarm b", "keepwarm a"]
-
-
-@every_page
-def test_commands_exist(page):
-    lines = command_lines(page.read_text(), "keepwarm")
-    assert {line: wrong for line in lines if (wrong := unknown_words(line))} == {}
-
-
-@every_page
-def test_make_targets_exist(page):
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for line in command_lines(page.read_text(), "make"):
-        named = [word for word in shlex.split(line)[1:] if "=" not in word]
-        assert set(named) <= set(targets), line
-
-
-@every_page
-def test_scripts_exist(page):
-    for line in command_lines(page.read_text(), "python"):
-        for script in re.findall(r"\S+\.py", line):
-            assert (ROOT / script).is_file(), line
-
-
-@every_page
-def test_variables_exist(page):
-    known = {f"KEEPWARM_{field.name.upper()}" for field in fields(Settings)}
-    for path in SOURCE.rglob("*.py"):
-        known |= set(re.findall(r"KEEPWARM_[A-Z_]*[A-Z]", path.read_text()))
-    assert set(re.findall(r"KEEPWARM_[A-Z_]*[A-Z]", page.read_text())) <= known
-
-
 # Links.
 
 
@@ -323,34 +293,22 @@ def broken_links(page: Path) -> list[str]:
     return broken
 
 
-@every_page
-def test_links_lead_somewhere(page):
-    assert broken_links(page) == []
-
-
-def test_a_broken_link_is_seen(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("# A b\n[x](#a-b) [x](#c) [x](page.md#a-b) [x](gone.md) [x](https://a.b/c)\n")
-    assert broken_links(page) == ["#c", "gone.md"]
-
-
-def test_a_broken_picture_is_seen(tmp_path):
+def test_a_wrong_page_is_seen(tmp_path):
+    """Control for the readers above."""
     page = tmp_path / "page.md"
     page.write_text(
-        '<picture>\n<source media="x" srcset="page.md 1x, a.png 2x">\n'
-        '<img src="b.png" alt="see">\n<img alt="c"\n src=\'page.md\'></picture>\n'
-        '<a href="d.md">d</a> <a href="https://a.b/c">c</a>\n```text\n<img src="e.png">\n```\n'
+        "# A b\n[x](#a-b) [x](#c) [x](page.md#a-b) [x](gone.md) [x](https://a.b/c)\n"
+        '<source srcset="page.md 1x, a.png 2x"><img src="b.png">\n'
     )
-    assert sorted(broken_links(page)) == ["a.png", "b.png", "d.md"]
+    assert sorted(broken_links(page)) == ["#c", "a.png", "b.png", "gone.md"]
+    wrong = {"fly": ["fly"], "run hi --fast": ["--fast"], "cache burn": ["cache burn"]}
+    assert {words: unknown_words(f"keepwarm {words}") for words in wrong} == wrong
+    assert unknown_words("keepwarm launch claude --run -- --resume") == []
+    text = "`keepwarm a`\n```sh\nhead -c 9 x | keepwarm b # c\n```\n"
+    assert command_lines(text, "keepwarm") == ["keepwarm b", "keepwarm a"]
 
 
 # What single pages promise.
-
-
-def test_the_versions_that_were_compared_are_installed():
-    """After an upgrade compare docs/caches.md again and change its line."""
-    line = f"Compared with mlx-lm {version('mlx-lm')}, mlx {version('mlx')}."
-    assert line in (ROOT / "docs" / "caches.md").read_text().splitlines()
 
 
 def test_every_cache_class_has_its_row():
@@ -377,37 +335,33 @@ def test_the_structure_names_files_that_exist():
     assert [f for f in files if not (f.is_dir() or f.with_suffix(".py").is_file())] == []
 
 
-def test_the_structure_is_a_map_of_two_screens():
-    lines = (ROOT / "docs" / "structure.md").read_text().splitlines()
-    assert len(lines) <= 120
-    assert (
-        max(len(cell) for line in lines if line.startswith("|") for cell in line.split("|")) < 200
-    )
-
-
 def test_examples_are_named_somewhere():
     text = "".join(page.read_text() for page in PAGES)
     assert all(f"examples/{path.name}" in text for path in (ROOT / "examples").glob("*.py"))
 
 
-def test_code_parses():
-    """Also that which is not run."""
-    for page in PAGES:
-        for block in blocks(page.read_text()):
-            if block.language == "python":
-                ast.parse(block.code)
+# What the reference must name.
 
 
-def test_the_page_on_metal_names_every_branch():
-    """Files that ask for the system, the GPU, or what only one system has."""
-    branch = re.compile(
-        r"sys\.platform|F_FULLFSYNC|fullfsync|mx\.(metal|cuda|gpu)|(if|on)_cuda|posix_fadvise|mx\.cpu\b"
-        r"|set_wired_limit\(|# macOS"
-    )
-    source = ROOT / "src" / "keepwarm"
-    files = [file for file in source.rglob("*.py") if branch.search(file.read_text())]
-    found = {
-        str(file.relative_to(source)) for file in files if source / "bench" not in file.parents
-    }
-    rows = re.findall(r"^\| (`.+?) \| ", (ROOT / "docs" / "metal.md").read_text(), re.MULTILINE)
-    assert {name for row in rows for name in re.findall(r"`(.+?)`", row)} == found
+def test_every_route_is_documented():
+    """Those of the dashboard are for its page alone."""
+    app = FastAPI()
+    for router in ROUTERS:
+        app.include_router(router)
+    text = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("serving", "operations"))
+    known = unnamed(text)
+    paths = [unnamed(path) for path in app.openapi()["paths"]]
+    assert "/v1/chat/completions" in paths
+    missing = [path for path in paths if not re.search(rf"[` ]{re.escape(path)}[`?]", known)]
+    assert {path.rsplit("/dashboard/", 1)[0] for path in missing} == {"/v1"}
+
+
+def unnamed(text: str) -> str:
+    """Paths without the names of their parameters."""
+    return re.sub(r"\{\w+\}", "{}", text)
+
+
+def test_every_public_name_is_documented():
+    text = (ROOT / "docs" / "api.md").read_text()
+    public = [name for name in keepwarm.__all__ if not name.startswith("_")]
+    assert [name for name in public if f"\n### `{name}`\n" not in text] == []

@@ -129,11 +129,14 @@ def test_a_line_that_is_neither_is_refused_by_its_number(keyed, line):
         keyed("first", line).read_api_keys()
 
 
-def test_variable_and_admin(keyed):
-    settings = keyed("alice = secret", api_keys="plain,secret", admin_key="root")
-    assert caller(settings, "plain").name == digest("plain").hex()[:8]
-    assert caller(settings, "secret").name == digest("secret").hex()[:8], "the variable wins"
-    assert caller(settings, "root").name == "admin"
+def test_admin_key_beside_a_key_file_is_the_admin(keyed, tmp_path):
+    file = tmp_path / "admin"
+    file.write_text("root\n")
+    file.chmod(0o600)
+    for admin in ("root", f"@{file}"):
+        settings = keyed("alice = secret", admin_key=admin)
+        assert caller(settings, "secret").name == "alice"
+        assert caller(settings, "root").name == "admin"
 
 
 def test_a_damaged_book_is_told_and_not_overwritten(keyed, tmp_path):
