@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -199,3 +201,42 @@ class SingleFlight(Generic[T]):
     def _end(self, what: Hashable) -> list[Future[T]]:
         with self._lock:
             return self._under_way.pop(what)
+
+
+class DeviceLock:
+    """One engine at a time computes; who waits longest is next.
+
+    So engines with work alternate, a step each, and a step measures its own model alone.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_taken = False
+        self._waiting: deque[threading.Event] = deque()
+
+    @contextmanager
+    def take(self) -> Iterator[None]:
+        """Inside, no other engine computes."""
+        granted = threading.Event()
+        with self._lock:
+            if self._is_taken:
+                self._waiting.append(granted)
+            else:
+                self._is_taken = True
+                granted.set()
+        granted.wait()
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    def others_wait(self) -> bool:
+        """Whether another engine waits for this one to end."""
+        return bool(self._waiting)
+
+    def _pass_on(self) -> None:
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().set()
+            else:
+                self._is_taken = False

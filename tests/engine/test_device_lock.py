@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from keepwarm.engine.admission import DeviceLock
+from keepwarm.concurrency import DeviceLock
 from tests.kit.waiting import wait_until
 
 N = 20

@@ -9,7 +9,8 @@ import pytest
 from keepwarm import config
 from keepwarm.cache.restore.rates import SliceCosts
 from keepwarm.cache.store import Budgets, Store
-from keepwarm.engine.admission import DeviceLock, EngineConfig
+from keepwarm.concurrency import DeviceLock
+from keepwarm.engine.admission import EngineConfig
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import InsufficientResources
 from keepwarm.telemetry.ledger import Ledger

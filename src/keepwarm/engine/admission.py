@@ -4,9 +4,7 @@ of several engines may compute."""
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -151,42 +149,3 @@ def _total_bytes(leases: Sequence[Lease]) -> int:
         for rows in batches.values()
     )
     return padded + sum(x.n_bytes for x in leases if x.is_joining and x.batch is not None)
-
-
-class DeviceLock:
-    """One engine at a time computes; who waits longest is next.
-
-    So engines with work alternate, a step each, and a step measures its own model alone.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._is_taken = False
-        self._waiting: deque[threading.Event] = deque()
-
-    @contextmanager
-    def take(self) -> Iterator[None]:
-        """Inside, no other engine computes."""
-        granted = threading.Event()
-        with self._lock:
-            if self._is_taken:
-                self._waiting.append(granted)
-            else:
-                self._is_taken = True
-                granted.set()
-        granted.wait()
-        try:
-            yield
-        finally:
-            self._pass_on()
-
-    def others_wait(self) -> bool:
-        """Whether another engine waits for this one to end."""
-        return bool(self._waiting)
-
-    def _pass_on(self) -> None:
-        with self._lock:
-            if self._waiting:
-                self._waiting.popleft().set()
-            else:
-                self._is_taken = False

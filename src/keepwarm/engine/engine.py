@@ -19,12 +19,13 @@ from typing import Self, TypeAlias, TypeVar
 
 from keepwarm import blas
 from keepwarm.cache.store import Store
+from keepwarm.concurrency import DeviceLock
 from keepwarm.config import Settings
 from keepwarm.config import load as load_settings
 from keepwarm.device.limits import MemoryScopes, scopes_of_process
 from keepwarm.device.memory import MemoryConfig, memories
 from keepwarm.device.pressure import Watcher, make_guards
-from keepwarm.engine.admission import Admission, DeviceLock, EngineConfig
+from keepwarm.engine.admission import Admission, EngineConfig
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.audit import Auditor
 from keepwarm.engine.chores import Chores

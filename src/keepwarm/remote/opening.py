@@ -68,7 +68,10 @@ def open_remotes(
 
 def measure_remotes(settings: Settings) -> list[RemoteReport]:
     """Try each shared tier of the settings; nothing stays there."""
-    password, is_sealed = settings.read_secret("remote_password"), bool(settings.read_secret("encryption_key"))
+    password, is_sealed = (
+        settings.read_secret("remote_password"),
+        bool(settings.read_secret("encryption_key")),
+    )
     return [_measure(address, password, is_sealed) for address in settings.remotes]
 
 

@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from keepwarm.concurrency import DeviceLock
 from keepwarm.config import Settings
-from keepwarm.engine.admission import DeviceLock
 from keepwarm.errors import (
     EngineFailed,
     InsufficientResources,
