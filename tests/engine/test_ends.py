@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -268,12 +269,16 @@ def test_a_cold_answer_is_not_audited(models, tmp_path):
         assert engine.stats().counters["audits"] == 0
 
 
+NEVER: Any = SimpleNamespace(ended=False, prefill=SimpleNamespace(n_done=0))
+
+
 class Unhurried(Engine):
     """Audits are queued and never run."""
 
-    def _step(self) -> bool:
-        self._scheduler.waiting = [job for job in self._scheduler.waiting if not job.audit]
-        return super()._step()
+    def _on_kept(self, sequence: RunningSequence) -> None:
+        super()._on_kept(sequence)
+        for job in [job for job in self._scheduler.jobs if job.audit]:
+            job.waits_for, job.wait_until = NEVER, 1
 
 
 def test_audits_do_not_count_against_the_queue(models, tmp_path):

@@ -397,7 +397,7 @@ def test_the_loop_outlives_a_failing_scheduler(model_of, models, tmp_path):
         assert isinstance(next(running), Started)
 
         def break_it() -> None:
-            engine._scheduler.waiting = None
+            engine._scheduler.prefilling = None
 
         engine.call(break_it).result()
         assert "other requests continue" in error_of(running)

@@ -10,7 +10,7 @@ import pytest
 from keepwarm.engine import intake
 from keepwarm.engine.admission import kv_bytes
 from keepwarm.engine.intake import LEASE_TOKENS, MAX_PREFILLS
-from keepwarm.engine.jobs import KeyTurns
+from keepwarm.engine.jobs import KeyRotation
 from tests.kit.devices import M4_MAX, Simulation, simulated
 from tests.kit.engines import ask, engine_on
 from tests.kit.runs import prompt_of
@@ -48,10 +48,10 @@ def test_the_prompts_of_a_key_take_turns(sim):
 
 def test_the_key_whose_turn_is_longest_ago_is_first(sim):
     jobs = {tenant: sim.send(16, tenant=tenant).job for tenant in "abc"}
-    turns = KeyTurns()
+    rotation = KeyRotation()
     for tenant in "ab":
-        turns.take(jobs[tenant])
-    assert turns.order(jobs.values()) == [jobs["c"], jobs["a"], jobs["b"]]
+        rotation.serve(jobs[tenant])
+    assert rotation.order(jobs.values()) == [jobs["c"], jobs["a"], jobs["b"]]
 
 
 def test_memory_for_joining_is_given_back(sim):

@@ -87,3 +87,8 @@ def test_there_is_nothing_to_settle_on_its_own_thread_or_after_the_end(engine):
     engine.call(engine.settle).result(timeout=300)
     engine.close()
     engine.settle()
+
+
+def test_call_on_its_own_thread_raises_instead_of_waiting_for_itself(engine):
+    with pytest.raises(RuntimeError, match="on the engine's thread"):
+        engine.call(lambda: engine.call(lambda: None).result()).result(timeout=300)

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from keepwarm import config
+from keepwarm.engine.jobs import JobStatus
 from keepwarm.errors import BadInput
 from keepwarm.server import process
 from keepwarm.server.http.logs import LINES_PER_MINUTE, JsonFormatter, log_fields, log_to_stderr
@@ -226,7 +227,7 @@ def test_a_request_that_is_just_being_started_is_unfinished(serving, monkeypatch
         asked.start()
         try:
             assert entered.wait(300)
-            assert not scheduler.waiting
+            assert [job.status for job in scheduler.jobs] == [JobStatus.RESTORING]
             assert live.models.n_unfinished == 1
         finally:
             go_on.set()

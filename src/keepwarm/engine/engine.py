@@ -14,8 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from typing import Self, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 from keepwarm import blas
 from keepwarm.cache.store import Store
@@ -51,7 +50,34 @@ from keepwarm.text.sandbox.deadline import PrepareDeadline
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
-Command: TypeAlias = Callable[[], None]
+
+
+class Submit(NamedTuple):
+    """Run a request."""
+
+    job: Job
+
+
+class Cancel(NamedTuple):
+    """The client no longer wants this answer."""
+
+    answer: Answer
+
+
+class EndSaved(NamedTuple):
+    """A durable job is on disk: send its end."""
+
+    job: Job
+
+
+class Call(NamedTuple):
+    """Run `work` between two steps; its result goes to `future`."""
+
+    work: Callable[[], Any]
+    future: Future[Any]
+
+
+Command: TypeAlias = Submit | Cancel | EndSaved | Call
 
 
 class Engine:
@@ -90,10 +116,10 @@ class Engine:
         self._device = device or DeviceLock()
         probe = run_probe(model.module, make_caches(model.module))
         self.preparer = Preparer.of(model, probe.n_logits, recent, settings, self.config.isolated)
-        self._texts = RecentTexts(recent, self.ledger, self.preparer, self._post)
+        self._texts = RecentTexts(recent, self.ledger, self.preparer, self._run_later)
         self._lanes = Lanes(model, self.store, self.live, probe.layout, padding_book(settings.home))
         self._admission = Admission(memory.batch_bytes)
-        self._chores = Chores(self.store, lambda job: self._post(partial(self._scheduler.end, job)))
+        self._chores = Chores(self.store, lambda job: self._post(EndSaved(job)))
         self._preparation = Preparation(
             *(self.config, self.sampling, self._lanes, self.preparer, self._chores),
             call=self.call,
@@ -155,7 +181,7 @@ class Engine:
         with self._changed:  # a job posted here is seen by `close`, which ends it
             self._check_open()
             self._check_queue()
-            self._post(lambda: self._add(job))
+            self._post(Submit(job))
         return job.answer
 
     def warm(
@@ -171,17 +197,21 @@ class Engine:
         return self.call(lambda: look_up(lane, prepared.tokens)).result()
 
     def call(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` on the engine's thread, between two steps."""
+        """Run `work` on the engine's thread, between two steps. Raises on that thread, which would
+        wait for itself."""
+        if self._is_on_thread:
+            raise RuntimeError("Engine.call was called on the engine's thread; run the work there.")
         future: Future[T] = Future()
-
-        def command() -> None:
-            try:
-                future.set_result(work())
-            except Exception as error:
-                future.set_exception(error)
-
-        self._post(command)
+        self._post(Call(work, future))
         return future
+
+    def _run_later(self, work: Callable[[], None]) -> None:
+        """The same, from any thread, for work that nobody waits for."""
+        self._post(Call(work, Future()))
+
+    @property
+    def _is_on_thread(self) -> bool:
+        return threading.current_thread() is self._thread
 
     # state
 
@@ -247,7 +277,7 @@ class Engine:
     def settle(self) -> None:
         """Return once all answers are on disk and recorded with their agents."""
         with suppress(Stopping):  # a closed engine has settled
-            if threading.current_thread() is not self._thread:
+            if not self._is_on_thread:
                 self.call(lambda: None).result()  # answers are sent before they are kept
             self._chores.settle()
             self.store.flush()
@@ -309,10 +339,27 @@ class Engine:
             self._is_running_command = True  # before the pop: `drain` waits for it
             command = self._commands.popleft()
             try:
-                command()
+                self._run_command(command)
             except Exception:
                 LOG.exception("a command of the engine failed")
         self._is_running_command = False
+
+    def _run_command(self, command: Command) -> None:
+        match command:
+            case Submit(job):
+                self._scheduler.add(job)
+                self._texts.add_request(job)
+            case Cancel(answer):
+                for job in self._scheduler.jobs:
+                    if job.answer is answer:
+                        self._scheduler.abort(job, Cancelled("The request was cancelled."))
+            case EndSaved(job):
+                self._scheduler.end(job)
+            case Call(work, future):
+                try:
+                    future.set_result(work())
+                except Exception as error:
+                    future.set_exception(error)
 
     def _step(self) -> bool:
         try:
@@ -343,13 +390,8 @@ class Engine:
             self._accepting = False
 
     def _cancel(self, answer: Answer) -> None:
-        def cancel() -> None:
-            for job in self._scheduler.jobs:
-                if job.answer is answer:
-                    self._scheduler.abort(job, Cancelled("The request was cancelled."))
-
         with suppress(Stopping):  # a closed engine has ended it
-            self._post(cancel)
+            self._post(Cancel(answer))
 
     def _abort_all(self) -> None:
         for job in self._scheduler.jobs:
@@ -367,10 +409,6 @@ class Engine:
 
     def _count_audit(self, is_equal: bool) -> None:
         self.ledger.count(audits=1, drifts=not is_equal)
-
-    def _add(self, job: Job) -> None:
-        self._scheduler.add(job)
-        self._texts.add_request(job)
 
     def _on_end(self, job: Job, error: KeepwarmError | None) -> None:
         self._texts.remember(job)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from keepwarm.cache.restore.loading import Fault
 from keepwarm.cache.restore.restorer import Capture
 from keepwarm.engine.admission import Admission, kv_bytes
-from keepwarm.engine.jobs import Job, PrefillTask, RunningSequence
+from keepwarm.engine.jobs import Job, JobStatus, PrefillTask, RunningSequence
 from keepwarm.engine.lane import MIN_SHARED_TOKENS, Lane, WarmPrefix
 from keepwarm.engine.prefill import Clock, Prefill, Stopwatch
 from keepwarm.engine.sampling import PromptScores, Sampler
@@ -27,21 +27,21 @@ FAULTS: Mapping[Fault, MissCause] = {
     "error": "failed",
 }
 LEASE_TOKENS = 1024  # answer tokens that memory is reserved for at a time
-MAX_PREFILLS = 4  # prompts that take turns
+MAX_PREFILLS = 4  # prompts that are prefilled in rotation
 MAX_EXTRA_PREFILLS = 4  # more that need only one slice, or have a higher priority
 MAX_ROWS = 64  # sequences in all batches together
 MAX_OWN_PREFILLS, MAX_OWN_ROWS = 6, 48  # of one API key
 
 
-class Places(NamedTuple):
-    """The places in the engine that are taken."""
+class BatchSlots(NamedTuple):
+    """What runs, which bounds what may be started."""
 
     prefilling: Sequence[PrefillTask]
     rows: Sequence[RunningSequence]
     slice_tokens: Callable[[Lane, int, int], int]  # of the next slice: context, rest
 
     @property
-    def are_taken(self) -> bool:
+    def full(self) -> bool:
         most = MAX_PREFILLS + MAX_EXTRA_PREFILLS
         return len(self.prefilling) >= most or len(self.rows) >= MAX_ROWS
 
@@ -50,7 +50,7 @@ class Places(NamedTuple):
         tenant = job.request.tenant
         held = (self.prefilling, self.rows) if tenant else ((), ())
         n_prefills, n_rows = (
-            sum(one.job.request.tenant == tenant for one in places) for places in held
+            sum(one.job.request.tenant == tenant for one in running) for running in held
         )
         return n_prefills, n_rows
 
@@ -82,18 +82,18 @@ class Intake:
             job.lease = self._admission.reserve(n_bytes, batch, n_rows=max(1, job.n_answers))
         return job.lease is not None
 
-    def has_place(self, job: Job, places: Places) -> bool:
+    def has_slot(self, job: Job, slots: BatchSlots) -> bool:
         """Some are left to other keys, some to jobs that are urgent or need only one slice."""
-        n_prefills, n_rows = places.of_key(job)
+        n_prefills, n_rows = slots.of_key(job)
         if n_prefills >= MAX_OWN_PREFILLS or n_rows >= MAX_OWN_ROWS:
             return False
-        if len(places.prefilling) < MAX_PREFILLS and n_prefills < MAX_PREFILLS - 1:
+        if len(slots.prefilling) < MAX_PREFILLS and n_prefills < MAX_PREFILLS - 1:
             return True
-        if job.request.priority > max(task.job.request.priority for task in places.prefilling):
+        if job.request.priority > max(task.job.request.priority for task in slots.prefilling):
             return True
         n_uncached = self.n_uncached(job)
         n_warm = len(job.tokens) - n_uncached
-        return n_uncached <= places.slice_tokens(job.lane, n_warm, n_uncached)
+        return n_uncached <= slots.slice_tokens(job.lane, n_warm, n_uncached)
 
     def n_uncached(self, job: Job) -> int:
         """Prompt tokens that are not cached, as of the first call: a look-up takes time."""
@@ -133,6 +133,7 @@ class Intake:
                 self._publish(task)
         if job.waits_for is not None:
             job.release()  # while it waits it needs no memory
+            job.advance(JobStatus.WAITING)
         return job.waits_for is not None
 
     def _wait_for(self, job: Job, task: PrefillTask, n_tokens: int) -> None:
@@ -150,6 +151,7 @@ class Intake:
             return False
         if job.loading is None:
             job.loading = job.lane.begin_loading(job.tokens, job.request.policy)
+            job.advance(JobStatus.WAITING if job.loading is None else JobStatus.RESTORING)
         return job.loading is not None and job.loading.in_background and not job.loading.advance()
 
     def start(self, job: Job, tasks: Iterable[PrefillTask]) -> PrefillTask:
@@ -164,6 +166,7 @@ class Intake:
         job.sequences = [_sequence(job, choice) for choice in range(job.n_answers)]
         job.answer.put(Started(job.receipt))
         job.on_start(job)
+        job.advance(JobStatus.PREFILLING)
         task = _task(job, job.tokens, warm, job.sequences, self._clock)
         if job.request.score_prompt:
             task.prefill.scores = PromptScores(job.tokens[0], job.request.sampling.top_logprobs)

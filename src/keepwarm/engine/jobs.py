@@ -3,15 +3,16 @@
 Job               one request, from its arrival to its last event
 RunningSequence   one of its answers
 PrefillTask       a prompt being prefilled; afterwards its sequences join the batch
-KeyTurns          whose turn it is
+KeyRotation       whose key is served next
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from itertools import count
 
 import mlx.core as mx
@@ -50,7 +51,7 @@ from keepwarm.text.tools import calls_of_round, signature_of
 
 LOG = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
-MAX_TENANTS = 1024  # whose turns are remembered
+MAX_TENANTS = 1024  # that are remembered
 
 
 class RunningSequence(Row):
@@ -145,6 +146,29 @@ class RunningSequence(Row):
         return infos
 
 
+class JobStatus(Enum):
+    """How far a job is."""
+
+    WAITING = auto()  # for a slot, for memory, or for a prefix that another job computes
+    RESTORING = auto()  # its known prefix is looked up and loaded
+    PREFILLING = auto()
+    DECODING = auto()
+    SAVING = auto()  # all is computed, and the client waits until it is on disk
+    DONE = auto()  # its last event was sent
+
+
+NEXT_STATUSES: Mapping[JobStatus, frozenset[JobStatus]] = {
+    JobStatus.WAITING: frozenset({JobStatus.RESTORING, JobStatus.DONE}),
+    # NOTE: back to waiting when, while it loads, another job begins to compute the same prefix.
+    JobStatus.RESTORING: frozenset({JobStatus.WAITING, JobStatus.PREFILLING, JobStatus.DONE}),
+    JobStatus.PREFILLING: frozenset({JobStatus.DECODING, JobStatus.SAVING, JobStatus.DONE}),
+    # NOTE: back to prefilling when its batch failed and is rebuilt.
+    JobStatus.DECODING: frozenset({JobStatus.PREFILLING, JobStatus.SAVING, JobStatus.DONE}),
+    JobStatus.SAVING: frozenset({JobStatus.DONE}),
+    JobStatus.DONE: frozenset(),
+}
+
+
 @dataclass(eq=False)
 class Job:
     """One request from its arrival to its last event."""
@@ -173,7 +197,7 @@ class Job:
     wait_until: int = 0  # tokens that `waits_for` must have prefilled
     n_uncached: int | None = None  # tokens that were not cached at the first look-up
     since: int | None = None  # the store's generation on arrival
-    ended: bool = False
+    status: JobStatus = JobStatus.WAITING
 
     def __post_init__(self) -> None:
         self.arrived = self._last_heartbeat = self.clock()
@@ -181,6 +205,25 @@ class Job:
     @property
     def tokens(self) -> list[int]:
         return self.prepared.tokens
+
+    def advance(self, status: JobStatus) -> None:
+        """Go on to a status, or stay in it."""
+        if status is not self.status:
+            assert status in NEXT_STATUSES[self.status], f"{self.status} → {status}"
+            self.status = status
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether none of its tokens is in a batch or about to be fed."""
+        return self.status in (JobStatus.WAITING, JobStatus.RESTORING)
+
+    @property
+    def is_computed(self) -> bool:
+        return self.status in (JobStatus.SAVING, JobStatus.DONE)
+
+    @property
+    def ended(self) -> bool:
+        return self.status is JobStatus.DONE
 
     def capture(self, tokens: list[int], lane: Lane | None = None) -> Capture:
         """Saves what is computed of these tokens, in its own lane or another."""
@@ -263,7 +306,7 @@ class Job:
         """Send the last event; only the first call has an effect."""
         if self.ended:
             return
-        self.ended = True
+        self.advance(JobStatus.DONE)
         self.release()
         if error is None and self.receipt is not None:
             self.receipt = self._final(self.receipt)
@@ -347,14 +390,14 @@ class PrefillTask:
         return len(self.tokens) > len(self.job.tokens)
 
 
-class KeyTurns:
-    """The API keys take turns: one whose last turn is longest ago goes first."""
+class KeyRotation:
+    """API keys are served in rotation: the one that was served longest ago goes first."""
 
     def __init__(self) -> None:
         self._last: dict[str, int] = {}  # by tenant, the latest last
         self._numbers = count(1)
 
-    def take(self, job: Job) -> None:
+    def serve(self, job: Job) -> None:
         tenant = job.request.tenant
         self._last.pop(tenant, None)
         self._last[tenant] = next(self._numbers)
@@ -362,9 +405,9 @@ class KeyTurns:
             del self._last[next(iter(self._last))]
 
     def last(self, job: Job) -> int:
-        """The number of its key's last turn; 0 if there was none."""
+        """When its key was last served, as a number; 0 if it never was."""
         return self._last.get(job.request.tenant, 0)
 
     def order(self, jobs: Iterable[Job]) -> list[Job]:
-        """By priority, then by whose key's turn it is, then as they were."""
+        """By priority, then by when their keys were last served, then as they were."""
         return sorted(jobs, key=lambda job: (-job.request.priority, self.last(job)))
