@@ -18,7 +18,7 @@ from keepwarm.errors import BadInput, Cancelled, ContextTooLong, EngineFailed, T
 from keepwarm.models.load import load
 from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.server.http import scrub
-from keepwarm.text import prompt
+from keepwarm.text import prompt, volatile
 from keepwarm.text.detokenize import decode
 from keepwarm.text.grammar import MAX_COMPILED, Grammars
 from keepwarm.text.prepare import Preparer
@@ -557,7 +557,7 @@ def test_a_million_newlines_are_not_looked_at_one_by_one():
             self.calls += 1
 
     pattern = Pattern()
-    rule = replace(scrub.RULES[0], pattern=pattern)
+    rule = replace(volatile.LINES[0], pattern=pattern)
     message = {"role": "system", "content": "\n" * 1_000_000}
     assert scrub.scrub_messages([message], [rule]).messages == [message]
     assert pattern.calls == 1

@@ -12,8 +12,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from keepwarm.errors import ContextTooLong
-from keepwarm.server.http.scrub import SYSTEM_ROLES
-from keepwarm.text.request import Request
+from keepwarm.text.request import SYSTEM_ROLES, Request
 
 if TYPE_CHECKING:
     from keepwarm.engine.engine import Engine

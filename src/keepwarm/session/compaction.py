@@ -17,7 +17,7 @@ from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import chain, common_prefix
 from keepwarm.prefix.policy import Policy
 from keepwarm.prefix.turn import KeptTurn
-from keepwarm.text.request import Message, Receipt, Request, Result, ToolChoice
+from keepwarm.text.request import SYSTEM_ROLES, Message, Receipt, Request, Result, ToolChoice
 
 INSTRUCTION = (
     "Summarise our conversation so far, so that you can go on from your summary alone: the goal, "
@@ -25,7 +25,6 @@ INSTRUCTION = (
     "needed, and what comes next. Write only the summary."
 )
 MAX_TOKENS = 2048  # of a summary
-SYSTEM_ROLES = ("system", "developer")
 WARM_PRIORITY = -1  # after every request that a client waits for
 
 # Questions with nothing in common: the prompts share exactly what comes before any question. A

@@ -18,7 +18,6 @@ from keepwarm.text.past_answers import Continuations, KnownSpan, Splicer, encode
 from keepwarm.text.prompt_limits import PromptLimits
 from keepwarm.text.request import Message, Request, Tool
 from keepwarm.text.special_tokens import Chat, Encode, SpecialTokens
-from keepwarm.text.stable_first import Ordering
 from keepwarm.text.template import Template, normalise, opens_thinking, write
 from keepwarm.text.tokenize_incremental import (
     IncrementalEncoder,
@@ -30,6 +29,7 @@ from keepwarm.text.tokenize_incremental import (
     tokenise,
 )
 from keepwarm.text.tools import BLOCK, CallMarkers, adapt_to_template, tool_format
+from keepwarm.text.volatile import Ordering
 
 RenderUpTo: TypeAlias = Callable[[int], str]  # the rendering of the messages up to this one
 

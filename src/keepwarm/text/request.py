@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Message: TypeAlias = Mapping[str, Any]  # as in OpenAI's API: role, content (text), tool_calls, …
 Tool: TypeAlias = Mapping[str, Any]  # {"type": "function", "function": {name, description, …}}
+SYSTEM_ROLES = ("system", "developer")
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 Vector: TypeAlias = "NDArray[np.float32]"
 Inexact: TypeAlias = Literal[

@@ -1,32 +1,63 @@
-"""Parts of a system text that differ between projects, and from one day to the next.
+"""Text that coding agents change, and the order of a prompt's beginning in spite of it.
 
-Coding agents write them into text that is otherwise the same in every session. A rule knows one
-kind of block by the line it begins with and by where it ends; all other text counts as stable.
+Agents write volatile text into prompts that are otherwise the same in every session: lines that
+change with every request, which the server removes (`server/http/scrub`), and blocks that differ
+between projects and days, which are moved here. A rule knows a line by its exact format, and a
+block by the line it begins with and by where it ends; all other text counts as stable.
+
+Stable system text comes first. What is volatile in it is handed to the template as a later system
+message, before the user speaks. A system message directly behind the user's first one that holds
+such text comes before it, too. Text of users is never changed. The order depends on these messages
+alone, so that every turn of a conversation has the same.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
 from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
+
+from keepwarm.text.request import SYSTEM_ROLES, Message, Request
+from keepwarm.text.template import BETWEEN, Template, text_of
+from keepwarm.text.tools import DEFERRED
 
 REMINDER_OPENS, _CLOSE = "<system-reminder>\n", "\n</system-reminder>"
 _STABLE_REMINDER = re.compile(r"The following (?:skills are available|tools are reachable) ")
 UNCACHED = "uncached"  # the name of what stands behind the last `cache_control` mark
+LATE = "system-message"  # its name in the receipt: it came before the user's first message
+
+
+class LinePosition(StrEnum):
+    HEAD = "the first line of a system block"
+    TAIL = "the last line of a system block"
+    LINE = "any line of a system block"
+    REMINDER = "a `<system-reminder>` block that holds nothing else"
+    REMINDER_LINE = "any line of a `<system-reminder>` block"
 
 
 @dataclass(frozen=True)
-class VolatileBlock:
-    """One kind of block: what it begins with, and where it ends, searched from there."""
+class VolatileText:
+    """One kind of volatile text: a line that is removed, or a block that is moved."""
 
     name: str
-    hint: str  # in every start; a text without it is not searched
-    start: re.Pattern[str]
-    end: re.Pattern[str]
-    is_passing: bool  # it differs within a project, too
     sent_by: str
+    pattern: re.Pattern[str]  # of a whole line, or of the beginning of a block
+    end: re.Pattern[str] | None = None  # of a block, searched behind its beginning
+    hint: str = ""  # in every block; a text without it is not searched
+    is_passing: bool = False  # a block that differs within a project, too
+    positions: AbstractSet[LinePosition] = frozenset()  # of a line that is removed
+    is_default: bool = False  # the line is removed unless a client switches that off
+    example: str = ""
+
+    @cached_property
+    def any_line(self) -> re.Pattern[str]:
+        """Matches every such line of a text."""
+        return re.compile(f"^(?:{self.pattern.pattern})$", re.MULTILINE)
 
 
 class VolatileSpan(NamedTuple):
@@ -36,14 +67,77 @@ class VolatileSpan(NamedTuple):
     is_passing: bool
 
 
+def _line(
+    name: str,
+    pattern: str,
+    positions: AbstractSet[LinePosition],
+    sent_by: str,
+    example: str,
+    *,
+    is_default: bool = True,
+) -> VolatileText:
+    line = VolatileText(name, sent_by, re.compile(pattern), positions=positions, example=example)
+    return replace(line, is_default=is_default)
+
+
 def _block(
     name: str, hint: str, start: str, end: str, sent_by: str, *, is_passing: bool = False
-) -> VolatileBlock:
+) -> VolatileText:
     first, last = (re.compile(each, re.MULTILINE) for each in (start, end))
-    return VolatileBlock(name, hint, first, last, is_passing, sent_by)
+    return VolatileText(name, sent_by, first, last, hint, is_passing)
 
 
-BLOCKS = (
+_COUNTER = {LinePosition.HEAD, LinePosition.TAIL, LinePosition.REMINDER}
+_NUMBER = r"[0-9][0-9.,]*[kKmM]?"
+
+VOLATILE = (
+    _line(
+        "billing-header",
+        r"x-anthropic-billing-header:(?: [a-z][a-z0-9_]*=[^;\n]*;)+",
+        {LinePosition.HEAD},
+        "Claude Code: version, entry point and a hash of the request",
+        "x-anthropic-billing-header: cc_version=2.1.0.abc; cc_entrypoint=cli; cch=0f1e2;",
+    ),
+    _line(
+        "total-tokens",
+        r"<total_tokens>(?:[0-9]+|Infinite) tokens left</total_tokens>",
+        _COUNTER,
+        "Claude Code: tokens left in another model's context",
+        "<total_tokens>180000 tokens left</total_tokens>",
+    ),
+    _line(
+        "token-usage",
+        r"Token usage: [0-9]+/[0-9]+; -?[0-9]+ remaining",
+        _COUNTER,
+        "Claude Code: tokens used of another model's context",
+        "Token usage: 20000/200000; 180000 remaining",
+    ),
+    _line(
+        "budget",
+        rf"USD budget: \${_NUMBER}/\${_NUMBER}; \$-?{_NUMBER} remaining",
+        _COUNTER,
+        "Claude Code: money spent at another model's price",
+        "USD budget: $0.10/$5; $4.90 remaining",
+    ),
+    _line(
+        "output-tokens",
+        rf"Output tokens — turn: {_NUMBER}(?: / {_NUMBER})? · session: {_NUMBER}",
+        _COUNTER,
+        "Claude Code: tokens generated in this turn and session",
+        "Output tokens — turn: 1.2k / 8k · session: 9.6k",
+    ),
+    _line(
+        "date",
+        (
+            r"[ \t]*(?:Today's date is [0-9]{4}-[0-9]{2}-[0-9]{2}\."
+            r"|Today's date: [A-Z][a-z]{2} [A-Z][a-z]{2} [0-9]{2} [0-9]{4}"
+            r"|<current_date>[0-9]{4}-[0-9]{2}-[0-9]{2}</current_date>)"
+        ),
+        {LinePosition.LINE, LinePosition.REMINDER_LINE},
+        "Claude Code, opencode, Codex: today's date, which the model then does not know",
+        "Today's date is 2026-01-31.",
+        is_default=False,
+    ),
     _block(
         "environment",
         "# Environment\nYou have been invoked",
@@ -147,6 +241,125 @@ BLOCKS = (
         is_passing=True,
     ),
 )
+LINES = tuple(each for each in VOLATILE if each.end is None)
+BLOCKS = tuple(each for each in VOLATILE if each.end is not None)
+
+
+class Ordering:
+    """Which prompts of one model are reordered, and how."""
+
+    def __init__(self, setting: str, template: Template, native_tools: bool) -> None:
+        """`own`: where Keepwarm writes the tools; `all`: where the template does, too; or `off`."""
+        moves_behind = setting == "all" and template.takes_system_behind_tools
+        self.tools_first = not native_tools and setting != "off"
+        self._moves_text = self.tools_first or (native_tools and moves_behind)
+        self._splits_user = template.takes_system_between and template.takes_late_system
+
+    def of(self, request: Request) -> Arrangement:
+        """The arrangement of a request; one without tools stays as it is."""
+        messages = request.messages or ()
+        if not self._moves_text or all(tool.get(DEFERRED) for tool in request.tools):
+            return Arrangement()
+        found = Arrangement.of(messages, splits_user=self._splits_user)
+        has_both = self.tools_first and bool(messages) and _is_system(messages[0])
+        return replace(found, names=("tools", *found.names)) if has_both else found
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """What is moved at the beginning of a conversation; by default nothing."""
+
+    names: tuple[str, ...] = ()  # of what is moved, for the receipt
+    spans: Mapping[int, Sequence[VolatileSpan]] = field(default_factory=dict)  # by system message
+    n_opening: int = 0  # messages up to the last that is moved
+    n_reminders: int = 0  # characters of the user's message that stay before the volatile text
+
+    @classmethod
+    def of(cls, messages: Sequence[Message], *, splits_user: bool) -> Arrangement:
+        """For a conversation as the client sent it.
+
+        `splits_user`: the template takes a system message between two of the user.
+        """
+        n_first = sum(1 for _ in takewhile(_is_system, messages))
+        user, late = n_first, n_first + 1
+        has_user = len(messages) > user and messages[user].get("role") == "user"
+        spans = {at: _volatile_spans(messages[at]) for at in range(n_first)}
+        has_late = has_user and len(messages) > late and _is_system(messages[late])
+        if has_late and (found := find_volatile(text_of(messages[late]))):
+            spans[late] = found
+        if not any(spans.values()):
+            return cls()
+        return cls(
+            names=_names(spans, has_late=late in spans),
+            spans=spans,
+            n_opening=n_first + has_user + (late in spans),
+            n_reminders=_n_stable_reminders(messages[user].get("content"))
+            if has_user and splits_user
+            else 0,
+        )
+
+    def apply(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages, or the first of them, in their new order; see `Template.conform`."""
+        opening = messages[: self.n_opening]
+        users = [each for at, each in enumerate(opening) if at not in self.spans]
+        before, after = self._parted(users)
+        volatile = self._volatile(opening)
+        return [
+            *self.stable(messages),
+            *before,
+            *([{"role": "system", "content": volatile}] if volatile else []),
+            *after,
+            *messages[self.n_opening :],
+        ]
+
+    def stable(self, messages: Sequence[Message]) -> list[Message]:
+        """The system messages at the beginning, without what is volatile."""
+        opening = enumerate(messages[: self.n_opening])
+        left = [
+            {**each, "content": _without(each["content"], self.spans[at])}
+            for at, each in opening
+            if at in self.spans
+        ]
+        return [each for each in left if each["content"].strip()]
+
+    def _volatile(self, opening: Sequence[Message]) -> str:
+        """What differs within a project comes last."""
+        found = [
+            (span.is_passing, opening[at]["content"][span.start : span.end].strip("\n"))
+            for at, spans in self.spans.items()
+            if at < len(opening)
+            for span in spans
+        ]
+        return BETWEEN.join(text for _, text in sorted(found, key=lambda each: each[0]) if text)
+
+    def _parted(self, users: Sequence[Message]) -> tuple[list[Message], list[Message]]:
+        if not users or not self.n_reminders:
+            return [], list(users)
+        content = users[0]["content"]
+        reminders, rest = content[: self.n_reminders], content[self.n_reminders + 1 :]
+        return [{**users[0], "content": reminders}], [{**users[0], "content": rest}]
+
+
+def _is_system(message: Message) -> bool:
+    return message.get("role") in SYSTEM_ROLES
+
+
+def _volatile_spans(message: Message) -> Sequence[VolatileSpan]:
+    text, n_cached = text_of(message), _n_cached_chars(message.get("content"))
+    found = find_volatile(text)
+    return found if n_cached is None else _with_uncached(found, n_cached, len(text))
+
+
+def _names(spans: Mapping[int, Sequence[VolatileSpan]], *, has_late: bool) -> tuple[str, ...]:
+    moved = {span.name for each in spans.values() for span in each}
+    return tuple(sorted(moved | {LATE} if has_late else moved))
+
+
+def _without(text: str, spans: Sequence[VolatileSpan]) -> str:
+    """The rest of a text; how many blocks were in it cannot be seen."""
+    edges = [0, *(edge for span in spans for edge in (span.start, span.end)), len(text)]
+    kept = [text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True)]
+    return BETWEEN.join(piece.strip("\n") for piece in kept if piece.strip()) if spans else text
 
 
 def find_volatile(text: str) -> list[VolatileSpan]:
@@ -160,7 +373,9 @@ def find_volatile(text: str) -> list[VolatileSpan]:
     return apart
 
 
-def with_uncached(spans: Sequence[VolatileSpan], n_cached: int, n_chars: int) -> list[VolatileSpan]:
+def _with_uncached(
+    spans: Sequence[VolatileSpan], n_cached: int, n_chars: int
+) -> list[VolatileSpan]:
     """The spans, and between them all that stands behind character `n_cached`."""
     edges = [n_cached, *(edge for span in spans for edge in span[:2] if edge > n_cached), n_chars]
     gaps = [
@@ -171,14 +386,14 @@ def with_uncached(spans: Sequence[VolatileSpan], n_cached: int, n_chars: int) ->
     return sorted([*spans, *gaps])
 
 
-def n_cached_chars(content: Any) -> int | None:
+def _n_cached_chars(content: Any) -> int | None:
     """The length of a text, joined from parts, up to its last `cache_control` mark."""
     parts = _parts(content)
     marked = [at for at, part in enumerate(parts, 1) if part.get("cache_control")]
     return _n_chars(parts[: marked[-1]]) if marked else None
 
 
-def n_stable_reminders(content: Any) -> int:
+def _n_stable_reminders(content: Any) -> int:
     """The length of the reminders that a user message begins with, if they are known as stable."""
     parts = _parts(content)[:-1]  # one stays
     return _n_chars(list(takewhile(_is_stable, parts)))
@@ -197,10 +412,10 @@ def reminder_body(text: str) -> str | None:
     return body if is_one else None
 
 
-def _spans(text: str, block: VolatileBlock) -> Iterator[VolatileSpan]:
+def _spans(text: str, block: VolatileText) -> Iterator[VolatileSpan]:
     at = 0
-    while start := block.start.search(text, at):
-        end = block.end.search(text, start.end())
+    while start := block.pattern.search(text, at):
+        end = block.end.search(text, start.end()) if block.end else None
         if end is None:
             return
         at = end.end()

@@ -14,22 +14,23 @@ from keepwarm.server.anthropic import request as messages
 from keepwarm.server.anthropic.shapes import CountRequest
 from keepwarm.server.http import scrub
 from keepwarm.server.http.request_fields import RequestFields
-from keepwarm.server.http.scrub import RULES, LinePosition, select_rules
+from keepwarm.server.http.scrub import select_rules
 from keepwarm.server.openai import chat
 from keepwarm.server.openai.shapes import ChatRequest
 from keepwarm.server.responses import request as responses_in
 from keepwarm.server.responses.shapes import InputRequest, Item
 from keepwarm.text.request import Breakpoint, KVOptions, Request
+from keepwarm.text.volatile import LINES, LinePosition
 
 PAGE = Path(__file__).parents[3] / "docs" / "scrubbing.md"
 SETTINGS = config.load({})
 CALLER = RequestFields("", None, Policy.READ_WRITE, False, KVOptions(), None)
 DEFAULTS = select_rules()
-BY_NAME = {rule.name: rule for rule in RULES}
+BY_NAME = {rule.name: rule for rule in LINES}
 BILLING = "x-anthropic-billing-header: cc_version=2.1.0.abc; cc_entrypoint=cli; cch={};"
 COUNTER = "<total_tokens>{} tokens left</total_tokens>"
 
-every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+every_rule = pytest.mark.parametrize("rule", LINES, ids=lambda rule: rule.name)
 
 
 def system(*texts):
@@ -158,11 +159,13 @@ def test_a_prompt_never_goes_whole():
     assert scrub.scrub_messages(alone, DEFAULTS) == (alone, (), (0,))
 
 
-LINES = st.lists(
-    st.one_of(st.text(max_size=30), st.sampled_from([rule.example for rule in RULES])), max_size=4
+SOME_LINES = st.lists(
+    st.one_of(st.text(max_size=30), st.sampled_from([rule.example for rule in LINES])), max_size=4
 )
 TEXTS = st.one_of(
-    LINES.map("\n".join), LINES.map("\n".join).map(reminder), st.just("<system-reminder>\n")
+    SOME_LINES.map("\n".join),
+    SOME_LINES.map("\n".join).map(reminder),
+    st.just("<system-reminder>\n"),
 )
 MESSAGES = st.lists(
     st.fixed_dictionaries(
@@ -176,7 +179,7 @@ MESSAGES = st.lists(
 
 
 @given(MESSAGES)
-@example([{"role": "system", "content": "\n".join(rule.example for rule in RULES)}, USER])
+@example([{"role": "system", "content": "\n".join(rule.example for rule in LINES)}, USER])
 def test_only_lines_of_exact_shape_ever_go(messages):
     """What is missing afterwards are whole lines that a rule describes, and blocks left empty."""
     left = scrub.scrub_messages(messages, select_rules("all"))
@@ -207,7 +210,7 @@ def missing(lines, kept):
 
 
 def fits(line):
-    return any(rule.pattern.fullmatch(line) for rule in RULES)
+    return any(rule.pattern.fullmatch(line) for rule in LINES)
 
 
 def may_go(line):
@@ -222,7 +225,7 @@ def lines_of(message):
 
 @given(MESSAGES)
 def test_scrubbing_twice_is_scrubbing_once_where_places_are_whole(messages):
-    rules = tuple(rule for rule in RULES if LinePosition.LINE in rule.positions)
+    rules = tuple(rule for rule in LINES if LinePosition.LINE in rule.positions)
     once = scrub.scrub_messages(messages, rules).messages
     assert list(scrub.scrub_messages(once, rules).messages) == list(once)
 
@@ -348,13 +351,13 @@ def test_an_unknown_rule_is_refused():
 def test_the_page_lists_every_rule():
     """The table of the page is what the code says; the failure shows how it should read."""
     rows = re.findall(r"^\| `[a-z-]+` \| (?:on|off) \|.*$", PAGE.read_text(), re.MULTILINE)
-    assert rows == [row(rule) for rule in RULES]
+    assert rows == [row(rule) for rule in LINES]
 
 
 def row(rule):
     shape = rule.pattern.pattern.replace("|", "\\|")
     places = "; ".join(place.value for place in LinePosition if place in rule.positions)
-    default = "on" if rule.default else "off"
+    default = "on" if rule.is_default else "off"
     return (
         f"| `{rule.name}` | {default} | {rule.sent_by} | {places} | `{rule.example}` | `{shape}` |"
     )

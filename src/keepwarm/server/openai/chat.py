@@ -11,7 +11,6 @@ from keepwarm.errors import BadField
 from keepwarm.server.http.content import Unread, content_of
 from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.request_fields import RequestFields
-from keepwarm.server.http.scrub import SYSTEM_ROLES
 from keepwarm.server.openai.common import (
     Chunks,
     CompletionMeta,
@@ -33,6 +32,7 @@ from keepwarm.server.openai.shapes import (
     ToolCallIn,
 )
 from keepwarm.text.request import (
+    SYSTEM_ROLES,
     Choice,
     Delta,
     Done,

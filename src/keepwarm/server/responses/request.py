@@ -13,7 +13,6 @@ from keepwarm.errors import BadField
 from keepwarm.server.http.body import token_limit
 from keepwarm.server.http.content import ContentPart, Unread, content_of, text_of
 from keepwarm.server.http.request_fields import RequestFields
-from keepwarm.server.http.scrub import SYSTEM_ROLES
 from keepwarm.server.openai.chat import NOT_THINKING, custom_call, custom_function
 from keepwarm.server.responses.shapes import (
     LOGPROBS,
@@ -24,7 +23,7 @@ from keepwarm.server.responses.shapes import (
     ResponseTool,
     TextFormat,
 )
-from keepwarm.text.request import Format, Message, Request, Sampling, Tool, ToolChoice
+from keepwarm.text.request import SYSTEM_ROLES, Format, Message, Request, Sampling, Tool, ToolChoice
 
 REASONING_PREFIX = "keepwarm1:"  # of encoded reasoning that clients send back
 NAMESPACE_SEPARATOR = "__"  # between namespace and function name

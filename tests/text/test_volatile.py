@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from keepwarm.prefix.blocks import common_prefix
 from keepwarm.text.prompt import Prompter
 from keepwarm.text.request import Request
-from keepwarm.text.stable_first import LATE, Arrangement
 from keepwarm.text.template import Template, text_of
-from keepwarm.text.volatile import BLOCKS, UNCACHED, find_volatile
+from keepwarm.text.volatile import BLOCKS, LATE, UNCACHED, Arrangement, find_volatile
 from tests.kit.agent_model import TOOLS_CHATML
 from tests.kit.checkpoints import CHATML
 from tests.kit.tokenizers import WITH_TOOLS, make
@@ -90,7 +89,7 @@ def test_a_block_is_cut_out_whole(name):
 
 def test_every_rule_has_a_sample():
     texts = [text_with(name, "x")[0] for name in SAMPLES | LAST]
-    assert all(any(block.start.search(text) for text in texts) for block in BLOCKS)
+    assert all(any(block.pattern.search(text) for text in texts) for block in BLOCKS)
 
 
 def test_the_page_lists_the_blocks():
