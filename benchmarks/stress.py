@@ -127,8 +127,9 @@ class Client:
         name, fork = self._name, f"{self._name}-fork"
         headers = {"x-keepwarm-agent": name, "x-keepwarm-cache": "durable"}
         status = self.post("/v1/chat/completions", body, **headers)
-        for path in (f"{name}/fork", f"{fork}/pin", f"{fork}/unpin"):
-            self.post(f"/v1/agents/{path}", {"id": fork} if path.endswith("fork") else {})
+        self.post(f"/v1/agents/{name}/fork", {"id": fork})
+        for pinned in (True, False):
+            self._http.patch(f"/v1/agents/{fork}", json={"pinned": pinned})
         self._http.delete(f"/v1/agents/{fork}")
         return status
 

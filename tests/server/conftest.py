@@ -69,6 +69,10 @@ class Live:
         headers = {"Content-Type": "application/json", **headers}
         return self._send("POST", path, headers, content)
 
+    def patch(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        headers = {"Content-Type": "application/json", **headers}
+        return self._send("PATCH", path, headers, json.dumps(body).encode())
+
     def get(self, path: str, **headers: str) -> httpx.Response:
         return self._send("GET", path, headers)
 

@@ -68,12 +68,8 @@ OPERATIONS = [
     ("DELETE", "/v1/agents/{agent_id}"),
     ("POST", "/v1/agents/{agent_id}/fork"),
     ("POST", "/v1/agents/{agent_id}/rewind"),
-    ("POST", "/v1/agents/{agent_id}/pin"),
-    ("POST", "/v1/agents/{agent_id}/unpin"),
-    ("POST", "/v1/agents/{agent_id}/quota"),
     ("GET", "/v1/agents/{agent_id}/export"),
     ("POST", "/v1/agents/{agent_id}/chat/completions"),
-    ("POST", "/v1/agents/{agent_id}/messages"),
     ("POST", "/v1/agents/{agent_id}/v1/messages"),
     ("POST", "/v1/agents/{agent_id}/compact"),
     ("POST", "/v1/admin/agents/{agent_id}/release"),
@@ -102,11 +98,9 @@ OPERATIONS = [
     ("GET", "/v1/dashboard/saved"),
     ("GET", "/v1/dashboard/forest"),
     ("GET", "/v1/dashboard/misses"),
-    ("GET", "/v1/dashboard/misses/{number}"),
 ]
 NOT_HERE = {  # these take the model away; test_admin.py does so
     ("POST", "/v1/admin/load"),
-    ("POST", "/v1/admin/swap"),
     ("POST", "/v1/admin/unload"),
 }
 

@@ -134,7 +134,7 @@ def test_an_id_that_the_client_gives_is_kept_if_it_is_one(keyed, given, is_kept)
 def test_the_dashboard_shows_id_and_key(keyed):
     answer = keyed.post("/v1/chat/completions", body(), **A)
     admin = {"Authorization": "Bearer root"}
-    ended = keyed.get("/v1/dashboard/now", **admin).json()["ended"]
+    ended = keyed.get("/v1/dashboard/requests", **admin).json()["data"]
     (one,) = [each for each in ended if each["request_id"] == answer.headers["x-request-id"]]
     assert one["key"] == "alice"
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.kit.router import fleet, router
-from tests.server.manage.test_prefill import machine
+from tests.server.admin.test_prefill import machine
 from tests.server.processes import PATIENT
 from tests.server.router_soak import measure
 

@@ -1,6 +1,6 @@
 """The HTTP server: its process, its application, and the engine of a model.
 
-Imports `agents`, `cache`, `device`, `engine`, `models`, `prefix`, `server.anthropic`,
-`server.dashboard`, `server.events`, `server.http`, `server.manage`, `server.mcp`, `server.models`,
-`server.ollama`, `server.openai`, `server.responses`, `store`, `text`.
+Imports `agents`, `cache`, `device`, `engine`, `models`, `prefix`, `server.admin`,
+`server.anthropic`, `server.dashboard`, `server.events`, `server.http`, `server.mcp`,
+`server.models`, `server.ollama`, `server.openai`, `server.responses`, `store`, `text`.
 """

@@ -9,18 +9,17 @@ from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 from starlette.routing import BaseRoute
 
+from keepwarm.server.admin import agent_chat, agents, cache, models, monitoring, prompts
 from keepwarm.server.anthropic import routes as anthropic
 from keepwarm.server.dashboard import page as dashboard_page
 from keepwarm.server.dashboard import routes as dashboard
-from keepwarm.server.manage import admin, agents, health, metrics, prompts, talking
-from keepwarm.server.manage import cache as cache_api
 from keepwarm.server.ollama import routes as ollama
 from keepwarm.server.openai import routes as openai
 from keepwarm.server.responses import routes as responses
 from keepwarm.server.responses.background import BackgroundResponses
 from keepwarm.server.responses.store import ResponseStore
 
-FIRST = (health.router, openai.router)
+FIRST = (monitoring.router, openai.router)
 LATER = (
     responses.router,
     responses.conversations,
@@ -28,11 +27,10 @@ LATER = (
     ollama.router,
     agents.router,
     agents.admin_router,
-    talking.router,
-    cache_api.router,
+    agent_chat.router,
+    cache.router,
     prompts.router,
-    admin.router,
-    metrics.router,
+    models.router,
     dashboard.router,
 )
 ROUTERS = (*FIRST, *LATER)
@@ -41,7 +39,7 @@ ROUTERS = (*FIRST, *LATER)
 def later_routes(app: FastAPI) -> list[BaseRoute]:
     """The routes of all but the first APIs, with what they keep in the application."""
     state = app.state
-    state.resident = admin.ResidentModel(state.models, state.settings)
+    state.resident = models.ResidentModel(state.models, state.settings)
     state.responses = ResponseStore(lambda: state.models.store, state.settings.response_ttl_s)
     state.background = BackgroundResponses(state.responses)
     state.closing.push_async_callback(run_in_threadpool, state.responses.close)

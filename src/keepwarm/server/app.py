@@ -20,6 +20,9 @@ from keepwarm.agents.signing import BundleKeys
 from keepwarm.config import Settings
 from keepwarm.errors import KeepwarmError
 from keepwarm.models.catalog import locate
+from keepwarm.server.admin.bundles import Transfers
+from keepwarm.server.admin.monitoring import Metrics, RequestCounter
+from keepwarm.server.admin.monitoring import router as monitoring
 from keepwarm.server.aliases import Aliases
 from keepwarm.server.dashboard.state import DashboardState
 from keepwarm.server.events.publisher import EventPublisher, event_publisher
@@ -29,8 +32,6 @@ from keepwarm.server.http.problems import http_problem, problem_of, respond, val
 from keepwarm.server.http.receipts import RECEIPT_HEADER
 from keepwarm.server.keys import ApiKeys
 from keepwarm.server.late_route import LateRoutes
-from keepwarm.server.manage import health, metrics
-from keepwarm.server.manage.transfers import Transfers
 from keepwarm.server.mcp.endpoint import McpEndpoint, memory_endpoint
 from keepwarm.server.models.models import Models
 from keepwarm.server.ollama.models import Pulls
@@ -62,13 +63,13 @@ def create_app(models: Models, settings: Settings) -> FastAPI:
     app.state.transfers = Transfers()
     app.state.closing = AsyncExitStack()
     app.state.pulls = Pulls(partial(locate, settings=settings, refresh=True))
-    app.state.metrics = metrics.Metrics(models)
+    app.state.metrics = Metrics(models)
     app.state.keys = ApiKeys(settings)
     app.state.mcp = memory_endpoint(models, settings)
     app.state.events = event_publisher(models, settings)
     lines = RecentLines()
     app.state.dashboard = DashboardState(models, settings, lines)
-    for router in (health.router, openai.router):
+    for router in (monitoring, openai.router):
         app.router.routes.extend(router.routes)  # `include_router` builds each a second time
     app.router.routes.append(LateRoutes(app.router, partial(_later_routes, app)))
     _add_error_handlers(app)
@@ -76,7 +77,7 @@ def create_app(models: Models, settings: Settings) -> FastAPI:
     app.add_middleware(Limits, settings=settings, keys=app.state.keys)
     _add_cors(app, settings)
     app.add_middleware(RequestLog, recent=lines)
-    app.add_middleware(metrics.RequestCounter, metrics=app.state.metrics)
+    app.add_middleware(RequestCounter, metrics=app.state.metrics)
     app.add_middleware(Aliases)  # outermost
     return app
 

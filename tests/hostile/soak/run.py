@@ -208,7 +208,8 @@ class Soak:
         if not got.json()["keepwarm"].get("durable"):
             self.report.kept["not acknowledged"] += 1
             return
-        pinned = await client.post(f"{server.url}/v1/agents/kept-{number}/pin", headers=headers)
+        path = f"{server.url}/v1/agents/kept-{number}"
+        pinned = await client.patch(path, json={"pinned": True}, headers=headers)
         if pinned.status_code == 200:
             self._kept[server.place.name].add(number)
             self.report.kept["acknowledged"] += 1

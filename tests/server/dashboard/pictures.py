@@ -186,7 +186,7 @@ def main(minutes: float, folder: Path | None) -> None:
             for minute in (1, 2):
                 team.what_time(live, minute)
             live.post("/v1/agents/coder/fork", {"id": "coder-try"}).raise_for_status()
-            live.post("/v1/agents/planner/pin", {}).raise_for_status()
+            live.patch("/v1/agents/planner", {"pinned": True}).raise_for_status()
             with chromium() as browser:
                 take(live, team, browser, folder)
 

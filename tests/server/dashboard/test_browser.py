@@ -8,9 +8,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from tests.kit.waiting import wait_until
+from tests.server.admin.test_verify import slow_drive
 from tests.server.dashboard.browsers import watched
 from tests.server.dashboard.test_dashboard import LONG, A, B, ask
-from tests.server.manage.test_verify import slow_drive
 
 VIEWS = ["Overview", "Requests", "Forest", "Misses", "Agents", "Health", "Connect"]
 SIZES = [(1280, 900), (390, 844)]

@@ -109,7 +109,7 @@ def test_the_revision_changes_only_when_something_has(serving):
         live.host.engine.settle()
         before = show(live, "now")["revision"]
         assert show(live, "now")["revision"] == before
-        live.post("/v1/agents/one/pin", {}).raise_for_status()
+        live.patch("/v1/agents/one", {"pinned": True}).raise_for_status()
         pinned = show(live, "now")["revision"]
         assert pinned != before
         ask(live, "Another.")

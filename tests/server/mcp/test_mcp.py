@@ -110,10 +110,10 @@ def test_the_last_miss_is_explained_to_its_own_key(live):
     assert own == of_agent
     assert own["miss"]["agent"] == "asked"
     assert own["miss"]["reason"] == "changed"
-    assert "Another begin" in own["text"]["now"]
-    assert "The user asks" in own["text"]["earlier"]
-    assert of_other == {"miss": None, "text": None}
-    assert calls(live, TWO, ("explain_last_miss", {})) == [{"miss": None, "text": None}]
+    assert "Another begin" in own["miss"]["text"]["now"]
+    assert "The user asks" in own["miss"]["text"]["earlier"]
+    assert of_other == {"miss": None}
+    assert calls(live, TWO, ("explain_last_miss", {})) == [{"miss": None}]
 
 
 def test_an_agent_is_compacted_and_deleted_where_that_is_allowed(live):

@@ -142,9 +142,9 @@ def test_operators_see_both(both):
     assert 'keepwarm_model_loaded{model="small"} 1.0' in metrics
     finished = sum(engine.stats().counters["finished"] for engine in both.models.engines)
     assert f'keepwarm_answers_total{{outcome="finished"}} {float(finished)}' in metrics
-    now = both.get("/v1/dashboard/now").json()
-    assert {"of-big", "of-small"} <= {entry["agent"] for entry in now["ended"]}
-    numbers = [entry["number"] for entry in now["ended"]]
+    ended = both.get("/v1/dashboard/requests").json()["data"]
+    assert {"of-big", "of-small"} <= {entry["agent"] for entry in ended}
+    numbers = [entry["number"] for entry in ended]
     assert len(numbers) == len(set(numbers))
     agents = both.get("/v1/agents").json()["data"]
     assert {agent["model"] for agent in agents if agent["id"].startswith("of-")} == {"big", "small"}

@@ -12,7 +12,7 @@ from keepwarm.cache.store import Store
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import BlockKey, Namespace
 from keepwarm.prefix.fingerprint import tenant_of
-from keepwarm.server.dashboard.shapes import BlockRunOut, ForestAgentOut, ForestOut
+from keepwarm.server.dashboard.totals import JsonObject
 from keepwarm.server.http.viewer import Viewer
 from keepwarm.store.tier import StoredBlock
 
@@ -47,7 +47,7 @@ class NamespaceOwners:
             return None
 
 
-def forest_out(store: Store, viewer: Viewer) -> ForestOut:
+def forest_out(store: Store, viewer: Viewer) -> JsonObject:
     """Reads the index of every tier; call it in a thread."""
     disk_store = store.on_disk
     owners = NamespaceOwners(disk_store, viewer)
@@ -56,7 +56,7 @@ def forest_out(store: Store, viewer: Viewer) -> ForestOut:
     forest = build_forest(visible, agents)
     positions = {agent.id: position for position, agent in enumerate(agents)}
     rows = {run.key: row for row, run in enumerate(forest.runs)}
-    named: list[ForestAgentOut] = [
+    named = [
         {
             "id": viewer.agent_name(a.id, owners.tenant_of(a.namespace)) or "",
             "key": viewer.key_label(owners.tenant_of(a.namespace)),
@@ -70,19 +70,15 @@ def forest_out(store: Store, viewer: Viewer) -> ForestOut:
         "blocks": forest.n_blocks,
         "omitted_blocks": forest.left_out,
         "other_blocks": len(owners.hidden),
-        "left_out": forest.left_out,
-        "others": len(owners.hidden),
     }
 
 
-def _run(run: BlockRun, rows: dict[BlockKey, int], positions: dict[str, int]) -> BlockRunOut:
+def _run(run: BlockRun, rows: dict[BlockKey, int], positions: dict[str, int]) -> JsonObject:
     return {
         "id": run.key.hex()[:ID_DIGITS],
         "parent": None if run.parent is None else rows[run.parent],
         "namespace": run.namespace.hex()[:NAMESPACE_DIGITS],
         "first_block": run.number,
-        "family": run.namespace.hex()[:NAMESPACE_DIGITS],
-        "number": run.number,
         "blocks": run.n_blocks,
         "tokens": run.n_tokens,
         "bytes": run.n_bytes,

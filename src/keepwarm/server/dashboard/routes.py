@@ -6,38 +6,25 @@ those of all keys and the totals. No key sees the text of another key's prompts.
 
 from __future__ import annotations
 
-import asyncio
+import json
 import time
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
 from typing import Annotated
 
 from fastapi import Depends, Query, Request
 
 from keepwarm import __version__
+from keepwarm.config import SECRETS
+from keepwarm.engine.stats import MemoryUse
 from keepwarm.errors import UnknownRequest
-from keepwarm.server.clients import ServerInfo
-from keepwarm.server.dashboard.agents import agents_out
-from keepwarm.server.dashboard.connect import clients_out
-from keepwarm.server.dashboard.forest import forest_out
-from keepwarm.server.dashboard.settings import settings_out
-from keepwarm.server.dashboard.shapes import (
-    ActivityOut,
-    CancelledRequestOut,
-    ConnectOut,
-    DivergenceOut,
-    ForestOut,
-    ListedAgentsOut,
-    MissListOut,
-    MissOut,
-    RequestListOut,
-    RequestOut,
-    SavingsOut,
-    SettingListOut,
-    ViewerOut,
-)
+from keepwarm.server.admin.agents import agent_out
+from keepwarm.server.clients import CLIENTS, KEY_VARIABLE, ServerInfo
+from keepwarm.server.dashboard.forest import NamespaceOwners, forest_out
 from keepwarm.server.dashboard.state import Dashboard
 from keepwarm.server.dashboard.totals import (
-    budget_out,
+    JsonObject,
     condition_out,
     health_out,
     latencies_ms,
@@ -50,22 +37,30 @@ from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.request_fields import Config, Served
 from keepwarm.server.http.viewer import CurrentViewer, Viewer, require_totals
 from keepwarm.server.models.models import Models
-from keepwarm.server.models.together import memory_of
 from keepwarm.telemetry.ledger import RequestRecord
 from keepwarm.telemetry.misses import PrefixMiss
 from keepwarm.text.detokenize import decode
 
-N_ENDED = 20
 DAYS_SHOWN = 14
+ONE_FOR_ALL = frozenset({"memory", "buffers"})  # the store's tier, and MLX's buffers
+FOLDERS = frozenset({"home", "store", "downloads"})  # each machine has its own
+TITLES = {
+    "claude": "Claude Code",
+    "codex": "Codex",
+    "opencode": "opencode",
+    "qwen": "Qwen Code",
+    "aider": "aider",
+    "any": "Any OpenAI, Anthropic or Ollama SDK",
+}
+ABOUT_ANY = "Then start the program in the same shell."
 
 router = api_router(prefix="/v1/dashboard", tags=["Dashboard"])
 
 
 @router.get("/now")
-def show_now(models: Served, viewer: CurrentViewer, state: Dashboard) -> ActivityOut:
-    """Waiting, running and recent requests, speed, and memory by budget."""
+def show_now(models: Served, viewer: CurrentViewer, state: Dashboard) -> JsonObject:
+    """Waiting and running requests, speed, and memory by budget."""
     stats, running = models.stats(), _running(models)
-    ended = [record for record in models.ledger.records() if viewer.may_see(record.tenant)]
     return {
         "object": "dashboard.now",
         "time": time.time(),
@@ -76,21 +71,34 @@ def show_now(models: Served, viewer: CurrentViewer, state: Dashboard) -> Activit
             for name in slot.names
         ],
         "viewer": _viewer(viewer),
-        "you": _viewer(viewer),
         "running": [
             request_out(entry, viewer) for entry in running if viewer.may_see(entry.tenant)
         ],
-        "ended": [request_out(entry, viewer) for entry in ended[: -N_ENDED - 1 : -1]],
         "others": Counter(entry.state for entry in running if not viewer.may_see(entry.tenant)),
         "prefilled_tokens": stats.counters["prefilled_tokens"] if viewer.may_see_totals else None,
         "generated_tokens": stats.counters["generated_tokens"] if viewer.may_see_totals else None,
         "prefill_tokens_per_s": stats.prefill_tokens_per_s,
-        "memory": [budget_out(*use) for use in memory_of(models.engines)]
-        if viewer.may_see_totals
-        else None,
+        "memory": _memory(models) if viewer.may_see_totals else None,
         "condition": condition_out(stats) if viewer.may_see_totals else None,
         "revision": state.revision(stats),
     }
+
+
+def _memory(models: Models) -> list[JsonObject]:
+    """In use and at most, over all engines, by kind."""
+    uses: dict[str, MemoryUse] = {}
+    for use in (use for engine in models.engines for use in engine.memory()):
+        before = uses.get(use.name)
+        if before is None:
+            uses[use.name] = use
+        elif use.name not in ONE_FOR_ALL:
+            most = (before.max_bytes or 0) + (use.max_bytes or 0)
+            uses[use.name] = MemoryUse(use.name, before.n_bytes + use.n_bytes, most)
+    return [_budget(*use) for use in uses.values()]
+
+
+def _budget(name: str, n_bytes: int, max_bytes: int | None) -> JsonObject:
+    return {"budget": name, "n_bytes": n_bytes, "max_bytes": max_bytes}
 
 
 def _running(models: Models) -> list[RequestRecord]:
@@ -98,7 +106,7 @@ def _running(models: Models) -> list[RequestRecord]:
     return sorted(found, key=lambda record: record.number)
 
 
-def _viewer(viewer: Viewer) -> ViewerOut:
+def _viewer(viewer: Viewer) -> JsonObject:
     return {
         "key_needed": viewer.key_needed,
         "admin": viewer.admin,
@@ -107,7 +115,7 @@ def _viewer(viewer: Viewer) -> ViewerOut:
     }
 
 
-def request_out(entry: RequestRecord, viewer: Viewer, log: str | None = None) -> RequestOut:
+def request_out(entry: RequestRecord, viewer: Viewer, log: str | None = None) -> JsonObject:
     usage = entry.usage if entry.usage and entry.usage.completion_tokens else None
     return {
         "number": entry.number,
@@ -119,7 +127,6 @@ def request_out(entry: RequestRecord, viewer: Viewer, log: str | None = None) ->
         "prompt_tokens": entry.prompt_tokens,
         "answer_tokens": entry.answer_tokens,
         "ttft_ms": entry.ttft_ms,
-        "first_token_ms": entry.ttft_ms,
         "tokens_per_second": usage.tokens_per_second if usage else None,
         "prefilled": entry.computed_tokens,
         "processed": entry.processed_tokens,
@@ -137,7 +144,7 @@ def list_requests(
     viewer: CurrentViewer,
     state: Dashboard,
     limit: Annotated[int, Query(ge=1, le=500, description="Number of requests.")] = 100,
-) -> RequestListOut:
+) -> JsonObject:
     """Recent requests, newest first, each with its line in the log."""
     lines = state.lines.by_request()
     records = [*models.ledger.records(), *_running(models)]
@@ -150,7 +157,7 @@ def list_requests(
 
 
 @router.post("/requests/{number}/cancel")
-def cancel_request(number: int, models: Served, viewer: CurrentViewer) -> CancelledRequestOut:
+def cancel_request(number: int, models: Served, viewer: CurrentViewer) -> JsonObject:
     """Cancel a waiting or running request; what it has computed is kept."""
     records = [*models.ledger.records(), *_running(models)]
     entries = [entry for entry in records if entry.number == number]
@@ -167,7 +174,7 @@ def show_saved(
     models: Served,
     state: Dashboard,
     hours: Annotated[int, Query(ge=1, le=24, description="Length of the history in hours.")] = 1,
-) -> SavingsOut:
+) -> JsonObject:
     """Prompt tokens by source over time, time saved, and disk use.
 
     Counted over all keys; with more than one key, the admin key is needed.
@@ -182,7 +189,7 @@ def show_saved(
         "points": points_out(timeline, hours),
         "today": totals_out(state.history.today()),
         "total": store_totals_out(timeline.total, stats.counts),
-        "disk": budget_out("disk", disk.n_bytes, disk.max_bytes),
+        "disk": _budget("disk", disk.n_bytes, disk.max_bytes),
         "blocks": disk.blocks,
         "written_by_day": dict(written[-DAYS_SHOWN:]),
         "health": health_out(stats),
@@ -196,16 +203,23 @@ def show_saved(
 
 
 @router.get("/forest")
-async def show_forest(models: Served, viewer: CurrentViewer) -> ForestOut:
+def show_forest(models: Served, viewer: CurrentViewer) -> JsonObject:
     """The stored blocks, up to 10,000, as runs of consecutive blocks."""
-    return await asyncio.to_thread(forest_out, models.store, viewer)
+    return forest_out(models.store, viewer)
 
 
 @router.get("/agents")
-async def list_agents(models: Served, viewer: CurrentViewer) -> ListedAgentsOut:
+def list_agents(models: Served, viewer: CurrentViewer) -> JsonObject:
     """The agents of this key; with the admin key those of all keys."""
-    data = await asyncio.to_thread(agents_out, models.store, viewer)
-    return {"object": "list", "data": data}
+    disk_store = models.store.on_disk
+    owners = NamespaceOwners(disk_store, viewer)
+    found = []
+    for agent in disk_store.agents.all():
+        tenant = owners.tenant_of(agent.namespace)
+        if viewer.may_see(tenant):
+            listed = agent_out(disk_store, agent, tenant or "")
+            found.append({**listed, "key": viewer.key_label(tenant)})
+    return {"object": "list", "data": found}
 
 
 @router.get("/connect")
@@ -214,7 +228,7 @@ def show_connect(
     models: Served,
     viewer: CurrentViewer,
     model: Annotated[str | None, Query(description="The default if absent.")] = None,
-) -> ConnectOut:
+) -> JsonObject:
     """For each client the lines that point it at this server and one of its models."""
     url, listed = str(request.base_url).rstrip("/"), {each.name: each for each in models.listed()}
     name = models.first.name if model is None else model
@@ -228,27 +242,83 @@ def show_connect(
         "model": name,
         "models": list(listed),
         "key": key,
-        "clients": clients_out(server, key),
+        "clients": _clients(server, key),
+    }
+
+
+def _clients(server: ServerInfo, key_name: str | None) -> list[JsonObject]:
+    """`key_name` is None where the server needs no key."""
+    key = None if key_name is None else f'"${KEY_VARIABLE}"'
+    first = [] if key_name is None else [f"export {KEY_VARIABLE}=…  # the key {key_name}"]
+    return [*_launched(server, key, first), _curl(server, key, first)]
+
+
+def _launched(server: ServerInfo, key: str | None, first: list[str]) -> Iterator[JsonObject]:
+    for name, set_up in CLIENTS.items():
+        setup = set_up(server)
+        notes = [warning.removeprefix("Warning: ") for warning in setup.warnings(server)]
+        yield {
+            "client": name,
+            "title": TITLES.get(name, name),
+            "lines": [*first, *setup.shell_lines(setup.command, key)],
+            "notes": [*notes, *([] if setup.command else [ABOUT_ANY])],
+        }
+
+
+def _curl(server: ServerInfo, key: str | None, first: list[str]) -> JsonObject:
+    said = [{"role": "user", "content": "Say hello."}]
+    body = json.dumps({"model": server.model, "messages": said, "max_tokens": 32})
+    header = [] if key is None else [f'  -H "Authorization: Bearer ${KEY_VARIABLE}" \\']
+    return {
+        "client": "curl",
+        "title": "curl",
+        "lines": [
+            *first,
+            f"curl {server.url}/v1/chat/completions \\",
+            "  -H 'Content-Type: application/json' \\",
+            *header,
+            f"  -d '{body}'",
+        ],
+        "notes": [],
     }
 
 
 @router.get("/settings", dependencies=[Depends(require_totals)])
-def show_settings(settings: Config) -> SettingListOut:
+def show_settings(settings: Config) -> JsonObject:
     """The settings in force, without secrets; with more than one key, the admin key is needed."""
-    return {"object": "list", "data": settings_out(settings)}
+    defaults = {
+        field.name: field.default for field in fields(settings) if field.name not in FOLDERS
+    }
+    named = [(field.name, getattr(settings, field.name)) for field in fields(settings)]
+    data = [_setting(name, value, defaults.get(name, MISSING)) for name, value in named]
+    return {"object": "list", "data": data}
 
 
-@router.get("/misses")
-async def show_misses(models: Served, viewer: CurrentViewer) -> MissListOut:
-    """Recent requests that recomputed tokens of an earlier prompt, and the cost."""
-    found = await asyncio.to_thread(models.ledger.misses)
+def _setting(name: str, value: object, default: object) -> JsonObject:
     return {
-        "object": "list",
-        "data": [miss_out(each, viewer) for each in found if viewer.may_see(each.tenant)],
+        "name": name,
+        "value": ("set" if value else "") if name in SECRETS else _text(value),
+        "default": None if default is MISSING else _text(default),
+        "changed": default is not MISSING and value != default,
     }
 
 
-def miss_out(miss: PrefixMiss, viewer: Viewer) -> MissOut:
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "" if value is None else str(value)
+
+
+@router.get("/misses")
+def show_misses(models: Served, viewer: CurrentViewer) -> JsonObject:
+    """Recent requests that recomputed tokens of an earlier prompt, what it cost, and where the
+    prompts differ: as text for the key that sent them.
+    """
+    found = [miss for miss in models.ledger.misses() if viewer.may_see(miss.tenant)]
+    return {"object": "list", "data": [miss_out(miss, viewer, models) for miss in found]}
+
+
+def miss_out(miss: PrefixMiss, viewer: Viewer, models: Models) -> JsonObject:
     return {
         "number": miss.number,
         "key": viewer.key_label(miss.tenant),
@@ -258,34 +328,16 @@ def miss_out(miss: PrefixMiss, viewer: Viewer) -> MissOut:
         "restored": miss.restored,
         "position": miss.position,
         "wasted": miss.wasted,
-        "again": miss.wasted,
         "seconds": round(miss.seconds, 3),
         "reason": miss.reason,
-        "has_text": viewer.may_read(miss.tenant),
-        "text": viewer.may_read(miss.tenant),
+        "text": _divergence(miss, models) if viewer.may_read(miss.tenant) else None,
     }
 
 
-@router.get("/misses/{number}")
-async def show_divergence(number: int, models: Served, viewer: CurrentViewer) -> DivergenceOut:
-    """Show as text where one of the caller's prompts diverges from the earlier one."""
-    found = await asyncio.to_thread(models.ledger.misses)
-    own = [each for each in found if each.number == number and viewer.may_read(each.tenant)]
-    text = await asyncio.to_thread(divergence_out, models, own[0]) if own else None
-    if text is None:
-        raise UnknownRequest(f"There is no miss {number} whose text this key may read.")
-    return text
-
-
-def divergence_out(models: Models, miss: PrefixMiss) -> DivergenceOut | None:
+def _divergence(miss: PrefixMiss, models: Models) -> dict[str, str] | None:
     """None while the model that knows its tokens is not loaded."""
     engine = next((one for one in models.engines if one.model.name == miss.model), None)
     if engine is None:
         return None
-    tokenizer = engine.model.tokenizer
-    return {
-        "object": "dashboard.place",
-        "before": decode(tokenizer, miss.before),
-        "earlier": decode(tokenizer, miss.earlier),
-        "now": decode(tokenizer, miss.now),
-    }
+    parts = {"before": miss.before, "earlier": miss.earlier, "now": miss.now}
+    return {name: decode(engine.model.tokenizer, tokens) for name, tokens in parts.items()}

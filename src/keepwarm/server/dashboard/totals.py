@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import time
+from typing import Any, TypeAlias
 
 from keepwarm.engine.stats import Stats
-from keepwarm.server.dashboard.shapes import (
-    BudgetOut,
-    ConditionOut,
-    HealthCountsOut,
-    HistoryPointOut,
-    TotalsOut,
-)
 from keepwarm.store.counts import ALL_TIERS, TIERS, PromptCounts
 from keepwarm.telemetry.history import Amounts, Timeline, minute_name, percentile_ms
 
+JsonObject: TypeAlias = dict[str, Any]
 N_POINTS = 60
+AMOUNTS = (*ALL_TIERS, "prefilled", "generated", "finished", "cancelled", "failed")
 # What turns the status red, and what amber; a count of each, in words for one and for several.
 RED = {
     "quarantined": ("damaged record was", "damaged records were", "quarantined; check the disk"),
@@ -29,11 +25,7 @@ AMBER = {
 }
 
 
-def budget_out(name: str, n_bytes: int, max_bytes: int | None) -> BudgetOut:
-    return {"budget": name, "place": name, "n_bytes": n_bytes, "max_bytes": max_bytes}
-
-
-def points_out(timeline: Timeline, hours: int) -> list[HistoryPointOut]:
+def points_out(timeline: Timeline, hours: int) -> list[JsonObject]:
     """Always 60 points; each covers as many minutes as there are hours."""
     last = int(time.time() // 60)
     first = last - N_POINTS * hours + 1
@@ -55,20 +47,12 @@ def _sum(timeline: Timeline, minutes: range) -> Amounts:
     return n
 
 
-def _point(timeline: Timeline, minute: int, width: int) -> HistoryPointOut:
+def _point(timeline: Timeline, minute: int, width: int) -> JsonObject:
     n = _sum(timeline, range(minute, minute + width))
     return {
         "at": 60 * minute,
-        "live": n.get("live", 0),
-        "memory": n.get("memory", 0),
-        "disk": n.get("disk", 0),
-        "shared": n.get("shared", 0),
+        **{name: n.get(name, 0) for name in AMOUNTS},
         "computed": _computed(n),
-        "prefilled": n.get("prefilled", 0),
-        "generated": n.get("generated", 0),
-        "finished": n.get("finished", 0),
-        "cancelled": n.get("cancelled", 0),
-        "failed": n.get("failed", 0),
         "ttft_p50_ms": percentile_ms(n, 0.5),
         "ttft_p95_ms": percentile_ms(n, 0.95),
     }
@@ -79,7 +63,7 @@ def _computed(amounts: Amounts) -> int:
     return max(0, amounts.get("prompt", 0) - sum(amounts.get(tier, 0) for tier in ALL_TIERS))
 
 
-def totals_out(amounts: Amounts) -> TotalsOut:
+def totals_out(amounts: Amounts) -> JsonObject:
     return {
         "reused": {t: n for t in ALL_TIERS if (n := amounts.get(t, 0)) or t in TIERS},
         "computed": _computed(amounts),
@@ -87,41 +71,30 @@ def totals_out(amounts: Amounts) -> TotalsOut:
     }
 
 
-def store_totals_out(amounts: Amounts, counts: PromptCounts) -> TotalsOut:
+def store_totals_out(amounts: Amounts, counts: PromptCounts) -> JsonObject:
     """Tokens as the store has counted them; the rest as this server has."""
     tokens = {**counts.reused, "prompt": counts.prompt_tokens}
     return totals_out({**amounts, **dict.fromkeys(TIERS, 0), **tokens})
 
 
-def health_out(stats: Stats) -> HealthCountsOut:
+def health_out(stats: Stats) -> dict[str, int]:
     """Faults since the start; none of them has failed a request."""
     tiers, writes = stats.tiers.values(), stats.writes
-    quarantined = sum(tier.quarantined for tier in tiers)
-    read_errors = sum(tier.errors for tier in tiers)
-    dropped_saves = writes.dropped + writes.over_budget
-    failed_saves = writes.failed + stats.counters["failed_saves"]
-    evicted = sum(tier.evicted for tier in tiers)
     return {
-        "quarantined": quarantined,
-        "read_errors": read_errors,
-        "dropped_saves": dropped_saves,
-        "failed_saves": failed_saves,
+        "quarantined": sum(tier.quarantined for tier in tiers),
+        "read_errors": sum(tier.errors for tier in tiers),
+        "dropped_saves": writes.dropped + writes.over_budget,
+        "failed_saves": writes.failed + stats.counters["failed_saves"],
         "failed_restores": sum(stats.failed_restores.values()),
-        "evicted": evicted,
+        "evicted": sum(tier.evicted for tier in tiers),
         "audits": stats.counters["audits"],
         "drifts": stats.counters["drifts"],
-        "set aside as damaged": quarantined,
-        "could not be read": read_errors,
-        "saves given up": dropped_saves,
-        "saves that failed": failed_saves,
-        "let go for lack of room": evicted,
-        "audits that differed": stats.counters["drifts"],
     }
 
 
-def condition_out(stats: Stats) -> ConditionOut:
+def condition_out(stats: Stats) -> JsonObject:
     """Whether the server is well, and if not, why."""
-    counts: dict[str, int] = {**health_out(stats)}  # type: ignore[dict-item]
+    counts = health_out(stats)
     red, amber = (_reasons(counts, kinds) for kinds in (RED, AMBER))
     return {"level": "red" if red else "amber" if amber else "green", "reasons": [*red, *amber]}
 

@@ -1,4 +1,4 @@
 """MCP: an agent looks at its own memory here, and manages it.
 
-Imports `server.dashboard`, `server.http`, `server.manage`, `server.models`.
+Imports `server.dashboard`, `server.http`, `server.admin`, `server.models`.
 """

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import Request
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 
-from keepwarm.server.dashboard.routes import divergence_out, miss_out
+from keepwarm.server.admin.agent_chat import CompactBody, compact_agent
+from keepwarm.server.admin.agents import AgentId, ForkBody, TenantAgents
+from keepwarm.server.dashboard.routes import miss_out
 from keepwarm.server.http.body import JsonInput
 from keepwarm.server.http.request_fields import AGENT_IN_PATH, ApiCall
 from keepwarm.server.http.viewer import Viewer
-from keepwarm.server.manage.agent_shapes import AgentId, ForkBody
-from keepwarm.server.manage.agents import TenantAgents
-from keepwarm.server.manage.talking import CompactBody, compact_agent
 from keepwarm.server.models.models import Models
 
 MAX_BRANCH = 1 << 31
@@ -90,7 +90,8 @@ async def _show(caller: ToolCaller, given: AgentArguments) -> Mapping[str, Any]:
 
 
 async def _pin(caller: ToolCaller, given: PinArguments) -> Mapping[str, Any]:
-    return await run_in_threadpool(caller.agents.pin, given.agent, given.pinned, given.branch)
+    change = partial(caller.agents.update, given.agent, given.branch, pinned=given.pinned)
+    return await run_in_threadpool(change)
 
 
 async def _fork(caller: ToolCaller, given: ForkArguments) -> Mapping[str, Any]:
@@ -104,14 +105,11 @@ async def _rewind(caller: ToolCaller, given: RewindArguments) -> Mapping[str, An
 
 async def _explain(caller: ToolCaller, given: MissArguments) -> Mapping[str, Any]:
     viewer = Viewer.of(caller.request)
-    found = await run_in_threadpool(caller.models.ledger.misses)
-    for miss in found:
-        out = miss_out(miss, viewer)
-        if miss.tenant == viewer.tenant and given.agent in (None, out["agent"]):
-            reads = viewer.may_read(miss.tenant)
-            text = await run_in_threadpool(divergence_out, caller.models, miss) if reads else None
-            return {"miss": out, "text": text}
-    return {"miss": None, "text": None}
+    for miss in await run_in_threadpool(caller.models.ledger.misses):
+        name = viewer.agent_name(miss.agent, miss.tenant)
+        if miss.tenant == viewer.tenant and given.agent in (None, name):
+            return {"miss": await run_in_threadpool(miss_out, miss, viewer, caller.models)}
+    return {"miss": None}
 
 
 async def _delete(caller: ToolCaller, given: AgentArguments) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
 // The list of agents and its actions.
 
-import { file, post, remove } from "./api.js";
+import { file, patch, post, remove } from "./api.js";
 import * as chat from "./chat.js";
 import { byId, details, empty, h, pages, put, say, slice, table } from "./dom.js";
 import { ago, bytes, count, plural } from "./format.js";
@@ -75,7 +75,7 @@ function showBranches(agent) {
 }
 
 function actions(agent) {
-  const pin = agent.pinned ? ["Unpin", () => post(path(agent, "unpin"))] : ["Pin", () => post(path(agent, "pin"))];
+  const pin = agent.pinned ? ["Unpin", () => patch(path(agent), { pinned: false })] : ["Pin", () => patch(path(agent), { pinned: true })];
   const all = [["Chat", () => chat.open(agent.id)], pin, ["Fork", () => fork(agent)], ["Rewind", () => rewind(agent)],
     ["Export", () => download(agent)], ["Delete", () => forget(agent), "danger"]];
   return all.map(([name, act, kind]) =>

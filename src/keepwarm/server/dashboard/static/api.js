@@ -28,10 +28,12 @@ async function ask(path, options = {}) {
 
 export const get = async (path) => (await ask(path)).json();
 
-export async function post(path, body = {}) {
+export async function post(path, body = {}, method = "POST") {
   const headers = { "Content-Type": "application/json" };
-  return (await ask(path, { method: "POST", headers, body: JSON.stringify(body) })).json();
+  return (await ask(path, { method, headers, body: JSON.stringify(body) })).json();
 }
+
+export const patch = (path, body) => post(path, body, "PATCH");
 
 // The lines of an event stream as they come.
 export async function* stream(path, body, headers, signal) {

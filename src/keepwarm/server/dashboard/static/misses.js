@@ -1,13 +1,11 @@
 // Requests that recomputed known tokens, and where each diverged from an earlier prompt.
 
-import { get } from "./api.js";
 import { diff } from "./diff.js";
-import { empty, h, put, say } from "./dom.js";
+import { empty, h, put } from "./dom.js";
 import { ago, count, plural, seconds } from "./format.js";
 
 const FEW = 8;
 const BEFORE = 24; // tokens shown before the difference
-const loaded = new Map(); // texts, by number
 let shown = "";
 
 export function show({ data }) {
@@ -30,7 +28,7 @@ function item(miss) {
     ? `The prompt changed at token ${count(miss.position)} of ${count(miss.prompt_tokens)}.`
     : `Tokens from ${count(miss.position)} on were known but no longer stored.`;
   const details = h("details", {}, h("summary", {}, "Show the difference"), h("div", { class: "difference" }));
-  details.addEventListener("toggle", () => details.open && open(miss, details.lastElementChild));
+  details.addEventListener("toggle", () => details.open && put(details.lastElementChild, texts(miss)));
   return h("li", {},
     h("div", { class: "row" },
       h("span", {}, `#${miss.number} `, h("strong", {}, miss.agent ?? ""),
@@ -38,19 +36,10 @@ function item(miss) {
         h("span", { class: "quiet" }, ` ${ago(miss.when)}`)),
       h("span", { class: "cost" }, `${plural(miss.wasted, "token")} recomputed, ${seconds(miss.seconds)}`)),
     h("p", {}, why, h("span", { class: "quiet" }, ` ${plural(miss.restored, "token")} ${miss.restored === 1 ? "was" : "were"} warm.`)),
-    miss.has_text ? details : null);
+    miss.text ? details : null);
 }
 
-async function open(miss, target) {
-  try {
-    if (!loaded.has(miss.number)) loaded.set(miss.number, await get(`/v1/dashboard/misses/${miss.number}`));
-    put(target, texts(loaded.get(miss.number), miss));
-  } catch (error) {
-    say(error.message);
-  }
-}
-
-function texts({ before, earlier, now }, { reason, position }) {
+function texts({ text: { before, earlier, now }, reason, position }) {
   const opening = h("span", { class: "quiet" }, position > BEFORE ? "…" : "", before);
   if (reason !== "changed") return h("pre", {}, opening, h("mark", {}, now), "…");
   const parts = whole(diff(earlier, now)).map(({ kind, text }) => (kind === "same" ? text : h(kind, {}, text)));

@@ -162,7 +162,7 @@ def test_a_key_cannot_continue_the_agent_of_another(serving):
 
 def test_the_new_routes_are_in_the_openapi_document(live):
     paths = live.get("/openapi.json").json()["paths"]
-    for name in ("chat/completions", "messages", "v1/messages", "compact"):
+    for name in ("chat/completions", "v1/messages", "compact"):
         route = paths[f"/v1/agents/{{agent_id}}/{name}"]["post"]
         assert {"200", "4XX", "5XX"} <= route["responses"].keys()
         assert route["requestBody"]["content"]["application/json"]["schema"]

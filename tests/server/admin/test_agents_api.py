@@ -86,9 +86,9 @@ def test_create_promise_and_take_back(live):
     again = live.post("/v1/agents", {"id": "bob"})
     assert again.status_code == 400
     assert "already" in again.json()["error"]["message"]
-    assert live.post("/v1/agents/bob/pin", b"").json()["pinned"] is True
-    assert live.post("/v1/agents/bob/unpin", b"").json()["pinned"] is False
-    assert live.post("/v1/agents/bob/quota", {"quota_bytes": None}).json()["quota_bytes"] is None
+    assert live.patch("/v1/agents/bob", {"pinned": True}).json()["pinned"] is True
+    assert live.patch("/v1/agents/bob", {"pinned": False}).json()["pinned"] is False
+    assert live.patch("/v1/agents/bob", {"quota_bytes": None}).json()["quota_bytes"] is None
 
 
 def test_an_agent_made_first_then_talks(live):
@@ -102,7 +102,7 @@ def test_an_agent_made_first_then_talks(live):
 def test_a_title_request_under_the_same_name_is_a_branch(live):
     """As coding agents send it, between two turns; the pinned conversation is not overwritten."""
     said = say(live, "fred")["choices"][0]["message"]
-    live.post("/v1/agents/fred/pin", b"")
+    live.patch("/v1/agents/fred", {"pinned": True})
     before = live.get("/v1/agents/fred").json()
     say(live, "fred", "Write a title.")
     after = live.get("/v1/agents/fred").json()
@@ -117,7 +117,7 @@ def test_a_title_request_under_the_same_name_is_a_branch(live):
     title = third["branches"][1]
     fork = live.post("/v1/agents/fred/fork?branch=2", {"id": "title"}).json()
     assert fork["n_tokens"] == title["n_tokens"] < 100
-    assert live.post("/v1/agents/fred/pin?branch=2", b"").json()["branches"][1]["pinned"]
+    assert live.patch("/v1/agents/fred?branch=2", {"pinned": True}).json()["branches"][1]["pinned"]
     exported = live.get("/v1/agents/fred/export?branch=2")
     assert upload(live, exported.content, "fred-2").json()["n_tokens"] == title["n_tokens"]
     assert live.post("/v1/agents/fred/rewind?branch=2", {"turn": 1}).json()["branch"] == 2
@@ -218,7 +218,7 @@ def test_a_key_has_agents_of_its_own(serving):
         mine, other = (live.get("/v1/agents/main", **key).json() for key in (A, B))
         assert mine["n_tokens"] > other["n_tokens"]
         assert live.get("/v1/agents/private", **B).status_code == 404
-        assert live.post("/v1/agents/private/pin", b"", **B).status_code == 404
+        assert live.patch("/v1/agents/private", {"pinned": True}, **B).status_code == 404
         assert live.get("/v1/agents/private/export", **B).status_code == 404
         assert delete(live, "main", **B).status_code == 200
         assert listed(live, **A) == ["main", "private"]

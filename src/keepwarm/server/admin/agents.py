@@ -1,20 +1,20 @@
-"""The agents API: list, create, fork, rewind, pin, export, import and delete.
+"""The agents API: list, create, change, fork, rewind, export, import and delete.
 
 A key sees only its own agents: stored ids begin with the tenant, which responses omit.
 """
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import ExitStack
 from functools import partial
-from typing import Annotated, Any, BinaryIO, TypeAlias, cast
+from typing import Annotated, Any, BinaryIO, Literal, NotRequired, TypeAlias, cast
 
 from fastapi import Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import StringConstraints
+from pydantic import Field, StringConstraints
+from typing_extensions import TypedDict
 
-from keepwarm.agents.agent import Agent, Branch
+from keepwarm.agents.agent import MAX_KEY, MAX_LABELS, MAX_VALUE, Agent, Branch
 from keepwarm.agents.agent_store import AgentStore
 from keepwarm.agents.agents import ID
 from keepwarm.agents.bundle import BundleExport, BundleSource
@@ -25,21 +25,9 @@ from keepwarm.config import Settings
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.import_check import EXTENT, ImportCheck
 from keepwarm.errors import BadField, UnknownAgent
-from keepwarm.server.http.body import api_router
-from keepwarm.server.http.request_fields import Config, Served, tenant_agent_id
-from keepwarm.server.manage.agent_shapes import (
-    AgentId,
-    AgentList,
-    AgentOptions,
-    AgentOut,
-    BranchOut,
-    DeletedAgent,
-    ForkBody,
-    NewAgent,
-    QuotaBody,
-    RewindBody,
-)
-from keepwarm.server.manage.transfers import TAR, ExportResponse, Transfers, UploadedFile
+from keepwarm.server.admin.bundles import TAR, ExportResponse, Transfers, UploadedFile
+from keepwarm.server.http.body import JsonInput, api_router
+from keepwarm.server.http.request_fields import AGENT_ID, Config, Served, tenant_agent_id
 from keepwarm.store.index.forgotten import Forgotten
 
 RAW_BODY = {
@@ -55,6 +43,94 @@ router = api_router(prefix="/v1/agents", tags=["Agents"])
 
 # `server.http.limits` requires the admin key for it.
 admin_router = api_router(prefix="/v1/admin/agents", tags=["Admin"])
+
+
+AgentId: TypeAlias = Annotated[str, StringConstraints(pattern=f"^{AGENT_ID.pattern}$")]
+LabelKey: TypeAlias = Annotated[str, StringConstraints(min_length=1, max_length=MAX_KEY)]
+LabelValue: TypeAlias = Annotated[str, StringConstraints(max_length=MAX_VALUE)]
+
+
+class AgentOptions(JsonInput):
+    """Pin, quota, retention and labels of an agent."""
+
+    pinned: bool = Field(default=False, description="Never evict the blocks of its head.")
+    quota_bytes: int | None = Field(
+        default=None, ge=1, le=1 << 60, description="Bytes that other agents cannot evict."
+    )
+    retention_s: float | None = Field(
+        default=None, gt=0, le=1e12, description="Delete it when unused for longer."
+    )
+    metadata: dict[LabelKey, LabelValue] = Field(
+        default_factory=dict, max_length=MAX_LABELS, description="Labels and notes."
+    )
+
+
+class NewAgent(AgentOptions):
+    id: AgentId = Field(description="Up to 100 letters, digits and . _ @ -")
+
+
+class ForkBody(JsonInput):
+    """One new agent, or several."""
+
+    id: AgentId | None = Field(default=None, description="Id of the new agent.")
+    ids: list[AgentId] | None = Field(
+        default=None, min_length=1, max_length=1000, description="Ids of several new agents."
+    )
+    ephemeral: bool = Field(
+        default=False,
+        description="They live until the server ends, and nothing of them is written to disk.",
+    )
+
+
+class RewindBody(JsonInput):
+    turn: int = Field(ge=0, le=1 << 31, description="Last turn to keep; 0 keeps none.")
+
+
+class BranchOut(TypedDict):
+    """One line of an agent's conversation."""
+
+    number: int
+    n_tokens: int
+    turns: list[int]
+    main: bool
+    pinned: bool
+    model: str
+    used: float
+
+
+class AgentOut(TypedDict):
+    """`n_tokens`, `turns`, `n_bytes`, `model` and `branch` are those of its head."""
+
+    id: str
+    object: Literal["agent"]
+    model: str
+    branch: int
+    n_tokens: int
+    turns: list[int]
+    n_bytes: int
+    pinned: bool
+    quota_bytes: int | None
+    retention_s: float | None
+    metadata: dict[str, str]
+    created: float
+    used: float
+    forked_from: str | None
+    ephemeral: bool  # nothing of it is written
+    imported: bool  # its blocks came with a bundle that nobody here vouches for
+    branches: list[BranchOut]  # the head first
+
+
+class AgentList(TypedDict):
+    object: Literal["list"]
+    data: list[AgentOut]
+
+
+class DeletedAgent(TypedDict):
+    id: str
+    object: Literal["agent"]
+    deleted: bool
+    removed_blocks: int
+    shared_unreached: NotRequired[list[str]]  # tiers that could not be cleared yet
 
 
 class TenantAgents:
@@ -107,12 +183,12 @@ class TenantAgents:
             engine.call(partial(engine.live.abandon, agent.id, dropped)).result()
         return self._out(rewound)
 
-    def pin(self, agent_id: str, pinned: bool, branch: int | None) -> AgentOut:
+    def update(self, agent_id: str, branch: int | None = None, **changes: Any) -> AgentOut:
+        """Change its options; with `branch` the pin of that branch."""
         agent = self._find(agent_id, branch)
-        return self._out(self._disk_store.agents.pin(agent.id, pinned, branch))
-
-    def update(self, agent_id: str, **changes: Any) -> AgentOut:
-        return self._out(self._disk_store.agents.update(self._find(agent_id).id, **changes))
+        if branch is not None and "pinned" in changes:
+            agent = self._disk_store.agents.pin(agent.id, changes.pop("pinned"), branch)
+        return self._out(self._disk_store.agents.update(agent.id, **changes) if changes else agent)
 
     def delete(self, agent_id: str) -> DeletedAgent:
         agent = self._find(agent_id)
@@ -229,16 +305,16 @@ BranchNumber: TypeAlias = Annotated[
 
 
 @router.get("")
-async def list_agents(agents: Agents) -> AgentList:
+def list_agents(agents: Agents) -> AgentList:
     """List the agents of this key."""
-    return {"object": "list", "data": await asyncio.to_thread(agents.all)}
+    return {"object": "list", "data": agents.all()}
 
 
 @router.post("")
-async def create_agent(body: NewAgent, agents: Agents) -> AgentOut:
+def create_agent(body: NewAgent, agents: Agents) -> AgentOut:
     """Create an agent before its first turn, to set its pin, quota or retention."""
     options = AgentOptions(**body.model_dump(exclude={"id"}, exclude_unset=True))
-    return await asyncio.to_thread(agents.create, body.id, options)
+    return agents.create(body.id, options)
 
 
 @router.post("/import", openapi_extra=RAW_BODY)
@@ -276,56 +352,42 @@ def _length(request: Request, settings: Settings) -> int:
 
 
 @router.get("/{agent_id}")
-async def show_agent(agent_id: AgentId, agents: Agents) -> AgentOut:
+def show_agent(agent_id: AgentId, agents: Agents) -> AgentOut:
     """Show one agent: turns, branches, size, pin, quota, retention, labels."""
-    return await asyncio.to_thread(agents.show, agent_id)
+    return agents.show(agent_id)
 
 
 @router.patch("/{agent_id}")
-async def change_agent(agent_id: AgentId, body: AgentOptions, agents: Agents) -> AgentOut:
-    """Change pin, quota, retention or labels; fields that are not sent stay as they are."""
-    changes = body.model_dump(exclude_unset=True)
-    return await asyncio.to_thread(partial(agents.update, agent_id, **changes))
+def change_agent(
+    agent_id: AgentId, body: AgentOptions, agents: Agents, branch: BranchNumber = None
+) -> AgentOut:
+    """Change pin, quota, retention or labels; fields that are not sent stay as they are.
+
+    With `branch` the pin is that of the branch.
+    """
+    return agents.update(agent_id, branch, **body.model_dump(exclude_unset=True))
 
 
 @router.delete("/{agent_id}")
-async def delete_agent(agent_id: AgentId, agents: Agents) -> DeletedAgent:
+def delete_agent(agent_id: AgentId, agents: Agents) -> DeletedAgent:
     """Delete an agent, its stored responses, and every block that no other agent uses."""
-    return await asyncio.to_thread(agents.delete, agent_id)
+    return agents.delete(agent_id)
 
 
 @router.post("/{agent_id}/fork")
-async def fork_agent(
+def fork_agent(
     agent_id: AgentId, body: ForkBody, agents: Agents, branch: BranchNumber = None
 ) -> AgentOut | AgentList:
     """Create an agent with the same history, or several (`ids`); no block is copied."""
-    return await asyncio.to_thread(agents.fork, agent_id, body, branch)
+    return agents.fork(agent_id, body, branch)
 
 
 @router.post("/{agent_id}/rewind")
-async def rewind_agent(
+def rewind_agent(
     agent_id: AgentId, body: RewindBody, agents: Agents, branch: BranchNumber = None
 ) -> AgentOut:
     """Drop the turns after this one; a branch that is named becomes the head."""
-    return await asyncio.to_thread(agents.rewind, agent_id, body.turn, branch)
-
-
-@router.post("/{agent_id}/pin")
-async def pin_agent(agent_id: AgentId, agents: Agents, branch: BranchNumber = None) -> AgentOut:
-    """Protect the blocks of an agent's head from eviction."""
-    return await asyncio.to_thread(agents.pin, agent_id, True, branch)
-
-
-@router.post("/{agent_id}/unpin")
-async def unpin_agent(agent_id: AgentId, agents: Agents, branch: BranchNumber = None) -> AgentOut:
-    """Allow an agent's blocks to be evicted."""
-    return await asyncio.to_thread(agents.pin, agent_id, False, branch)
-
-
-@router.post("/{agent_id}/quota")
-async def set_quota(agent_id: AgentId, body: QuotaBody, agents: Agents) -> AgentOut:
-    """Reserve bytes for an agent that other agents cannot evict."""
-    return await asyncio.to_thread(agents.update, agent_id, quota_bytes=body.quota_bytes)
+    return agents.rewind(agent_id, body.turn, branch)
 
 
 @router.get(
@@ -346,9 +408,9 @@ async def export_agent(
 
 
 @admin_router.post("/{agent_id}/release")
-async def release_agent(agent_id: StoredId, agents: Agents) -> AgentOut:
+def release_agent(agent_id: StoredId, agents: Agents) -> AgentOut:
     """Vouch for an imported agent: its blocks serve every prompt of its tenant that begins alike.
 
     The id is the stored one, which begins with the tenant.
     """
-    return await asyncio.to_thread(agents.release, agent_id)
+    return agents.release(agent_id)

@@ -1,4 +1,4 @@
-"""Prometheus metrics: the engine's snapshot, and the latency of every answer.
+"""Liveness, readiness, and metrics for Prometheus: the engine's snapshot, latencies of answers.
 
 Each application has its own registry.
 """
@@ -6,7 +6,7 @@ Each application has its own registry.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from fastapi import Request, Response
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
@@ -19,11 +19,14 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing_extensions import TypedDict
 
 from keepwarm.engine.stats import Stats
+from keepwarm.errors import Stopping
 from keepwarm.server.http.body import api_router
+from keepwarm.server.http.problems import OpenAIErrorOut
+from keepwarm.server.http.request_fields import Served
 from keepwarm.server.http.viewer import CurrentViewer
-from keepwarm.server.manage.vllm_metrics import VllmCollector
 from keepwarm.server.models.models import Models
 
 Values: TypeAlias = Mapping[str, float]  # by label value; "" without a label
@@ -55,7 +58,21 @@ LOADED = "keepwarm_model_loaded", "1 while the model is loaded."
 LOADS = "keepwarm_model_loads", "How often the model was loaded."
 READY = "keepwarm_ready", "1 while requests are accepted."
 
+VLLM_RUNNING = "vllm:num_requests_running", "Requests that are prefilled or decoded."
+VLLM_WAITING = "vllm:num_requests_waiting", "Requests that wait."
+VLLM_USAGE = (
+    "vllm:kv_cache_usage_perc",
+    "Memory for running requests that is in use; 1 is all of it.",
+)
+VLLM_QUERIES = "vllm:prefix_cache_queries", "Prompt tokens of all requests."
+VLLM_HITS = "vllm:prefix_cache_hits", "Those that were reused."
+VLLM_GENERATED = "vllm:generation_tokens", "Generated tokens."
+VLLM_NAMES = VLLM_RUNNING, VLLM_WAITING, VLLM_USAGE, VLLM_QUERIES, VLLM_HITS, VLLM_GENERATED
+
 router = api_router(tags=["Health"])
+UNREADY: dict[int | str, dict[str, Any]] = {
+    503: {"model": OpenAIErrorOut, "description": "Not ready."}
+}
 
 
 class Sample(NamedTuple):
@@ -112,10 +129,6 @@ def _requests(stats: Stats) -> Values:
     return {"waiting": stats.waiting, "prefilling": stats.prefilling, "decoding": stats.decoding}
 
 
-def _old_requests(stats: Stats) -> Values:
-    return {"waiting": stats.waiting, "reading": stats.prefilling, "decoding": stats.decoding}
-
-
 def _outcomes(stats: Stats) -> Values:
     return {name: stats.counters[name] for name in ("finished", "cancelled", "failed")}
 
@@ -126,15 +139,6 @@ def _dropped_saves(stats: Stats) -> Values:
         "queue_full": writes.dropped,
         "disk_error": writes.failed,
         "daily_budget": writes.over_budget,
-    }
-
-
-def _old_dropped_saves(stats: Stats) -> Values:
-    writes = stats.writes
-    return {
-        "queue full": writes.dropped,
-        "disk failed": writes.failed,
-        "daily budget": writes.over_budget,
     }
 
 
@@ -225,14 +229,6 @@ SAMPLES = (
         "keepwarm_prefill_tokens_per_second", "gauge", "Prefill speed.", "",
         lambda stats: _one(stats.prefill_tokens_per_s),
     ),
-    Sample(
-        "keepwarm_requests", "gauge", "Deprecated: keepwarm_active_requests.", "state",
-        _old_requests,
-    ),
-    Sample(
-        "keepwarm_lost_saves", "counter", "Deprecated: keepwarm_dropped_saves_total.", "reason",
-        _old_dropped_saves,
-    ),
 )  # fmt: skip
 
 
@@ -276,6 +272,29 @@ class EngineCollector(ReadyCollector):
             loaded.add_metric([slot.host.name], slot.host.loaded is not None)
             loads.add_metric([slot.host.name], slot.n_loads)
         yield from (loaded, loads)
+
+
+class VllmCollector(ReadyCollector):
+    """The metrics that routers and autoscalers read of vLLM, under its names."""
+
+    def collect(self) -> Iterator[Metric]:
+        if not self._models.ready:
+            return
+        stats = self._models.stats()
+        figures = stats.counts.figures()
+        yield GaugeMetricFamily(*VLLM_RUNNING, value=stats.prefilling + stats.decoding)
+        yield GaugeMetricFamily(*VLLM_WAITING, value=stats.waiting)
+        yield GaugeMetricFamily(*VLLM_USAGE, value=self._usage())
+        yield CounterMetricFamily(*VLLM_QUERIES, value=figures["prompt_tokens"])
+        yield CounterMetricFamily(*VLLM_HITS, value=sum(figures["reused"].values()))
+        yield CounterMetricFamily(*VLLM_GENERATED, value=stats.counters["generated_tokens"])
+
+    def _usage(self) -> float:
+        """Of the batch: live caches give way, as vLLM's unused blocks do."""
+        uses = [use for engine in self._models.engines for use in engine.memory()]
+        batches = [use for use in uses if use.name == "batch"]
+        limit = sum(use.max_bytes or 0 for use in batches)
+        return sum(use.n_bytes for use in batches) / limit if limit else 0.0
 
 
 def _family(sample: Sample, values: Values) -> Metric:
@@ -355,3 +374,26 @@ def read_metrics(request: Request, viewer: CurrentViewer) -> Response:
     return Response(
         encode(metrics.registry if viewer.may_see_totals else metrics.ready), media_type=media_type
     )
+
+
+class HealthOut(TypedDict):
+    status: Literal["ok"]
+
+
+@router.get("/health/live")
+async def live() -> HealthOut:
+    """200 while the process responds."""
+    return {"status": "ok"}
+
+
+@router.get("/health/ready", responses=UNREADY)
+@router.get("/health", responses=UNREADY)
+async def ready(models: Served) -> HealthOut:
+    """200 while the engine accepts requests; 503 while it is down, draining or being replaced.
+
+    While a model is loaded, the message says what is being done and how far.
+    """
+    if not models.ready:
+        _ = models.engine  # raises, with the reason, if there is none
+        raise Stopping("The engine is not accepting requests; retry later.")
+    return {"status": "ok"}

@@ -12,6 +12,7 @@ from fastapi import Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from keepwarm.server.admin.agents import AgentId
 from keepwarm.server.anthropic.routes import create_message
 from keepwarm.server.anthropic.shapes import MessagesRequest
 from keepwarm.server.http.body import JsonInput, api_router
@@ -19,7 +20,6 @@ from keepwarm.server.http.problems import AnthropicErrorOut, error_docs
 from keepwarm.server.http.receipts import ReceiptOut, receipt_dict
 from keepwarm.server.http.request_fields import Call, request_fields
 from keepwarm.server.http.sse import answer_docs
-from keepwarm.server.manage.agent_shapes import AgentId
 from keepwarm.server.openai.routes import create_chat_completion
 from keepwarm.server.openai.shapes import ChatRequest
 from keepwarm.session.compaction import MAX_TOKENS, Compaction
@@ -41,7 +41,6 @@ async def continue_chat(
 ANTHROPIC = {**error_docs(AnthropicErrorOut), **answer_docs(dict[str, Any])}
 
 
-@router.post("/messages", responses=ANTHROPIC)
 @router.post("/v1/messages", responses=ANTHROPIC)
 async def continue_messages(
     agent_id: AgentId,  # noqa: ARG001

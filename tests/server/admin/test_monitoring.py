@@ -40,15 +40,14 @@ def rules():
     return [(rule["alert"], rule["expr"]) for rule in group["rules"]]
 
 
-def test_every_metric_exists_and_none_is_deprecated(live):
+def test_every_metric_of_panels_and_alerts_exists(live):
     text = live.get("/metrics").text
     kinds = dict(re.findall(r"^# TYPE (\w+) (\w+)$", text, re.MULTILINE))
     known = {f"{name}_bucket" if kind == "histogram" else name for name, kind in kinds.items()}
-    old = set(re.findall(r"^# HELP (\w+) Deprecated", text, re.MULTILINE))
     for title, query in panels() + rules():
         named = set(METRIC.findall(query))
         assert named or query.startswith("up{"), title
-        assert named <= known - old - {f"{name}_bucket" for name in old}, title
+        assert named <= known, title
 
 
 def test_panels_do_not_overlap():

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from keepwarm.config import Settings
 from keepwarm.errors import Busy, KeepwarmError, UnknownModel
 from keepwarm.models import hub
 from keepwarm.models.catalog import find, locate, read_config
-from keepwarm.server.deprecation import renamed_to
 from keepwarm.server.http.body import JsonInput, api_router
 from keepwarm.server.models.models import Models
 from keepwarm.server.models.slots import Slot
@@ -50,7 +48,6 @@ class ResidentOut(TypedDict):
     object: Literal["model.resident"]
     model: str | None
     previous: str | None
-    before: Annotated[str | None, renamed_to("previous")]
 
 
 class ModelLocation(NamedTuple):
@@ -147,8 +144,7 @@ class ResidentModel:
 
 
 def _out(model: str | None, previous: ModelLocation | None) -> ResidentOut:
-    name = previous and previous.name
-    return {"object": "model.resident", "model": model, "previous": name, "before": name}
+    return {"object": "model.resident", "model": model, "previous": previous and previous.name}
 
 
 def _resident_of(request: Request) -> ResidentModel:
@@ -160,16 +156,15 @@ Resident = Annotated[ResidentModel, Depends(_resident_of)]
 
 
 @router.post("/load")
-@router.post("/swap")
-async def load_model(body: LoadBody, resident: Resident) -> ResidentOut:
+def load_model(body: LoadBody, resident: Resident) -> ResidentOut:
     """Load one of the server's models. Any other replaces the first: drain, unload, load.
 
     If the new model cannot be loaded, the old one is loaded again and the error is returned.
     """
-    return await asyncio.to_thread(resident.load, body.model, body.drain_s)
+    return resident.load(body.model, body.drain_s)
 
 
 @router.post("/unload")
-async def unload_model(body: NamedUnloadBody, resident: Resident) -> ResidentOut:
+def unload_model(body: NamedUnloadBody, resident: Resident) -> ResidentOut:
     """Drain and unload a model; requests to it get a 503 until one is loaded."""
-    return await asyncio.to_thread(resident.unload, body.drain_s, body.model)
+    return resident.unload(body.drain_s, body.model)

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from keepwarm.errors import Cancelled
-from keepwarm.server.manage.verifying import Verification
+from keepwarm.server.admin.cache import Verification
 from keepwarm.store.atomic import Files
-from tests.server.manage.test_cache_api import ADMIN, ask, prompt
+from tests.server.admin.test_cache_api import ADMIN, ask, prompt
 
 
 class SlowDrive(Files):

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from fastapi import Depends, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from keepwarm.agents.agent_store import AgentStore
+from keepwarm.agents.verify import verify_store
 from keepwarm.engine.stats import Stats
-from keepwarm.errors import Forbidden
-from keepwarm.server.deprecation import renamed_to
+from keepwarm.errors import Cancelled, Forbidden
 from keepwarm.server.http.body import JsonInput, api_router
+from keepwarm.server.http.problems import openai_body, problem_of
 from keepwarm.server.http.request_fields import Served
-from keepwarm.server.http.sse import STREAM_HEADERS, answer_docs
+from keepwarm.server.http.sse import STREAM_HEADERS, answer_docs, frame
 from keepwarm.server.http.viewer import require_totals
-from keepwarm.server.manage.verifying import Verification, VerifyBody, VerifyOut
-from keepwarm.server.models.models import Models
 from keepwarm.store.counts import PromptCounts
+
+PROGRESS_S = 1.0  # between two events of a check
 
 router = api_router(prefix="/v1/cache", tags=["Cache"])
 
@@ -33,7 +38,6 @@ class RequestCountsOut(TypedDict):
     waiting: int
     prefilling: int
     decoding: int
-    reading: Annotated[int, renamed_to("prefilling")]
 
 
 class FiguresOut(TypedDict):
@@ -84,7 +88,6 @@ def show_cache(models: Served) -> CacheOut:
             "waiting": stats.waiting,
             "prefilling": stats.prefilling,
             "decoding": stats.decoding,
-            "reading": stats.prefilling,
         },
         "counters": dict(stats.counters),
         "live": stats.live._asdict(),
@@ -110,23 +113,73 @@ def _tier(stats: Stats, name: str) -> dict[str, int | None]:
 
 
 @router.post("/clear")
-async def clear(body: ClearBody, request: Request, models: Served) -> ClearOut:
+def clear(body: ClearBody, request: Request, models: Served) -> ClearOut:
     """Clear the memory tiers; with `disk`, also delete everything on disk.
 
     Needs the admin key if other keys' blocks would be removed.
     """
     if body.disk or request.state.tenant:
         _need_admin(request)
-    return await asyncio.to_thread(_clear, models, body.disk)
-
-
-def _clear(models: Models, disk: bool) -> ClearOut:
     models.store.flush()
-    n_agents, n_blocks = models.store.on_disk.clear() if disk else (0, 0)
+    n_agents, n_blocks = models.store.on_disk.clear() if body.disk else (0, 0)
     for engine in models.engines:
         engine.clear()
     models.store.clear_memory()
     return {"object": "cache.clear", "removed_blocks": n_blocks, "removed_agents": n_agents}
+
+
+class VerifyBody(JsonInput):
+    fix: bool = Field(default=False, description="Quarantine damaged records.")
+    stream: bool = Field(default=False, description="Send events: progress, then the result.")
+
+
+class BadRecordOut(TypedDict):
+    record: str
+    reason: str
+    quarantined: bool
+
+
+class VerifyOut(TypedDict):
+    object: Literal["cache.verify"]
+    records: int
+    n_bytes: int
+    newer: int  # records and agents that only a newer Keepwarm reads
+    bad: list[BadRecordOut]
+
+
+class Verification:
+    """One check of every record and agent, as `keepwarm cache verify` does it."""
+
+    def __init__(self, disk_store: AgentStore, fix: bool) -> None:
+        self._disk_store = disk_store
+        self._fix = fix
+        self._bytes = (0, 0)  # done, of all
+        self._left = threading.Event()
+
+    def run(self) -> VerifyOut:
+        """Takes minutes for a large store; call it in a thread."""
+        found = verify_store(self._disk_store, self._fix, self._on_progress).fields()
+        return {"object": "cache.verify", **found}  # type: ignore[typeddict-item]
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Progress every second, then the result; a client that leaves ends the check."""
+        work = asyncio.create_task(asyncio.to_thread(self.run))
+        try:
+            while not (await asyncio.wait({work}, timeout=PROGRESS_S))[0]:
+                yield frame(json.dumps(self._progress()))
+            error = work.exception()
+            yield frame(json.dumps(openai_body(problem_of(error)) if error else work.result()))
+        finally:
+            self._left.set()
+
+    def _on_progress(self, done: int, total: int) -> None:
+        self._bytes = (done, total)
+        if self._left.is_set():
+            raise Cancelled("The client left while records were being verified.")
+
+    def _progress(self) -> dict[str, Any]:
+        done, total = self._bytes
+        return {"object": "cache.verify.progress", "n_bytes": done, "total_bytes": total}
 
 
 @router.post("/verify", responses=answer_docs(VerifyOut))

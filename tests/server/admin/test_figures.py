@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.cli import keepwarm
-from tests.server.manage.test_metrics import read
+from tests.server.admin.test_metrics import read
 
 ADMIN = {"Authorization": "Bearer admin"}
 TEXT = "The quick brown fox jumps over the lazy dog. " * 12

@@ -10,9 +10,9 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from keepwarm import config
+from keepwarm.server.admin import monitoring
 from keepwarm.server.app import create_app
 from keepwarm.server.host import EngineHost
-from keepwarm.server.manage import metrics, vllm_metrics
 from keepwarm.server.models.models import Models
 from keepwarm.server.openai.shapes import MAX_ANSWERS
 from tests.kit.waiting import wait_until
@@ -86,7 +86,7 @@ def test_routers_find_what_they_read_of_vllm(live):
     }
     assert {name: found[name,] for name in same} == same
     manual = PAGE.read_text()
-    assert [name for name, _ in vllm_metrics.NAMES if name not in manual] == []
+    assert [name for name, _ in monitoring.VLLM_NAMES if name not in manual] == []
 
 
 def test_times_are_counted_once(live):
@@ -168,7 +168,7 @@ def test_openmetrics_is_spoken_too(live):
         ("/v1/messages", "messages"),
         ("/v1/messagesque", "other"),
         ("/mcp", "mcp"),
-        ("/v1/dashboard/misses/7", "dashboard"),
+        ("/v1/dashboard/requests/7/cancel", "dashboard"),
         ("/health/live", "health"),
         ("/", "page"),
         ("/v1", "other"),
@@ -176,7 +176,7 @@ def test_openmetrics_is_spoken_too(live):
     ],
 )
 def test_paths_have_few_names(path, api):
-    assert metrics._api(path) == api
+    assert monitoring._api(path) == api
 
 
 def test_every_route_has_a_name():
@@ -186,28 +186,25 @@ def test_every_route_has_a_name():
     schema = TestClient(app, base_url="http://127.0.0.1").get("/openapi.json").json()
     paths = {*schema["paths"], "/", "/dashboard/main.js", "/docs", "/openapi.json"}
     assert "/v1/dashboard/now" in paths
-    assert {path for path in paths if metrics._api(path) == "other"} == set()
+    assert {path for path in paths if monitoring._api(path) == "other"} == set()
 
 
 def table():
     """The rows of docs/operations.md."""
-    histograms = [metrics.TTFT]
     observed = [
-        (*metrics.READY, "gauge", ""),
-        (*metrics.LOADED, "gauge", "model"),
-        (*metrics.LOADS, "counter", "model"),
-        (*metrics.HTTP, "counter", "api, outcome"),
-        *((*each, "histogram", "warm") for each in histograms),
-        (*metrics.TOKEN, "histogram", ""),
+        (*monitoring.READY, "gauge", ""),
+        (*monitoring.LOADED, "gauge", "model"),
+        (*monitoring.LOADS, "counter", "model"),
+        (*monitoring.HTTP, "counter", "api, outcome"),
+        (*monitoring.TTFT, "histogram", "warm"),
+        (*monitoring.TOKEN, "histogram", ""),
     ]
-    read = [(each.name, each.help, each.kind, each.label) for each in metrics.SAMPLES]
+    read = [(each.name, each.help, each.kind, each.label) for each in monitoring.SAMPLES]
     rows = [
         f"| `{name}{'_total' * (kind == 'counter')}` | {kind} | {label} | {about} |"
         for name, about, kind, label in [*observed, *read]
     ]
-    current = [row for row in rows if "Deprecated: " not in row]
-    old = [row for row in rows if "Deprecated: " in row]
-    return "\n".join(["| name | kind | by | what |", "|---|---|---|---|", *current, *old])
+    return "\n".join(["| name | kind | by | what |", "|---|---|---|---|", *rows])
 
 
 def test_the_manual_lists_every_metric():

@@ -11,8 +11,8 @@ from keepwarm import config
 from keepwarm.cache.store import Store
 from keepwarm.errors import Busy
 from keepwarm.models.load import load
+from keepwarm.server.admin.models import ResidentModel
 from keepwarm.server.host import EngineHost, start_engine
-from keepwarm.server.manage.admin import ResidentModel
 from keepwarm.server.models.models import Models
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.waiting import wait_until
@@ -48,7 +48,7 @@ def resident(live):
 @pytest.mark.parametrize("headers", [{"Authorization": "Bearer a"}, {"x-api-key": "wrong"}])
 def test_it_takes_the_admin_key(serving, headers):
     with serving(api_keys="a", admin_key="admin") as live:
-        for verb in ("load", "swap", "unload"):
+        for verb in ("load", "unload"):
             assert change(live, verb, {}, **headers).status_code in {401, 403}
         assert live.host.ready
 
@@ -59,15 +59,9 @@ def test_without_an_admin_key_it_is_forbidden(live):
     assert "KEEPWARM_ADMIN_KEY" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("verb", ["load", "swap"])
-def test_another_model_takes_its_place(admin, other, verb):
-    answer = change(admin, verb, {"model": str(other)})
-    assert answer.json() == {
-        "object": "model.resident",
-        "model": str(other),
-        "previous": "tiny",
-        "before": "tiny",
-    }
+def test_another_model_takes_its_place(admin, other):
+    answer = change(admin, "load", {"model": str(other)})
+    assert answer.json() == {"object": "model.resident", "model": str(other), "previous": "tiny"}
     assert resident(admin)["id"] == str(other)
     assert resident(admin)["context_length"] == 512
     assert admin.post("/v1/chat/completions", QUESTION).json()["model"] == str(other)
@@ -87,10 +81,10 @@ def test_the_first_is_gone_when_the_second_comes(checkpoint, other, tmp_path):
 
 def test_blocks_of_the_first_are_warm_when_it_comes_back(admin, checkpoint, other):
     n_tokens = admin.post("/v1/chat/completions", QUESTION).json()["usage"]["prompt_tokens"]
-    change(admin, "swap", {"model": str(other)})
+    change(admin, "load", {"model": str(other)})
     theirs = admin.post("/v1/chat/completions", QUESTION).json()["keepwarm"]
     assert theirs["reused"] == {}
-    change(admin, "swap", {"model": str(checkpoint)})
+    change(admin, "load", {"model": str(checkpoint)})
     again = admin.post("/v1/chat/completions", QUESTION).json()["keepwarm"]
     assert sum(again["reused"].values()) == n_tokens - 1
 
@@ -104,7 +98,7 @@ def broken(directory):
 
 def test_the_old_one_comes_back_if_the_new_one_cannot_be_loaded(admin, tmp_path):
     before = admin.post("/v1/chat/completions", QUESTION).json()
-    answer = change(admin, "swap", {"model": str(broken(tmp_path / "broken"))})
+    answer = change(admin, "load", {"model": str(broken(tmp_path / "broken"))})
     assert answer.status_code == 422
     assert "is not a complete safetensors file" in answer.json()["error"]["message"]
     assert admin.get("/health/ready").status_code == 200
@@ -120,7 +114,7 @@ def test_the_old_one_comes_back_if_the_new_one_ends_the_program(admin, other, tm
     shutil.copytree(other, path)
     settings = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(settings | {"model_type": "olmo"}))
-    answer = change(admin, "swap", {"model": str(path)})
+    answer = change(admin, "load", {"model": str(path)})
     assert answer.status_code == 422
     assert "'olmo', which mlx-lm cannot run here" in answer.json()["error"]["message"]
     assert resident(admin)["id"] == "tiny"
@@ -130,7 +124,7 @@ def test_the_old_one_comes_back_if_the_new_one_ends_the_program(admin, other, tm
 def test_what_is_no_model_at_all_changes_nothing(admin, tmp_path):
     engine = admin.host.engine
     for name in ("no-such-model", str(tmp_path), "org/name"):
-        assert change(admin, "swap", {"model": name}).status_code in {404, 422}
+        assert change(admin, "load", {"model": name}).status_code in {404, 422}
     assert admin.host.engine is engine
 
 
@@ -170,7 +164,7 @@ def test_answers_that_run_may_end_first(admin, other, n_tokens, drain_s, end):
     thread = threading.Thread(target=read)
     thread.start()
     wait_until(lambda: admin.host.engine.stats().decoding == 1)
-    assert change(admin, "swap", {"model": str(other), "drain_s": drain_s}).status_code == 200
+    assert change(admin, "load", {"model": str(other), "drain_s": drain_s}).status_code == 200
     thread.join(300)
     assert end in texts[0]
 
