@@ -86,11 +86,8 @@ def test_tokens_records_and_receipts(architecture, tmp_path):
 
 
 @pytest.mark.parametrize(("architecture", "kind", "secret"), STORES)
-@pytest.mark.parametrize("indexed", [True, False])
-def test_a_store_of_the_version_before(architecture, kind, secret, indexed, tmp_path):
+def test_recorded_store_opens_and_is_restored(architecture, kind, secret, tmp_path):
     shutil.copytree(DATA / "stores" / f"{architecture}-{kind}", tmp_path / "store")
-    if not indexed:
-        (tmp_path / "store" / "index.sqlite").unlink()
     n_files = len(list((tmp_path / "store").glob("blocks/*/*.safetensors")))
     with AgentStore(tmp_path / "store", DiskLimits(min_free_bytes=0), secret=secret) as disk_store:
         assert check_sound(disk_store) == n_files >= 2

@@ -95,7 +95,7 @@ def test_an_older_store_without_the_latest_use_is_corrected_too(tmp_path, clock)
     tier = disk_tier(tmp_path, clock)
     fill(tier, clock, first=0, n=8)
     with tier.index.database.transaction() as db:
-        db.execute("DELETE FROM counts WHERE name != 'bytes'")
+        db.execute("DELETE FROM counts WHERE name = 'latest use'")
     tier.close()
     clock.now -= YEAR_S
     tier = disk_tier(tmp_path, clock)

@@ -6,7 +6,6 @@ beside our files, or behind a link.
 
 import json
 import os
-import shutil
 import sqlite3
 import time
 from pathlib import Path
@@ -23,17 +22,12 @@ from keepwarm.models import builtin
 from keepwarm.store.atomic import Files
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.disk.upkeep import clear_quarantine
-from keepwarm.store.marker import MARKER, claim
+from keepwarm.store.marker import MARKER
 from keepwarm.store.record import Part
 from tests.cli import keepwarm
 from tests.kit.checkpoints import write_checkpoint
 from tests.store.kit import chain_of
 
-DATA = Path(__file__).parents[1] / "data"
-OLD_STORES = [
-    *sorted((DATA / "golden" / "stores").glob("*-*")),
-    DATA / "format" / "v1" / "sealed",
-]
 UUID = "0123456789abcdef" * 2
 LIMITS = DiskLimits(min_free_bytes=0)
 YEAR_S = 365 * 24 * 3600
@@ -147,7 +141,7 @@ def test_an_empty_or_missing_directory_becomes_a_store(tmp_path, made):
     if made:
         root.mkdir(parents=True)
     DiskTier(root, LIMITS).close()
-    assert json.loads((root / MARKER).read_text()) == {"keepwarm": "store", "version": 1}
+    assert json.loads((root / MARKER).read_text()) == {"keepwarm": "store", "version": 2}
     assert n_blocks(root) == 0
 
 
@@ -157,10 +151,23 @@ def test_a_new_file_system_counts_as_empty(tmp_path):
     assert (tmp_path / "lost+found").is_dir()
 
 
-def test_a_store_of_a_newer_version_is_refused(store):
-    write(store / MARKER, '{"keepwarm": "store", "version": 2}')
-    with pytest.raises(BadInput, match="newer Keepwarm"):
+@pytest.mark.parametrize(
+    ("version", "why"), [(3, "newer Keepwarm"), (1, "format 1 of an earlier Keepwarm")]
+)
+def test_store_of_another_version_is_refused_and_stays_as_it_was(store, version, why):
+    write(store / MARKER, json.dumps({"keepwarm": "store", "version": version}))
+    before = tree(store)
+    with pytest.raises(BadInput, match=why):
         DiskTier(store, LIMITS)
+    assert tree(store) == before
+
+
+def test_store_without_its_marker_is_refused_and_stays_as_it_was(store):
+    (store / MARKER).unlink()
+    before = tree(store)
+    with pytest.raises(BadInput, match="is not a store"):
+        DiskTier(store, LIMITS)
+    assert tree(store) == before
 
 
 class Stopped(Exception):
@@ -210,76 +217,6 @@ def test_the_marker_comes_before_anything_else(tmp_path):
     made = [name for what, name in files.seen if (what, name) != ("make", "store")]
     assert made[0].startswith(f".{MARKER}.")
     assert made[1] == MARKER
-
-
-# Stores of older versions
-
-
-@pytest.fixture(params=OLD_STORES, ids=lambda path: path.name)
-def old_store(request, tmp_path):
-    root = tmp_path / "old"
-    shutil.copytree(request.param, root)
-    (root / MARKER).unlink(missing_ok=True)
-    return root
-
-
-@pytest.mark.parametrize("lost", [(), ("index.sqlite",), ("index.sqlite", "sealed.json")])
-def test_an_old_store_is_recognised_and_marked_once(old_store, lost):
-    """By its index, by `sealed.json`, or by its records alone."""
-    for name in lost:
-        (old_store / name).unlink(missing_ok=True)
-    before = tree(old_store)
-    claim(old_store, Files())
-    marked = (old_store / MARKER).stat()
-    claim(old_store, Files())
-    again = (old_store / MARKER).stat()
-    assert (again.st_ino, again.st_mtime_ns) == (marked.st_ino, marked.st_mtime_ns)
-    after = tree(old_store)
-    assert after.pop(MARKER)
-    assert after == before
-
-
-@pytest.mark.parametrize("name", ["index.sqlite", "sealed.json"])
-def test_an_old_store_without_records_is_recognised_by_one_file(tmp_path, name):
-    shutil.copy(DATA / "golden" / "stores" / "llama-sealed" / name, tmp_path)
-    claim(tmp_path, Files())
-    assert (tmp_path / MARKER).exists()
-
-
-def test_an_old_store_with_nothing_but_agents_is_recognised(tmp_path):
-    """Of version 1 and 2; a file of another program under such a name is not taken for one."""
-    for number, fields in enumerate(({}, {"version": 2, "left": []})):
-        root = tmp_path / str(number)
-        (root / "agents").mkdir(parents=True)
-        agent = {"id": "ops", "namespace": "00", "blocks": [], "n_tokens": 0, "turns": [], **fields}
-        (root / "agents" / "other.json").write_text(json.dumps(agent))
-        with pytest.raises(BadInput, match="is not a store of Keepwarm"):
-            claim(root, Files())
-        (root / "agents" / "ops.json").write_text(json.dumps(agent))
-        claim(root, Files())
-        assert (root / MARKER).exists()
-
-
-def test_an_old_store_opens_with_all_its_blocks(store):
-    (store / MARKER).unlink()
-    assert n_blocks(store) == 2
-    (store / MARKER).unlink()
-    for path in store.glob("index.sqlite*"):
-        path.unlink()
-    assert n_blocks(store) == 2
-    assert (store / MARKER).exists()
-
-
-def test_an_index_whose_tables_are_still_in_its_log_is_recognised(tmp_path):
-    """As a process leaves it that was killed."""
-    tier = DiskTier(tmp_path / "live", LIMITS)
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for path in (tmp_path / "live").glob("index.sqlite*"):
-        shutil.copy(path, copy)
-    tier.close()
-    claim(copy, Files())
-    assert (copy / MARKER).exists()
 
 
 # What others put into a store
@@ -340,8 +277,15 @@ def test_a_directory_in_quarantine_keeps_what_we_did_not_write(store):
 # Links
 
 
+def test_store_with_a_link_for_its_marker_is_none(store, tmp_path):
+    (store / MARKER).rename(tmp_path / "away")
+    (store / MARKER).symlink_to(tmp_path / "away")
+    with pytest.raises(BadInput, match="is not a store"):
+        DiskTier(store, LIMITS)
+
+
 @pytest.mark.parametrize(
-    "name", ["blocks", "tmp", "quarantine", "agents", "models", "index.sqlite", MARKER, "blocks/00"]
+    "name", ["blocks", "tmp", "quarantine", "agents", "models", "index.sqlite", "blocks/00"]
 )
 def test_a_link_in_place_of_a_part_of_the_store_is_refused(store, tmp_path, name):
     away = tmp_path / "away"

@@ -101,6 +101,16 @@ def test_every_header_comes_back(tokens, extra, part, number):
     assert decode(encode(made))[0].header == made.header
 
 
+def test_header_extra_with_an_unknown_entry_is_kept_verified_and_needed_by_nobody():
+    """For what later versions say of a record that earlier ones can do without."""
+    made = small(extra={"later": {"codec": "none"}})
+    opened, tensors = decode(encode(made))
+    assert opened.header.extra == {"later": {"codec": "none"}}
+    assert tensors == made.tensors
+    with pytest.raises(BadRecord, match="digest"):
+        decode(encode(made).replace(b"none", b"some"))
+
+
 @pytest.mark.parametrize("dtype", sorted(PARTS["numpy"]))
 def test_numpy_opens_a_record(dtype, tmp_path):
     """Readable without our code."""

@@ -241,8 +241,8 @@ def release(agent: AgentId, as_json: AsJson = False) -> None:
 def agent_fields(store: AgentStore, agent: Agent) -> dict[str, Any]:
     """An agent as JSON, without what is secret in an encrypted store."""
     fields: dict[str, Any] = json.loads(agent.to_json())
-    for each in (fields, *fields["branches"]):
-        del each["namespace"]
+    for branch in fields["branches"]:
+        del branch["namespace"]
     return fields | {"imported": bool(store.origin_of(agent))}
 
 

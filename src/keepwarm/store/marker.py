@@ -1,8 +1,7 @@
 """Which directory is a store: one with `keepwarm-store.json` in it.
 
 A start deletes leftovers and moves bad files, so it must never run in a directory of someone else.
-The marker is written into an empty directory before anything else is made there. Stores of versions
-without it are recognised by what they hold, not by the names of their folders, and are then marked.
+The marker is written into an empty directory before anything else is made there.
 """
 
 from __future__ import annotations
@@ -12,26 +11,16 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
-from keepwarm.errors import BadInput, BadRecord, NewerFormat
+from keepwarm.errors import BadInput
 from keepwarm.store.atomic import Files, open_unlinked
-from keepwarm.store.names import DIRECTORY, INDEX, SEALED, parse_name
-from keepwarm.store.record import check_identity, open_record
 
 MARKER = "keepwarm-store.json"
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 4096  # of a marker
 UNFINISHED = re.compile(re.escape(f".{MARKER}.") + "[0-9a-f]{32}")
 NOT_CONTENT = ("lost+found", ".DS_Store")  # in every new file system; in folders seen in Finder
-INDEX_TABLE = b"CREATE TABLE blocks(\n  key BLOB PRIMARY KEY, parent BLOB NOT NULL, namespace BLOB"
-INDEX_MAGIC = {INDEX: b"SQLite format 3\0", f"{INDEX}-wal": b"\x37\x7f\x06"}
-SCHEMA_WITHIN = 1 << 20  # bytes; tables are the first that is written to the index and its log
-MAX_AGENT_BYTES = 1 << 24
-AGENT_FIELDS = {"id", "namespace", "blocks", "n_tokens", "turns"}  # since the first version
-SEALED_FIELDS = {"version", "salt", "scrypt", "check"}
 
 
 def claim(root: Path, files: Files) -> Path:
@@ -44,7 +33,7 @@ def claim(root: Path, files: Files) -> Path:
     for path in (*reversed(missing), root):
         files.make_directory(path)
     is_marked = _is_marked(root)
-    if not (is_marked or _is_empty(root) or _is_old_store(root) or _is_marked(root)):
+    if not (is_marked or _is_empty(root) or _is_marked(root)):
         raise BadInput(
             f"{root} is not empty and is not a store of Keepwarm, so nothing in it is touched; "
             "name an empty or a new directory as KEEPWARM_STORE."
@@ -68,6 +57,11 @@ def _is_marked(root: Path) -> bool:
         raise BadInput(
             f"The store {root} was written by a newer Keepwarm; "
             "update this one, or name another directory as KEEPWARM_STORE."
+        )
+    if is_ours and version < VERSION:
+        raise BadInput(
+            f"The store {root} has the format {version} of an earlier Keepwarm and is not read; "
+            "delete it, or name another directory as KEEPWARM_STORE."
         )
     return is_ours
 
@@ -100,72 +94,6 @@ def _refuse_links(root: Path) -> None:
                     f"{entry.path} is a symbolic link, and none is followed inside a store; "
                     "put what it points at in its place, or remove it."
                 )
-
-
-def _is_old_store(root: Path) -> bool:
-    return (
-        _has_index(root)
-        or _has_sealed(root)
-        or any(map(_is_record, _record_paths(root)))
-        or any(_is_agent(Path(entry.path)) for entry in _entries(root / "agents"))
-    )
-
-
-def _has_index(root: Path) -> bool:
-    """Whether our tables are in the index or its log. Read as bytes: SQLite would write files."""
-    for name, magic in INDEX_MAGIC.items():
-        with suppress(OSError), open_unlinked(root / name) as file:
-            data = file.read(SCHEMA_WITHIN)
-            if data.startswith(magic) and INDEX_TABLE in data:
-                return True
-    return False
-
-
-def _has_sealed(root: Path) -> bool:
-    return _read_object(root / SEALED, MAX_BYTES).keys() == SEALED_FIELDS
-
-
-def _is_agent(path: Path) -> bool:
-    """Whether it is the file of an agent, under its name."""
-    said = _read_object(path, MAX_AGENT_BYTES) if path.suffix == ".json" else {}
-    return said.keys() >= AGENT_FIELDS and said["id"] == path.stem
-
-
-def _read_object(path: Path, max_bytes: int) -> dict[str, object]:
-    """A JSON object; empty if there is none."""
-    try:
-        with open_unlinked(path) as file:
-            said = json.loads(file.read(max_bytes))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return said if isinstance(said, dict) else {}
-
-
-def _record_paths(root: Path) -> Iterator[Path]:
-    """Files under the names of records; links are neither followed nor listed."""
-    for directory in _entries(root / "blocks"):
-        if DIRECTORY.fullmatch(directory.name) and directory.is_dir(follow_symlinks=False):
-            for entry in _entries(Path(directory.path)):
-                if entry.name.startswith(directory.name) and parse_name(entry.name):
-                    yield Path(entry.path)
-
-
-def _is_record(path: Path) -> bool:
-    """Whether the header is one of ours; a newer or a sealed one is too."""
-    name = parse_name(path.name)
-    try:
-        file = open_unlinked(path)
-    except OSError:
-        return False
-    with file:
-        try:
-            header = open_record(file, os.fstat(file.fileno()).st_size).header
-            check_identity(header, *name) if name else None
-        except (NewerFormat, PermissionError):  # the latter: sealed, and no key was given
-            return True
-        except (BadRecord, OSError):
-            return False
-    return True
 
 
 def _entries(directory: Path) -> list[os.DirEntry[str]]:

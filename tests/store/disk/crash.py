@@ -97,7 +97,7 @@ def marked_for_deletion(index: Path) -> set[BlockKey]:
         return set()
     db = sqlite3.connect(index)
     try:
-        return {BlockKey(row[0]) for row in db.execute("SELECT key FROM blocks WHERE doomed")}
+        return {BlockKey(row[0]) for row in db.execute("SELECT key FROM blocks WHERE deleting")}
     except sqlite3.OperationalError:  # killed before the first table was created
         return set()
     finally:

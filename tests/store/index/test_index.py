@@ -218,11 +218,11 @@ def test_children_that_came_before_their_parent_protect_it(index):
 @pytest.mark.parametrize(
     "query",
     [
-        "SELECT key, d, w, s FROM blocks WHERE doomed = 0 AND key IN (?, ?)",
+        "SELECT key, d, w, s FROM blocks WHERE deleting = 0 AND key IN (?, ?)",
         "SELECT key, tokens FROM tokens WHERE parent = ? AND tokens <= ? ORDER BY tokens DESC",
-        "SELECT key FROM blocks WHERE s > 0 AND doomed = 0 AND parent IN (?, ?)",
+        "SELECT key FROM blocks WHERE s > 0 AND deleting = 0 AND parent IN (?, ?)",
         "SELECT key FROM blocks WHERE parent = ? OR parent = ?",
-        "SELECT key FROM blocks b WHERE children = 0 AND pins = 0 AND doomed = 0 "
+        "SELECT key FROM blocks b WHERE children = 0 AND pins = 0 AND deleting = 0 "
         "AND used + value + cost <= ? AND b.key != ? ORDER BY used + value + cost",
     ],
 )

@@ -120,8 +120,8 @@ def delete_everywhere(
     Blocks in `keep` stay; the caller includes their ancestors. From shared tiers they are deleted
     later, and so is what is `gone` from this disk.
     """
-    doomed = list(subtrees(disk.index.lookups, keys, keep))
+    deleting = list(subtrees(disk.index.lookups, keys, keep))
     with as_store_errors(disk, "note what is deleted"):
-        named = disk.index.lookups.named(doomed)
+        named = disk.index.lookups.named(deleting)
         Tombstones(disk).add(namespaces, [*named, *gone])
-    return delete_traceless(disk, doomed, progress)
+    return delete_traceless(disk, deleting, progress)

@@ -15,7 +15,7 @@ from typing import Any
 
 from keepwarm.errors import NewerFormat, StoreFailed
 from keepwarm.store.atomic import LOCK_WAIT_S
-from keepwarm.store.index.schema import ADDED, PRAGMAS, SCHEMA_VERSION, statements
+from keepwarm.store.index.schema import PRAGMAS, SCHEMA_VERSION, statements
 from keepwarm.store.tier import is_busy
 
 READ_WAIT_S = 0.1  # only while another process opens, repairs or closes the index
@@ -50,8 +50,6 @@ class Database:
                 db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             elif version != SCHEMA_VERSION:
                 raise sqlite3.DatabaseError(f"index version {version}, not {SCHEMA_VERSION}")
-            for statement in ADDED:
-                db.execute(statement)
 
     def _version(self) -> int:
         return int(self._db.execute("PRAGMA user_version").fetchone()[0])

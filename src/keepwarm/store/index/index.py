@@ -35,7 +35,7 @@ from keepwarm.store.tier import TTL_PIN, StoredBlock
 MAX_TOUCHES = 20_000  # waiting for the next write; then the oldest are forgotten
 LATEST = "latest use"  # in `counts`, in seconds since 1970
 EVICTABLE = (
-    "pins = 0 AND doomed = 0 AND used + value + cost <= ? "
+    "pins = 0 AND deleting = 0 AND used + value + cost <= ? "
     "AND NOT EXISTS (SELECT 1 FROM writes w WHERE b.key IN (w.key, w.parent))"
 )
 
@@ -186,19 +186,21 @@ class Index:
         Synced: a tombstone that came back after a power cut would delete what was put since.
         """
         with self._transaction(synced=True) as db:
-            db.executemany("DELETE FROM blocks WHERE key = ? AND doomed", ((k,) for k in keys))
+            db.executemany("DELETE FROM blocks WHERE key = ? AND deleting", ((k,) for k in keys))
 
     def delete_part(self, key: BlockKey, part: Part, wait_s: float | None = None) -> None:
         """Delete one part; the row goes with the last part."""
         with self._transaction(wait_s=wait_s) as db:
             self._set_part(db, key, part, 0, 0)
-            db.execute("DELETE FROM blocks WHERE key = ? AND d + w + s = 0 AND NOT doomed", (key,))
+            db.execute(
+                "DELETE FROM blocks WHERE key = ? AND d + w + s = 0 AND NOT deleting", (key,)
+            )
 
     def _set_part(
         self, db: sqlite3.Connection, key: BlockKey, part: Part, n_bytes: int, w_rows: int
     ) -> None:
         rows = f", w_rows = {w_rows:d}" if part is Part.WINDOW else ""
-        query = f"UPDATE blocks SET {part.value} = ?{rows} WHERE key = ? AND NOT doomed"  # noqa: S608
+        query = f"UPDATE blocks SET {part.value} = ?{rows} WHERE key = ? AND NOT deleting"  # noqa: S608
         db.execute(query, (n_bytes, key))
         query = "UPDATE blocks SET cost = cost_of(number, n_tokens, d, w, s) WHERE key = ?"
         db.execute(query, (key,))
@@ -318,7 +320,7 @@ class Index:
 
 
 def _mark_deleting(db: sqlite3.Connection, keys: Iterable[BlockKey]) -> None:
-    db.executemany("UPDATE blocks SET doomed = 1 WHERE key = ?", ((key,) for key in keys))
+    db.executemany("UPDATE blocks SET deleting = 1 WHERE key = ?", ((key,) for key in keys))
 
 
 def _note_time(db: sqlite3.Connection, now: float) -> None:

@@ -35,7 +35,7 @@ class Lookups:
         self._columns = columns
 
     def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
-        rows = self._among("SELECT key, d, w, s, n_tokens, w_rows", "doomed = 0 AND key", keys)
+        rows = self._among("SELECT key, d, w, s, n_tokens, w_rows", "deleting = 0 AND key", keys)
         return {
             BlockKey(key): BlockInfo(_parts(d > 0, w > 0, s > 0), n_tokens, w_rows, d + w + s)
             for key, d, w, s, n_tokens, w_rows in rows
@@ -48,7 +48,7 @@ class Lookups:
 
     def states(self, parents: Collection[BlockKey]) -> list[CheckpointRef]:
         rows = self._among(
-            "SELECT key, parent, n_tokens", "s > 0 AND doomed = 0 AND parent", parents
+            "SELECT key, parent, n_tokens", "s > 0 AND deleting = 0 AND parent", parents
         )
         return [CheckpointRef(BlockKey(key), BlockKey(parent), n) for key, parent, n in rows]
 
@@ -68,7 +68,7 @@ class Lookups:
         return self._columns.shorter_siblings(key)
 
     def children_of(self, parent: BlockKey) -> list[BlockKey]:
-        query = "SELECT key FROM blocks WHERE parent = ? AND doomed = 0"
+        query = "SELECT key FROM blocks WHERE parent = ? AND deleting = 0"
         return [BlockKey(row[0]) for row in self._rows(query, (parent,))]
 
     def parents(self, key: BlockKey) -> Iterator[BlockKey]:
@@ -102,7 +102,7 @@ class Lookups:
         """Blocks without descendants, the last used first."""
         query = (
             "SELECT key, namespace, number, n_tokens, used FROM blocks "
-            "WHERE children = 0 AND doomed = 0 ORDER BY used DESC, key"
+            "WHERE children = 0 AND deleting = 0 ORDER BY used DESC, key"
         )
         decode = self._columns.decode_namespace
         return [Leaf(BlockKey(k), decode(k, name), *rest) for k, name, *rest in self._rows(query)]
@@ -118,7 +118,7 @@ class Lookups:
 
     def checkpoints(self, key: BlockKey) -> tuple[list[Checkpoint], int]:
         """The states on the path to a block that has one, and the K and V bytes on that path."""
-        found = self._rows("SELECT 1 FROM blocks WHERE key = ? AND s > 0 AND NOT doomed", (key,))
+        found = self._rows("SELECT 1 FROM blocks WHERE key = ? AND s > 0 AND NOT deleting", (key,))
         path = list(self.parents(key)) if found else []
         rows = self._among("SELECT key, parent, d + w * (w_rows > 0)", "key", path)
         by_parent = {parent: own for own, parent, _ in rows}
@@ -141,7 +141,7 @@ class Lookups:
         while True:
             rows = self._rows(
                 "SELECT key, parent, namespace, number, n_tokens, d, w, s, used, pins "
-                "FROM blocks WHERE doomed = 0 AND key > ? ORDER BY key LIMIT 1000",
+                "FROM blocks WHERE deleting = 0 AND key > ? ORDER BY key LIMIT 1000",
                 (last,),
             )
             for key, parent, namespace, number, n_tokens, d, w, s, used, pins in rows:
@@ -160,13 +160,13 @@ class Lookups:
         return int(self._rows("SELECT value FROM counts WHERE name = 'bytes'")[0][0])
 
     def n_blocks(self) -> int:
-        return int(self._rows("SELECT count(*) FROM blocks WHERE doomed = 0")[0][0])
+        return int(self._rows("SELECT value FROM counts WHERE name = 'blocks'")[0][0])
 
     def deleting(self) -> list[BlockKey]:
-        return [BlockKey(row[0]) for row in self._rows("SELECT key FROM blocks WHERE doomed = 1")]
+        return [BlockKey(row[0]) for row in self._rows("SELECT key FROM blocks WHERE deleting = 1")]
 
     def is_deleting(self, key: BlockKey) -> bool:
-        return bool(self._rows("SELECT 1 FROM blocks WHERE key = ? AND doomed", (key,)))
+        return bool(self._rows("SELECT 1 FROM blocks WHERE key = ? AND deleting", (key,)))
 
     def owners(self, key: BlockKey) -> list[str]:
         return [row[0] for row in self._rows("SELECT owner FROM pins WHERE key = ?", (key,))]
