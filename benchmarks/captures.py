@@ -263,7 +263,7 @@ def measure(
             while findings.blocks < n_blocks:
                 traffic.send_some()
                 print(f"{findings.blocks} blocks, {findings.different} different", flush=True)
-        engine.settle()
+        engine.wait_until_saved()
         comparison.finish()
         check_restores(engine, traffic.prompts[-12:], findings)
         findings.evicted = store.memory.stats().evicted

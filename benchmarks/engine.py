@@ -115,7 +115,7 @@ class Case:
 
     def first_ms(self, prompt: Sequence[int], policy: Policy = Policy.READ_WRITE) -> float:
         ms = self.ask(prompt, policy=policy).result().usage.ttft_ms
-        self.engine.settle()  # the next measurement does not compete with its saves
+        self.engine.wait_until_saved()  # the next measurement does not compete with its saves
         return ms
 
     @contextmanager
@@ -213,7 +213,7 @@ class Case:
         next(event for event in answer if isinstance(event, Delta))
         keeping = self._keeping_ms() - before
         ttft_ms = answer.result().usage.ttft_ms
-        self.engine.settle()
+        self.engine.wait_until_saved()
         return ttft_ms, keeping
 
     def _keeping_ms(self) -> float:
@@ -227,7 +227,7 @@ class Case:
                 answer = self.ask(self.prompt(self.unit), 1, policy)
                 done = [event.done for event in answer if isinstance(event, Progress)]
                 after = time.perf_counter()
-            self.engine.settle()
+            self.engine.wait_until_saved()
         gaps = running.gaps_ms(before, after)
         notes = {
             "slices": [b - a for a, b in pairwise([0, *done])],
@@ -285,7 +285,7 @@ class Case:
             shared = self.prompt(self.unit)
             prompts = [[*shared, *self.prompt(self.unit // 4)] for _ in range(8)]
             results = [answer.result() for answer in [self.ask(prompt, 8) for prompt in prompts]]
-            self.engine.settle()
+            self.engine.wait_until_saved()
         notes = {
             "firsts": sorted(result.usage.ttft_ms for result in results),
             "computed": sum(result.receipt.recomputed for result in results),

@@ -150,7 +150,7 @@ class _Asker:
 
     def __call__(self, trial: str, prompt: Sequence[int], n_known: int) -> list[int]:
         result = self._engine.submit(_request(prompt, N_ANSWER)).result()
-        self._engine.settle()
+        self._engine.wait_until_saved()
         if n_known:
             self._found.reused[trial] = (result.receipt.cached_tokens, n_known)
         if n_known > result.receipt.cached_tokens and result.receipt.miss:

@@ -35,7 +35,7 @@ class SettledInProcess(InProcess):
 
     def ask(self, ask):
         reply = super().ask(ask)
-        self.engine._engine.settle()
+        self.engine._engine.wait_until_saved()
         return reply
 
 

@@ -144,7 +144,7 @@ def test_a_title_request_between_turns_is_beside_the_conversation(watching, name
             title = {"messages": [{"role": "user", "content": f"A title for turn {turn}, please."}]}
             watched.live.post("/v1/chat/completions", title, **{"x-keepwarm-agent": "coder"})
         turns = watched.turns()
-        watched.host.engine.settle()
+        watched.host.engine.wait_until_saved()
         agent = watched.live.get("/v1/agents/coder").json()
     assert all(turn.is_warm for turn in turns[1:])
     assert len(agent["turns"]) == len(turns)

@@ -148,7 +148,7 @@ def test_an_engine_sheds_where_it_is_low(models, tmp_path, low):
     """In the low memory only; the other keeps its content."""
     with engine_on(models.of("llama"), tmp_path) as engine:
         engine.warm(ask(prompt_of(600))).result()
-        engine.settle()
+        engine.wait_until_saved()
         left = {"gpu": 80 * GIB, "host": 80 * GIB, low: 0}
         both = Memories(
             Memory(80 * GIB, lambda: left["gpu"], lambda: 0),

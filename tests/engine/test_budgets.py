@@ -149,7 +149,7 @@ def test_an_engine_releases_what_it_keeps_when_memory_runs_low(models, tmp_path,
     monkeypatch.setattr(engine_module, "memories", lambda **_: Memories(shared, shared))
     with an_engine(models, tmp_path, memory()) as engine:
         engine.submit(ask(prompt_of(600), 3)).result()
-        engine.settle()
+        engine.wait_until_saved()
         assert min(engine.live.stats.n_bytes, engine.store.tier_stats()["memory"].n_bytes) > 0
         free["bytes"] = 0
         deadline = time.monotonic() + 300
@@ -239,7 +239,7 @@ def test_blocks_beyond_the_engines_share_go(models, tmp_path):
     with Store(settings=settings_in(tmp_path)) as store:
         with Engine(models.of("llama"), store, settings=store.settings) as engine:
             engine.warm(ask(prompt_of(900))).result()
-            engine.settle()
+            engine.wait_until_saved()
         held = store.tier_stats()["memory"].n_bytes
         told = EngineConfig(memory(tier_bytes=held // 2))
         with Engine(models.of("llama"), store, told, settings=store.settings):

@@ -66,7 +66,7 @@ def test_turns_with_only_what_is_new_are_those_of_the_whole_conversation(model, 
     with engine_on(model, tmp_path / "one") as engine:  # after a restart
         third = go_on(engine, LAST)
         assert third.receipt.reused.get("disk", 0) > n_known
-        engine.settle()
+        engine.wait_until_saved()
         assert len(engine.store.on_disk.agents.show("ops").turns) == 3
     with engine_on(model, tmp_path / "two") as engine:  # a client that sends everything
         talk = [SYSTEM, ASK]
@@ -83,7 +83,7 @@ def llama(models):
 
 
 def agents(engine):
-    engine.settle()
+    engine.wait_until_saved()
     return engine.store.on_disk.agents
 
 
@@ -184,7 +184,7 @@ def test_what_is_not_stored_is_not_kept(llama, tmp_path):
     with engine_on(llama, tmp_path) as engine:
         ask(engine, ASK, policy=Policy.EPHEMERAL)
         ask(engine, ASK, policy=Policy.NO_STORE)
-        engine.settle()
+        engine.wait_until_saved()
         assert not list((tmp_path / "store").glob("messages/*"))
 
 
@@ -254,7 +254,7 @@ def test_a_turn_that_is_rendered_anew_is_the_head(tmp_path):
 def test_a_turn_that_could_not_be_recorded_is_not_passed_over(llama, tmp_path, monkeypatch):
     with engine_on(llama, tmp_path) as engine:
         ask(engine, ASK)
-        engine.settle()
+        engine.wait_until_saved()
         on_disk = engine.store.on_disk.agents
 
         def fail(*_, **__):

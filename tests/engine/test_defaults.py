@@ -1,6 +1,7 @@
 """The engine's default KV options, and the lane that a request runs in."""
 
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from keepwarm.device.memory import MemoryConfig
 from keepwarm.engine.admission import EngineConfig
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.lane import Lane
-from keepwarm.errors import BadInput
+from keepwarm.errors import BadInput, UnsupportedCache
 from keepwarm.models.load import load
 from keepwarm.text.request import KVOptions, Request
 from tests.kit.checkpoints import write_checkpoint
@@ -164,3 +165,17 @@ def test_a_lane_of_the_default_options_needs_no_run_of_the_model(models, tmp_pat
         assert len(model.module.shapes) == n_runs
         engine.prepare(ask([1, 2], kv=KVOptions(max_kv_size=64)))
         assert len(model.module.shapes) == n_runs + 1
+
+
+def test_engine_whose_probe_fails_closes_the_store_that_it_opened(models, tmp_path, monkeypatch):
+    def fail(*given: Any) -> None:
+        raise UnsupportedCache("a fault")
+
+    def writers() -> list[str]:
+        return [each.name for each in threading.enumerate() if "keepwarm-writer" in each.name]
+
+    monkeypatch.setattr("keepwarm.engine.engine.run_probe", fail)
+    before = writers()
+    with pytest.raises(UnsupportedCache):
+        Engine(models.of("llama"), settings=config.load({"KEEPWARM_HOME": str(tmp_path)}))
+    assert writers() == before

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from keepwarm.engine.intake import MAX_OWN_ROWS
+from keepwarm.engine.scheduler import MAX_OWN_ROWS
 from keepwarm.prefix.policy import Policy
 from tests.kit.devices import CPU, DEVICES, H200, M1, M4_MAX, Device, Simulation, p95, simulated
 

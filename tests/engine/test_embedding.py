@@ -101,7 +101,7 @@ def test_what_is_embedded_is_no_miss(models, tmp_path):
         embed(engine, changed).result()
         assert engine.ledger.misses() == []
         engine.submit(Request(prompt=changed, sampling=Sampling(max_tokens=2))).result()
-        engine.settle()
+        engine.wait_until_saved()
         assert len(engine.ledger.misses()) == 1  # control
 
 

@@ -66,7 +66,7 @@ def test_a_request_during_close_is_refused_at_once(models, tmp_path):
         engine.ready, written = threading.Event(), threading.Event()
         asked = pool.submit(engine.submit, ask(prompt_of(30), 50))
         assert engine.looking.wait(PATIENCE_S)
-        engine._chores._pool.submit(written.wait)  # something is still to be on disk
+        engine._recorder._pool.submit(written.wait)  # something is still to be on disk
         closing = pool.submit(engine.close)
         while engine._accepting:
             time.sleep(0.001)
@@ -174,7 +174,7 @@ class SlowDisk(Engine):
     def _on_kept(self, sequence: RunningSequence) -> None:
         super()._on_kept(sequence)
         if sequence.choice == 0:
-            self._chores.settle()
+            self._recorder.wait_until_done()
             busy_disk(self)
 
 
@@ -263,7 +263,7 @@ def test_a_cold_answer_is_not_audited(models, tmp_path):
     with engine_on(models.of("llama"), tmp_path, audit_share=1.0) as engine:
         for temperature in (0, 1.0):
             engine.submit(ask(prompt_of(40), 2, temperature=temperature)).result()
-            engine.settle()
+            engine.wait_until_saved()
             while engine._scheduler.jobs:
                 time.sleep(0.01)
         assert engine.stats().counters["audits"] == 0

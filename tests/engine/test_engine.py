@@ -374,7 +374,7 @@ def test_what_keeping_takes_of_the_thread_is_counted(models, tmp_path):
     with engine_on(models.of("llama"), tmp_path) as engine:
         before = time.perf_counter()
         engine.submit(ask(prompt_of(600), 1)).result()
-        engine.settle()
+        engine.wait_until_saved()
         took_ms = 1000 * (time.perf_counter() - before)
         assert 0 < engine.stats().counters["keeping_ms"] < took_ms
 
@@ -519,7 +519,7 @@ def test_a_chat_by_messages_over_a_restart(models, tmp_path):
                 result = engine.submit(request).result()
                 exam.add(tokens, result.choices[0])
                 messages.append({"role": "assistant", "content": result.choices[0].text})
-                engine.settle()
+                engine.wait_until_saved()
                 if turn:
                     assert tokens[: len(known)] == known
                     n_fed += model.module.fed - before - result.usage.completion_tokens

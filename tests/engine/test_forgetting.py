@@ -39,7 +39,7 @@ def other(engine) -> Iterator[AgentStore]:
 
 def answer(engine: Engine, prompt, n_tokens=3, **options):
     result = engine.submit(ask(prompt, n_tokens, **options)).result()
-    engine.settle()
+    engine.wait_until_saved()
     return result
 
 
@@ -133,7 +133,7 @@ def test_the_queue_of_the_writer_is_not_written(engine, other, n_written, monkey
     other.agents.delete("ada")
     before = engine.store.saver.stats().written_records
     gate.open()
-    engine.settle()
+    engine.wait_until_saved()
     assert engine.store.saver.stats().written_records == before
     assert list(other.disk.walk()) == []
     assert list(other.agents.all()) == []
@@ -148,7 +148,7 @@ def test_a_request_that_runs_meanwhile_leaves_nothing(engine, other):
     assert any(isinstance(event, Started) for event in running)
     other.agents.delete("ada")
     result = running.result()
-    engine.settle()
+    engine.wait_until_saved()
     assert result.usage.completion_tokens == 40
     assert not result.receipt.durable
     assert list(other.agents.all()) == []
@@ -164,7 +164,7 @@ def test_another_branch_that_runs_meanwhile_leaves_nothing(engine, other):
     engine.store.flush()
     other.agents.delete("ada")
     running.result()
-    engine.settle()
+    engine.wait_until_saved()
     assert list(other.agents.all()) == []
     assert list(other.disk.walk()) == []
     assert reused(engine, prompt_of(600, seed=5)) == {}
@@ -179,7 +179,7 @@ def test_a_request_that_came_before_is_not_kept(engine, other):
     other.agents.delete("ada")
     waits.set()
     assert not early.result().receipt.durable
-    engine.settle()
+    engine.wait_until_saved()
     assert list(other.agents.all()) == []
     assert list(other.disk.walk()) == []
     assert reused(engine, PROMPT) == {}
@@ -194,7 +194,7 @@ def test_a_request_of_another_agent_is_recorded(engine, other):
     assert any(isinstance(event, Started) for event in running)
     other.agents.delete("ada")
     running.result()
-    engine.settle()
+    engine.wait_until_saved()
     assert [agent.id for agent in other.agents.all()] == ["bob"]
     assert other.agents.show("bob").turns == (len(bobs) + 40,)
     answer(engine, bobs, 1, agent="bob")
@@ -220,7 +220,7 @@ def test_prompts_and_answers_are_forgotten(engine, other):
     """They are remembered beside the blocks: to splice answers in, and to explain misses."""
     question = [{"role": "user", "content": "What is a prefix?"}]
     said = engine.submit(Request(messages=question, agent="ada", sampling=SAMPLING)).result()
-    engine.settle()
+    engine.wait_until_saved()
     assert len(engine.preparer.splicer) == 1
     assert engine.preparer.token_cache.n_bytes > 0
     other.agents.delete("ada")
@@ -242,5 +242,5 @@ def test_a_request_that_runs_meanwhile_is_not_remembered(engine, other):
     other.agents.delete("ada")
     engine.store.catch_up()
     running.result()
-    engine.settle()
+    engine.wait_until_saved()
     assert len(engine.preparer.splicer) == 0

@@ -140,7 +140,7 @@ def test_clearing_an_engine_shrinks_the_process(models, tmp_path):
     with engine_on(models.of("llama"), tmp_path) as engine:
         for seed in range(60):
             engine.warm(ask(prompt_of(400, seed))).result()
-        engine.settle()
+        engine.wait_until_saved()
         kept = sum(use.n_bytes for use in engine.memory() if use.name in ("live", "memory"))
         start = rss()
         engine.clear()

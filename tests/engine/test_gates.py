@@ -164,7 +164,7 @@ class Load:
 
 def at_rest(engine: Engine) -> int:
     """Bytes of the process, as the system counts them, once nothing runs or waits for the disk."""
-    engine.settle()
+    engine.wait_until_saved()
     engine.call(lambda: None).result()  # it rests after the writer does
     time.sleep(2 * INTERVAL_S)  # its watcher has looked
     return psutil.Process().memory_info().rss

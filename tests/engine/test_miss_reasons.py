@@ -40,7 +40,7 @@ def record_of(engine, prompt):
 
 def asked(engine, prompt, **wishes):
     receipt = engine.submit(ask(prompt, explain=True, **wishes)).result().receipt
-    engine.settle()
+    engine.wait_until_saved()
     engine.call(engine.live.clear).result()
     return receipt
 
@@ -141,13 +141,13 @@ def test_roots_are_used_when_their_leaves_are(models, tmp_path):
         disk = engine.store.on_disk.disk
         engine.submit(ask(prompt)).result()
         for from_live in (True, False):
-            engine.settle()
+            engine.wait_until_saved()
             if not from_live:
                 engine.call(engine.live.clear).result()
             before = roots(disk)
             reused = engine.submit(ask(prompt)).result().receipt.reused
             assert ("live" in reused) is from_live
-            engine.settle()
+            engine.wait_until_saved()
             after = roots(disk)
             assert len(before) == len(after) == 2
             assert all(after[key] > before[key] for key in before)

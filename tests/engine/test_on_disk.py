@@ -60,7 +60,7 @@ def test_what_the_disk_has_lost_is_written_again(models, tmp_path):
 def test_an_ephemeral_request_writes_nothing_of_what_it_found(models, tmp_path):
     with engine_on(models.of("llama"), tmp_path) as engine:
         two_turns(engine, Policy.EPHEMERAL, Policy.EPHEMERAL)
-        engine.settle()
+        engine.wait_until_saved()
         assert engine.store.tier_stats()["disk"].blocks == 0
 
 

@@ -130,4 +130,4 @@ def test_a_state_that_grows_comes_back_from_disk(models, tmp_path):
         with engines.engine_on(model, tmp_path) as engine:
             result = engine.submit(ask(prompt, 4)).result()
             assert result.receipt.cached_tokens == reused
-            engine.settle()
+            engine.wait_until_saved()

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from keepwarm.engine import intake
+from keepwarm.engine import scheduler
 from keepwarm.engine.admission import kv_bytes
-from keepwarm.engine.intake import LEASE_TOKENS, MAX_PREFILLS
-from keepwarm.engine.jobs import KeyRotation
+from keepwarm.engine.scheduler import LEASE_TOKENS, MAX_PREFILLS, KeyRotation
 from tests.kit.devices import M4_MAX, Simulation, simulated
 from tests.kit.engines import ask, engine_on
 from tests.kit.runs import prompt_of
@@ -62,7 +61,7 @@ def test_memory_for_joining_is_given_back(sim):
 
 
 def test_a_long_answer_gets_memory_piece_by_piece(models, tmp_path, monkeypatch):
-    monkeypatch.setattr(intake, "LEASE_TOKENS", 8)
+    monkeypatch.setattr(scheduler, "LEASE_TOKENS", 8)
     with engine_on(models.of("llama"), tmp_path) as engine:
         result = engine.submit(ask(prompt_of(20), 30)).result()
     assert len(result.choices[0].tokens) == 30
@@ -71,7 +70,7 @@ def test_a_long_answer_gets_memory_piece_by_piece(models, tmp_path, monkeypatch)
 def test_one_token_that_is_known_is_used(models, tmp_path):
     with engine_on(models.of("llama"), tmp_path) as engine:
         engine.submit(ask([5, 6, 7], 2)).result()
-        engine.settle()
+        engine.wait_until_saved()
         assert engine.submit(ask([5, 9, 9], 2)).result().receipt.reused == {"live": 1}
         engine.call(engine.live.clear).result()
         assert engine.submit(ask([5, 8, 8], 2)).result().receipt.reused == {"memory": 1}
@@ -80,6 +79,6 @@ def test_one_token_that_is_known_is_used(models, tmp_path):
 def test_a_live_cache_belongs_to_its_agent(models, tmp_path):
     with engine_on(models.of("llama"), tmp_path) as engine:
         engine.submit(ask(prompt_of(20), 2, agent="ada")).result()
-        engine.settle()
+        engine.wait_until_saved()
         assert engine.call(lambda: engine.live.release_owned("ada")).result()
         assert engine.live.stats.n_bytes == 0

@@ -72,7 +72,7 @@ def test_an_agents_blocks_are_loaded_by_its_id(architecture, models, tmp_path):
     prompt = prompt_of(600)
     with engine_on(models.of(architecture), tmp_path) as engine:
         engine.submit(ask(prompt, 4, agent="ada", policy=Policy.DURABLE)).result()
-        engine.settle()
+        engine.wait_until_saved()
         engine.store.on_disk.agents.update("ada", metadata={"team": "web"})
         loaded = engine.store.load_agent("ada")
         layout = engine.lane_of().restorer.layout

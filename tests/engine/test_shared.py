@@ -350,10 +350,10 @@ def test_a_pinned_agent_is_shared_at_once(models, tmp_path, remote):
     model, prompt = models.of("llama"), prompt_of(300)
     with machine(model, tmp_path / "a", remote) as a:
         run(a, prompt_of(20, seed=8), agent="kept")
-        a.settle()
+        a.wait_until_saved()
         a.store.on_disk.agents.pin("kept")
         run(a, prompt, agent="kept")
-        a.settle()
+        a.wait_until_saved()
     with machine(model, tmp_path / "b", remote) as b:
         assert run(b, prompt).receipt.reused == {"shared": 299}
 
@@ -474,7 +474,7 @@ def test_a_forgotten_agent_is_gone_from_what_machines_share(models, tmp_path, re
         for _ in range(2):
             run(a, prompt, agent="coder")
             run(a, other, agent="other")
-        a.settle()
+        a.wait_until_saved()
         _until_shared(a, prompt, other)
         a.forget("coder")
         assert a.store.unreached() == []

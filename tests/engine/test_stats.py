@@ -32,7 +32,7 @@ def test_a_look_up_tells_the_tier_of_every_token(models, tmp_path):
         with engine_on(models.of("mamba"), tmp_path) as engine:
             if tier == "memory":
                 engine.submit(ask(prompt, 1)).result()
-                engine.settle()
+                engine.wait_until_saved()
                 engine.call(engine.live.clear).result()
             assert engine.lookup(Request(prompt=prompt)).warm == {tier: 299}
 

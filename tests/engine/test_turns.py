@@ -8,7 +8,7 @@ import pytest
 
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.intake import MAX_EXTRA_PREFILLS, MAX_PREFILLS
+from keepwarm.engine.scheduler import MAX_EXTRA_PREFILLS, MAX_PREFILLS
 from keepwarm.text.request import Started
 from tests.kit.engines import Exam, ask, engine_on, held
 from tests.kit.runs import prompt_of

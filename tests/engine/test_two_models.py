@@ -97,7 +97,7 @@ def test_slices_are_short_while_another_engine_waits(pair):
 def test_memory_is_divided_and_what_does_not_fit_goes(pair):
     engine = pair[0]
     engine.submit(ask(prompt_of(300))).result()
-    engine.settle()
+    engine.wait_until_saved()
     n_bytes = engine.live.stats.n_bytes
     assert n_bytes > 0
     before = engine.store.tier_stats()["memory"].max_bytes

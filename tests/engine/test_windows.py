@@ -51,7 +51,7 @@ def lane_of(engine: Engine):
 
 def held(engine: Engine, tier: str) -> int:
     """Bytes of window rows in a tier."""
-    engine.settle()
+    engine.wait_until_saved()
     return sum(block.n_bytes.get(Part.WINDOW, 0) for block in engine.store.blocks()[tier])
 
 
@@ -215,7 +215,7 @@ def test_a_durable_prompt_is_on_disk_when_it_is_answered(made, tmp_path):
         engine.submit(ask(prompt, 4, policy=Policy.DURABLE)).result()
         files = sorted(Path(engine.store.settings.store).rglob("*.w.safetensors"))
         assert files
-        engine.settle()
+        engine.wait_until_saved()
         assert sorted(Path(engine.store.settings.store).rglob("*.w.safetensors")) == files
 
 

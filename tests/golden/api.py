@@ -30,7 +30,7 @@ def shapes(model: Any, home: Path) -> dict[str, Any]:
     with serve(model, config.load({"KEEPWARM_HOME": str(home)})) as live:
         answers = {path: answer(live, path, body) for path, body in BODIES.items()}
         live.post("/v1/chat/completions", {"messages": [SYSTEM, NEXT], "max_tokens": 4})
-        live.host.engine.settle()
+        live.host.engine.wait_until_saved()
         return {
             "receipts": {path: receipt for path, (receipt, _) in answers.items()},
             "answer keys": {path: keys for path, (_, keys) in answers.items()},

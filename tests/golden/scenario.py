@@ -64,7 +64,7 @@ def request(*messages: dict[str, str], **options: Any) -> Request:
 def ask(engine: Engine, wanted: Request) -> dict[str, Any]:
     """The tokens and the receipt of one answer, once everything it computed is kept."""
     result = engine.submit(wanted).result()
-    engine.settle()
+    engine.wait_until_saved()
     receipt = asdict(result.receipt) | {"exact": result.receipt.exact}
     receipt = {k: v for k, v in receipt.items() if k not in ("saved_ms", "inexact", *NEWER)}
     return {

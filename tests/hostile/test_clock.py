@@ -12,7 +12,7 @@ import pytest
 from keepwarm.agents.agent import Branch
 from keepwarm.agents.agents import Agents
 from keepwarm.agents.pins import TtlPins
-from keepwarm.engine import chores
+from keepwarm.engine import recorder
 from keepwarm.files import STALE_AFTER_S, replacing, write_atomically
 from keepwarm.prefix.blocks import chain
 from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
@@ -177,18 +177,18 @@ def test_a_jump_that_is_corrected_deletes_no_agent(models, tmp_path, monkeypatch
     with engine_on(models.of("llama"), tmp_path) as engine:
         agents = engine.store.on_disk.agents
         engine.submit(ask(prompt_of(300), 2, agent="a")).result()
-        engine.settle()
+        engine.wait_until_saved()
         agents.update("a", retention_s=60.0)
 
         def look(ahead_s):
             agents._clock = lambda: time.time() + ahead_s
-            engine._chores._next_expiry = 0.0
-            engine._chores._forget_expired()
+            engine._recorder._next_expiry = 0.0
+            engine._recorder._forget_expired()
             return [agent.id for agent in agents.all()]
 
         assert look(YEAR_S) == ["a"]
         assert look(0.0) == ["a"]
-        monkeypatch.setattr(chores, "CONFIRM_S", 0.0)
+        monkeypatch.setattr(recorder, "CONFIRM_S", 0.0)
         assert look(0.0) == ["a"]
         assert look(YEAR_S) == []
 

@@ -108,7 +108,7 @@ def test_answers_do_not_wait_for_a_stopped_process(lock, models, tmp_path, wait)
     with engine_on(models.of("llama"), tmp_path) as engine:
         known, new = prompt_of(600), prompt_of(600, seed=1)
         cold = engine.submit(ask(known, 4)).result()
-        engine.settle()
+        engine.wait_until_saved()
         engine.clear()
         wait(NEVER_S)
         root = engine.store.on_disk.disk.root
@@ -123,7 +123,7 @@ def test_answers_do_not_wait_for_a_stopped_process(lock, models, tmp_path, wait)
             stats = engine.store.write_stats()
             assert (stats.failed, stats.dropped) == (0, 0), "the writer waits"
             other.go_on()
-            engine.settle()
+            engine.wait_until_saved()
         assert engine.store.on_disk.agents.show("a").n_tokens == 604
         engine.clear()
         assert engine.submit(ask(new, 4)).result().receipt.reused == {"disk": 599}

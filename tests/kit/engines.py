@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from keepwarm import config
 from keepwarm.cache.restore.rates import Rates, SliceCosts
+from keepwarm.cache.restore.writing import Writer
 from keepwarm.cache.store import Budgets, Store
 from keepwarm.device.memory import MemoryConfig
 from keepwarm.engine.admission import EngineConfig
@@ -150,6 +151,24 @@ def engine_on(
             engine._scheduler.slice_sizer.max_slice = 128
         model.module.shapes.clear()
         yield engine
+        engine.close()
+        assert_idle(engine)
+
+
+def assert_idle(engine: Engine) -> None:
+    """Nothing is held by a request that has ended: memory, a batch, the device, queued records."""
+    scheduler, saver = engine._scheduler, engine.store.saver
+    held: dict[str, Any] = {
+        "jobs": scheduler.jobs,
+        "prefilling": list(scheduler.prefilling),
+        "rows": scheduler.rows,
+        "reserved bytes": engine._admission.used_bytes,
+        "leases": engine._admission._leases,
+        "device": engine._device._is_taken,
+    }
+    if isinstance(saver, Writer):
+        held |= {"readers": saver._restores, "queued": list(saver._order), "claims": saver._shares}
+    assert not any(held.values()), {name: what for name, what in held.items() if what}
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def test_a_session_goes_on_where_it_is_warm_and_survives_its_server(models, tmp_
             asyncio.run(example.run(url, talks, 2, **options))
             for _, engine in servers:
                 assert engine.stats().counters["finished"], "both serve"
-                engine.settle()
+                engine.wait_until_saved()
                 engine.lane_of().restorer.share([1]).result(SOON)  # behind all others
         asyncio.run(example.run(url, talks, 1, **options))
     check(talks, 2)

@@ -56,7 +56,7 @@ def test_an_agent_goes_on_from_its_summary(engine):
     session = Session(engine, id="ops", system=SYSTEM, sampling=FEW)
     session.respond("What is the quick brown fox?")
     session.respond("And the lazy dog?")
-    engine.settle()
+    engine.wait_until_saved()
     work = Compaction.of_agent(engine, Request(agent="ops"), "Sum up.", 12)
     result = engine.submit(work.request).result()
     assert result.receipt.continued
@@ -66,7 +66,7 @@ def test_an_agent_goes_on_from_its_summary(engine):
     again = engine.submit(replace(asked, continues=True)).result()
     assert made.n_tokens - again.receipt.continued in (0, 1)
     assert again.receipt.cached_tokens >= made.n_tokens - 1
-    engine.settle()
+    engine.wait_until_saved()
     turn = engine.store.on_disk.latest_turn("ops").turn
     said = [each["content"] for each in turn.messages]
     assert said[:4] == [SYSTEM, "Sum up.", made.summary, "Why?"]
@@ -76,7 +76,7 @@ def test_an_agent_goes_on_from_its_summary(engine):
 def test_who_cannot_be_compacted_stays_as_he_is(engine):
     session = Session(engine, id="ops", sampling=FEW)
     session.respond("Who?")
-    engine.settle()
+    engine.wait_until_saved()
     before = engine.store.on_disk.agents.show("ops")
     engine.store.on_disk.agents.turns.remove("ops")
     with pytest.raises(BadInput, match="'ops' cannot be compacted"):

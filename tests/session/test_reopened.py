@@ -54,14 +54,14 @@ def test_after_a_restart(model, tmp_path):
 def test_rewound_forked_or_with_another_system_prompt_it_sends_its_messages(model, tmp_path):
     with engine_on(model, tmp_path) as engine:
         Session(engine, id="ops", system="Be brief.", sampling=FEW).respond("Who?")
-        engine.settle()
+        engine.wait_until_saved()
         session = Session(engine, id="ops", sampling=FEW)
         fork = session.fork("copy")
         assert fork.respond("Why?").receipt.continued
         assert session.respond("Why?").text == fork.messages[-1]["content"]
         session.rewind(1)
         assert session.respond("Why?").receipt.continued is None
-        engine.settle()
+        engine.wait_until_saved()
         other = Session(engine, id="copy", system="Be long.", sampling=FEW)
         assert other.messages == fork.messages
         assert other.respond("Where?").receipt.continued is None
@@ -72,13 +72,13 @@ def test_rewound_forked_or_with_another_system_prompt_it_sends_its_messages(mode
 def test_a_turn_that_fails_leaves_the_conversation_where_it_was(model, tmp_path):
     with engine_on(model, tmp_path) as engine:
         Session(engine, id="ops", sampling=FEW).respond("Who?")
-        engine.settle()
+        engine.wait_until_saved()
         session = Session(engine, id="ops", sampling=FEW)
         n_known = len(known(session))
         stream = session.stream("Why?")
         next(stream)
         stream.close()
-        engine.settle()
+        engine.wait_until_saved()
         reply = session.respond("Where?")
         assert reply.receipt.continued in (n_known, n_known - 1)
         assert [each["content"] for each in session.messages[::2]] == ["Who?", "Where?"]
@@ -88,7 +88,7 @@ def test_an_agent_whose_messages_were_not_kept(model, tmp_path):
     """As of an older Keepwarm: it goes on by its tokens, and cannot be rewound here."""
     with engine_on(model, tmp_path) as engine:
         Session(engine, id="ops", sampling=FEW).respond("Who?")
-        engine.settle()
+        engine.wait_until_saved()
         engine.store.on_disk.agents.turns.remove("ops")
         session = Session(engine, id="ops", sampling=FEW)
         assert session.messages == []

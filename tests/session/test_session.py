@@ -61,7 +61,7 @@ def engine(counted, tmp_path) -> Iterator[Engine]:
 
 
 def n_live(engine: Engine) -> int:
-    engine.settle()
+    engine.wait_until_saved()
     return engine.live.stats.entries
 
 
@@ -372,7 +372,7 @@ def test_forget_of_one_conversation_keeps_all_others(engine):
         session.prewarm()
         session.respond("Hi")
     agents = engine.store.on_disk.agents
-    engine.settle()  # agents are recorded in the background
+    engine.wait_until_saved()  # agents are recorded in the background
     forget(engine, "conv1")
     assert n_live(engine) == 1
     assert [agent.id for agent in agents.all()] == ["conv1", "conv10"]

@@ -42,10 +42,10 @@ def test_a_hand_made_sequence(models, tmp_path):
     with engine_on(models.of("llama"), tmp_path) as engine:
         engine.submit(ask(prompt)).result()
         engine.submit(ask(prompt)).result()
-        engine.settle()
+        engine.wait_until_saved()
         engine.call(engine.live.clear).result()
         engine.submit(ask(prompt)).result()
-        engine.settle()
+        engine.wait_until_saved()
         engine.clear()
         engine.submit(ask(prompt)).result()
         counts = engine.stats().counts
@@ -81,7 +81,7 @@ def test_audits_and_refused_requests_are_not_counted(models, tmp_path):
         for _ in range(2):
             engine.submit(ask(prompt_of(40))).result()
         while engine.stats().counters["audits"] < 1:
-            engine.settle()
+            engine.wait_until_saved()
         assert engine.stats().counts.requests == 2
 
 
@@ -142,13 +142,13 @@ def test_without_a_directory_they_last_as_long_as_the_process():
 def test_clearing_is_no_eviction(models, tmp_path):
     with engine_on(models.of("llama"), tmp_path) as engine:
         engine.submit(ask(prompt_of(N))).result()
-        engine.settle()
+        engine.wait_until_saved()
         assert engine.stats().tiers["memory"].blocks
         engine.clear()
         stats = engine.stats()
         assert not stats.tiers["memory"].blocks
         assert (stats.tiers["memory"].evicted, stats.live.evicted) == (0, 0)
         engine.submit(ask(prompt_of(N))).result()
-        engine.settle()
+        engine.wait_until_saved()
         engine.store.memory.resize(0)
         assert engine.stats().tiers["memory"].evicted, "the control: a smaller budget evicts"

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
@@ -27,7 +27,6 @@ from keepwarm.device.pressure import Watcher, make_guards
 from keepwarm.engine.admission import Admission, EngineConfig
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.audit import Auditor
-from keepwarm.engine.chores import Chores
 from keepwarm.engine.jobs import Job, RunningSequence
 from keepwarm.engine.lane import Lane, Lanes, make_options
 from keepwarm.engine.live import Live
@@ -36,6 +35,7 @@ from keepwarm.engine.padding import padding_book
 from keepwarm.engine.prefill import SliceSizer
 from keepwarm.engine.preparation import AnyRequest, Preparation
 from keepwarm.engine.recent_texts import RecentTexts
+from keepwarm.engine.recorder import Recorder
 from keepwarm.engine.scheduler import Scheduler
 from keepwarm.engine.stats import MemoryUse, Stats, memory_uses, record_of, snapshot
 from keepwarm.errors import Busy, Cancelled, KeepwarmError, Stopping
@@ -105,33 +105,44 @@ class Engine:
         make_caches(model.module, **make_options(self.config.kv))  # refuses bad options
         self.sampling = default_rules(model.generation_config, settings)
         memory = self.config.memory or MemoryConfig.automatic(model_bytes=model.n_bytes)
-        self._owns_store = store is None
-        self.store = store or Store(settings=settings)
-        self.store.allow_memory(memory.tier_bytes)
         self._memory = memory
         self.live = Live(memory.live_bytes)
-        recent = RecentPrompts()
         self.ledger = ledger or Ledger()
         self._auditor = Auditor(self.config.audit_share)
         self._device = device or DeviceLock()
+        self._scopes = scopes or scopes_of_process()
+        self._owns_store = store is None
+        with ExitStack() as opened:  # closed if the rest fails
+            self.store = store or opened.enter_context(Store(settings=settings))
+            self.store.allow_memory(memory.tier_bytes)
+            self._build(settings, opened)
+            opened.pop_all()
+        self._start(memory)
+
+    def _build(self, settings: Settings, opened: ExitStack) -> None:
+        """Probe the model, and make what requests pass through."""
+        model, recent = self.model, RecentPrompts()
         probe = run_probe(model.module, make_caches(model.module))
         self.preparer = Preparer.of(model, probe.n_logits, recent, settings, self.config.isolated)
+        opened.callback(self.preparer.close)
         self._texts = RecentTexts(recent, self.ledger, self.preparer, self._run_later)
         self._lanes = Lanes(model, self.store, self.live, probe.layout, padding_book(settings.home))
-        self._admission = Admission(memory.batch_bytes)
-        self._chores = Chores(self.store, lambda job: self._post(EndSaved(job)))
+        self._admission = Admission(self._memory.batch_bytes)
+        self._recorder = Recorder(self.store, lambda job: self._post(EndSaved(job)))
         self._preparation = Preparation(
-            *(self.config, self.sampling, self._lanes, self.preparer, self._chores),
+            *(self.config, self.sampling, self._lanes, self.preparer, self._recorder),
             call=self.call,
         )
         self._scheduler = Scheduler(
             *(self._admission, SliceSizer.for_this_device(), self._on_kept),
-            end_durably=self._chores.end_durably,
+            end_durably=self._recorder.end_durably,
             ledger=self.ledger,
             others_wait=self._device.others_wait,
         )
-        self._scopes = scopes or scopes_of_process()
-        self._joined = self._scopes.join(memory)  # last: nothing after it fails
+
+    def _start(self, memory: MemoryConfig) -> None:
+        """Join the process's memory and start the threads. Nothing here fails."""
+        self._joined = self._scopes.join(memory)
         here = memories(on_host=lambda: self.store.slab_bytes)
         guards = make_guards(here, self.live.release, self.store.release)
         self._watcher = Watcher(guards, became_idle=self._scopes.became_idle).start()
@@ -174,7 +185,7 @@ class Engine:
             *(prepared.request, prepared, lane, Answer(self._cancel, prepared)),
             number=next(self.ledger.numbers),
             cuts=prepared.cuts if lane.needs_cuts else [],  # finding them takes time
-            on_start=self._chores.touch,
+            on_start=self._recorder.touch,
             on_end=self._on_end,
             since=since,
         )
@@ -262,7 +273,7 @@ class Engine:
             time.sleep(0.01)
         if self._scheduler.jobs:
             self.call(self._abort_all).result()
-        self.settle()
+        self.wait_until_saved()
         return not busy
 
     @property
@@ -274,17 +285,17 @@ class Engine:
         """All but audits, which no client waits for."""
         return [job for job in self._scheduler.jobs if not job.audit]
 
-    def settle(self) -> None:
+    def wait_until_saved(self) -> None:
         """Return once all answers are on disk and recorded with their agents."""
         with suppress(Stopping):  # a closed engine has settled
             if not self._is_on_thread:
                 self.call(lambda: None).result()  # answers are sent before they are kept
-            self._chores.settle()
+            self._recorder.wait_until_done()
             self.store.flush()
 
     def forget(self, agent: str) -> int:
         """Delete an agent and every block that only it uses; the number of blocks."""
-        self.settle()
+        self.wait_until_saved()
         return self.store.forget(agent)
 
     def close(self) -> None:
@@ -296,7 +307,7 @@ class Engine:
     def _close(self) -> None:
         self._refuse_more()
         self.call(self._abort_all).result()
-        self._chores.close()  # ends durable jobs
+        self._recorder.close()  # ends durable jobs
         self.call(lambda: None).result()
         with self._changed:
             self._closing = True
@@ -405,7 +416,7 @@ class Engine:
         may_audit = self._accepting and sequence.reason and not is_auditing
         if may_audit and self._auditor.wants(sequence):
             self._scheduler.add(self._auditor.job(sequence, self._count_audit))
-        self._chores.record_sequence(sequence)
+        self._recorder.record_sequence(sequence)
 
     def _count_audit(self, is_equal: bool) -> None:
         self.ledger.count(audits=1, drifts=not is_equal)
@@ -414,6 +425,6 @@ class Engine:
         self._texts.remember(job)
         record = record_of(job, error)
         self.ledger.append(record, self._texts.candidate(job))
-        self._chores.count(record)
+        self._recorder.count(record)
         if error is None and not job.sequences:
-            self._chores.record_prompt(job)
+            self._recorder.record_prompt(job)

@@ -3,26 +3,25 @@
 Job               one request, from its arrival to its last event
 RunningSequence   one of its answers
 PrefillTask       a prompt being prefilled; afterwards its sequences join the batch
-KeyRotation       whose key is served next
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from itertools import count
+from typing import Self
 
 import mlx.core as mx
 
-from keepwarm.cache.restore.loading import Loading
+from keepwarm.cache.restore.loading import Fault, Loading
 from keepwarm.cache.restore.restorer import Capture
 from keepwarm.engine.admission import Lease
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.batch import Row
-from keepwarm.engine.lane import Lane
+from keepwarm.engine.lane import Lane, WarmPrefix
 from keepwarm.engine.prefill import Clock, Prefill
 from keepwarm.engine.sampling import Sampler
 from keepwarm.errors import KeepwarmError, TimedOut
@@ -38,6 +37,8 @@ from keepwarm.text.request import (
     Event,
     Finished,
     FinishReason,
+    Miss,
+    MissCause,
     Progress,
     Receipt,
     Request,
@@ -51,20 +52,26 @@ from keepwarm.text.tools import calls_of_round, signature_of
 
 LOG = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
-MAX_TENANTS = 1024  # that are remembered
+FAULTS: Mapping[Fault, MissCause] = {
+    "missing": "evicted",
+    "damaged": "damaged",
+    "unreadable": "unreadable",
+    "newer": "unreadable",
+    "layout": "refused layout",
+    "error": "failed",
+}
 
 
 class RunningSequence(Row):
     """One answer: its tokens so far, their text, and when it ends."""
 
-    def __init__(
-        self,
-        job: Job,
-        choice: int,
-        sampler: Sampler,
-        reader: AnswerReader,
-        max_tokens: int,
-    ) -> None:
+    def __init__(self, job: Job, choice: int) -> None:
+        prepared = job.prepared
+        sampler = Sampler(
+            *(prepared.sampling, prepared.n_vocab, job.tokens),
+            *(prepared.new_matcher(), prepared.stop_tokens),
+            choice=choice,
+        )
         super().__init__(job.tokens, sampler, job.request.sampling.top_logprobs)
         self.job = job
         self.choice = choice
@@ -72,8 +79,13 @@ class RunningSequence(Row):
         self.capture.start_at(len(self.tokens))
         self.reason: FinishReason | None = None
         self.n_failures = 0  # failed batches that it was in
-        self._reader = reader
-        self._max_tokens = max_tokens
+        self._reader = AnswerReader(
+            prepared.markup,
+            stop=job.request.sampling.stop,
+            segment=prepared.first_segment,
+            calls=prepared.call_reader(),
+        )
+        self._max_tokens = prepared.max_new_tokens
         self._infos: list[TokenInfo] = []  # not yet part of an event
         self._said: list[Piece] = []
 
@@ -343,6 +355,40 @@ class Job:
         )
 
 
+def make_receipt(job: Job, warm: WarmPrefix, load_s: float) -> Receipt:
+    n_known, n_tokens, rates = warm.n_tokens, len(job.tokens), job.lane.restorer.rates
+    spared_s = rates.prefill_s(0, n_tokens) - rates.prefill_s(n_known, n_tokens)
+    saved_ms = 1000 * (spared_s - load_s)
+    return Receipt(
+        prompt_tokens=n_tokens,
+        reused=warm.reused,
+        recomputed=n_tokens - n_known,
+        saved_ms=round(max(0.0, saved_ms), 1) if n_known and rates.measured else 0.0,
+        inexact=job.lane.inexact(n_known, n_tokens),
+        spliced=job.prepared.spliced,
+        scrubbed=job.request.scrubbed,
+        reordered=job.prepared.reordered,
+        unread=job.request.unread,
+        ignored_fields=job.request.ignored_fields,
+        miss=_miss(job, warm) if job.request.explain else None,
+        continued=job.prepared.continued,
+        scored=n_tokens if job.request.score_prompt else None,
+    )
+
+
+def _miss(job: Job, warm: WarmPrefix) -> Miss | None:
+    """Why not more was reused: what the restore met with, else what earlier prompts tell."""
+    lane, n_known = job.lane, warm.n_tokens
+    why: MissCause | None = FAULTS.get(warm.fault) if warm.fault else None
+    reads, restorer = job.request.policy.reads, lane.restorer
+    n_stored = lane.n_stored(job.tokens) if reads else 0
+    if why is None and n_stored > n_known:
+        why = "not worth loading"
+    n_held = restorer.n_held(job.tokens) if reads and restorer.needs.points else n_stored
+    is_states_alone = not lane.restorer.needs.delta
+    return job.prepared.explain(n_known, why, held=n_held, only_at_cuts=is_states_alone)
+
+
 @dataclass(eq=False)
 class PrefillTask:
     """A prompt, or a sequence whose batch failed, that is being prefilled."""
@@ -355,6 +401,35 @@ class PrefillTask:
     states: Caches | None = None  # at its last whole block, if no checkpoint was kept since
     exact: Capture | None = None  # saves what comes before `quantized_kv_start`, in the exact lane
     ended: bool = False
+
+    @classmethod
+    def open(
+        cls,
+        job: Job,
+        tokens: list[int],
+        warm: WarmPrefix,
+        sequences: list[RunningSequence],
+        clock: Clock,
+    ) -> Self:
+        """Prefills what follows a known prefix; the sequences decode from its end."""
+        lane, tokens, n_exact = job.lane, list(tokens), job.lane.n_exact
+        exact_lane = lane.exact_lane if warm.n_tokens < n_exact else None
+        n_kept, exact = (0 if exact_lane else warm.n_kept), None
+        capture, points = _open_capture(job, lane, tokens, warm.n_tokens, n_kept)
+        if exact_lane is not None:
+            first = tokens[: n_exact + 1]
+            exact, before = _open_capture(job, exact_lane, first, warm.n_tokens, warm.n_kept)
+            points = before | {n_exact} | {point for point in points if point > n_exact}
+        prefill = Prefill(
+            lane.model.backbone if job.request.embed else lane.model.module,
+            tokens,
+            warm.caches,
+            warm.n_tokens,
+            points=points,
+            whole_blocks=lane.restorer.needs.whole_blocks,
+            clock=clock,
+        )
+        return cls(job, tokens, prefill, capture, list(sequences), exact=exact)
 
     def __post_init__(self) -> None:
         self.packed = pack(self.tokens)
@@ -390,24 +465,13 @@ class PrefillTask:
         return len(self.tokens) > len(self.job.tokens)
 
 
-class KeyRotation:
-    """API keys are served in rotation: the one that was served longest ago goes first."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, int] = {}  # by tenant, the latest last
-        self._numbers = count(1)
-
-    def serve(self, job: Job) -> None:
-        tenant = job.request.tenant
-        self._last.pop(tenant, None)
-        self._last[tenant] = next(self._numbers)
-        if len(self._last) > MAX_TENANTS:
-            del self._last[next(iter(self._last))]
-
-    def last(self, job: Job) -> int:
-        """When its key was last served, as a number; 0 if it never was."""
-        return self._last.get(job.request.tenant, 0)
-
-    def order(self, jobs: Iterable[Job]) -> list[Job]:
-        """By priority, then by when their keys were last served, then as they were."""
-        return sorted(jobs, key=lambda job: (-job.request.priority, self.last(job)))
+def _open_capture(
+    job: Job, lane: Lane, tokens: list[int], n_known: int, n_kept: int
+) -> tuple[Capture, frozenset[int]]:
+    """A capture that skips the first `n_kept` tokens, and where slices must end for it."""
+    restorer, policy = lane.restorer, job.request.policy
+    points = restorer.points(tokens, job.cuts, n_known) if policy.writes else frozenset()
+    capture = job.capture(tokens, lane)
+    capture.start_at(n_kept)
+    capture.expect(points)
+    return capture, points if restorer.needs.checkpoints else frozenset()

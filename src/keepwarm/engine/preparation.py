@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from keepwarm.engine.admission import EngineConfig
-from keepwarm.engine.chores import Chores
 from keepwarm.engine.lane import Lane, Lanes, exact_options, make_options
+from keepwarm.engine.recorder import Recorder
 from keepwarm.errors import BadInput, UnknownAgent
 from keepwarm.kv import make_caches
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, chain, pack, root, unpack
@@ -49,7 +49,7 @@ class Preparation:
         sampling: DrawRules,
         lanes: Lanes,
         preparer: Preparer,
-        chores: Chores,
+        recorder: Recorder,
         *,
         call: Call,
     ) -> None:
@@ -59,7 +59,7 @@ class Preparation:
         self._lanes = lanes
         self._store = lanes.store
         self._preparer = preparer
-        self._chores = chores
+        self._recorder = recorder
         self._call = call
 
     def make_ready(
@@ -110,7 +110,7 @@ class Preparation:
         self._call(lambda: None).result()  # answers are sent before they are kept
         if request.agent is None or request.messages is None:
             raise BadInput("To continue, a request needs an agent and messages; send both.")
-        self._chores.wait_until_recorded(request.agent)
+        self._recorder.wait_until_recorded(request.agent)
         latest = self._store.on_disk.latest_turn(request.agent)
         if latest.namespace not in lane.namespaces and not latest.is_empty:
             raise UnknownAgent(

@@ -13,27 +13,37 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
 from threading import get_ident
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 
 from keepwarm import kv
-from keepwarm.engine.admission import Admission
+from keepwarm.cache.restore.restorer import Capture
+from keepwarm.engine.admission import Admission, kv_bytes
 from keepwarm.engine.batch import Batch
-from keepwarm.engine.intake import BatchSlots, Intake
-from keepwarm.engine.jobs import Job, JobStatus, KeyRotation, PrefillTask, RunningSequence
-from keepwarm.engine.keeper import Keeper, OnKept
-from keepwarm.engine.lane import Lane
+from keepwarm.engine.jobs import Job, JobStatus, PrefillTask, RunningSequence, make_receipt
+from keepwarm.engine.lane import MIN_SHARED_TOKENS, Lane, WarmPrefix
 from keepwarm.engine.prefill import Clock, SliceSizer, Stopwatch
-from keepwarm.errors import CacheMismatch, EngineFailed, KeepwarmError
+from keepwarm.engine.sampling import PromptScores
+from keepwarm.errors import CacheMismatch, EngineFailed, InsufficientResources, KeepwarmError
+from keepwarm.prefix.blocks import BLOCK_TOKENS, common_tokens, pack
 from keepwarm.prefix.policy import Policy
 from keepwarm.telemetry.ledger import Ledger
-from keepwarm.text.request import Progress
+from keepwarm.text.request import Progress, Started
 
 LOG = logging.getLogger(__name__)
+OnKept: TypeAlias = Callable[[RunningSequence], None]
 
+LEASE_TOKENS = 1024  # answer tokens that memory is reserved for at a time
+MAX_PREFILLS = 4  # prompts that are prefilled in rotation
+MAX_EXTRA_PREFILLS = 4  # more that need only one slice, or have a higher priority
+MAX_ROWS = 64  # sequences in all batches together
+MAX_OWN_PREFILLS, MAX_OWN_ROWS = 6, 48  # of one API key
+MAX_TENANTS = 1024  # that are remembered
 MAX_FAILURES = 2  # failed batches before a sequence is taken to be the cause
 
 
@@ -71,6 +81,331 @@ class StepResult(NamedTuple):
 
     prompts: list[PrefillTask]  # without an answer
     rows: list[EndedRow]
+
+
+class KeyRotation:
+    """API keys are served in rotation: the one that was served longest ago goes first."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, int] = {}  # by tenant, the latest last
+        self._numbers = count(1)
+
+    def serve(self, job: Job) -> None:
+        tenant = job.request.tenant
+        self._last.pop(tenant, None)
+        self._last[tenant] = next(self._numbers)
+        if len(self._last) > MAX_TENANTS:
+            del self._last[next(iter(self._last))]
+
+    def last(self, job: Job) -> int:
+        """When its key was last served, as a number; 0 if it never was."""
+        return self._last.get(job.request.tenant, 0)
+
+    def order(self, jobs: Iterable[Job]) -> list[Job]:
+        """By priority, then by when their keys were last served, then as they were."""
+        return sorted(jobs, key=lambda job: (-job.request.priority, self.last(job)))
+
+
+class BatchSlots(NamedTuple):
+    """What runs, which bounds what may be started."""
+
+    prefilling: Sequence[PrefillTask]
+    rows: Sequence[RunningSequence]
+    slice_tokens: Callable[[Lane, int, int], int]  # of the next slice: context, rest
+
+    @property
+    def full(self) -> bool:
+        most = MAX_PREFILLS + MAX_EXTRA_PREFILLS
+        return len(self.prefilling) >= most or len(self.rows) >= MAX_ROWS
+
+    def of_key(self, job: Job) -> tuple[int, int]:
+        """Prefills and rows of the job's API key; without keys none is anyone's own."""
+        tenant = job.request.tenant
+        held = (self.prefilling, self.rows) if tenant else ((), ())
+        n_prefills, n_rows = (
+            sum(one.job.request.tenant == tenant for one in running) for running in held
+        )
+        return n_prefills, n_rows
+
+
+class Intake:
+    """Admits jobs: reserves memory, has them wait for a prefix that another job computes, restores
+    what is known, and opens the task that prefills the rest."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        ledger: Ledger,
+        publish: Callable[[PrefillTask], None],
+        clock: Clock,
+    ) -> None:
+        """`publish` lets other requests find what a task has prefilled so far."""
+        self._admission = admission
+        self._ledger = ledger
+        self._publish = publish
+        self._clock = clock
+
+    def reserve(self, job: Job) -> bool:
+        """Reserve memory; False while other requests need it. Raises if it could never fit."""
+        lane = job.lane
+        if job.lease is None:
+            n_tokens = len(job.tokens) + min(job.prepared.max_new_tokens, LEASE_TOKENS)
+            n_bytes = max(
+                kv_bytes(lane.restorer.layout, n_tokens),
+                kv_bytes(lane.exact_lane.restorer.layout, lane.n_exact) if lane.exact_lane else 0,
+            )
+            batch = lane.options if lane.can_batch else None
+            job.lease = self._admission.reserve(n_bytes, batch, n_rows=max(1, job.n_answers))
+        return job.lease is not None
+
+    def has_slot(self, job: Job, slots: BatchSlots) -> bool:
+        """Some are left to other keys, some to jobs that are urgent or need only one slice."""
+        n_prefills, n_rows = slots.of_key(job)
+        if n_prefills >= MAX_OWN_PREFILLS or n_rows >= MAX_OWN_ROWS:
+            return False
+        if len(slots.prefilling) < MAX_PREFILLS and n_prefills < MAX_PREFILLS - 1:
+            return True
+        if job.request.priority > max(task.job.request.priority for task in slots.prefilling):
+            return True
+        n_uncached = self.n_uncached(job)
+        n_warm = len(job.tokens) - n_uncached
+        return n_uncached <= slots.slice_tokens(job.lane, n_warm, n_uncached)
+
+    def n_uncached(self, job: Job) -> int:
+        """Prompt tokens that are not cached, as of the first call: a look-up takes time."""
+        if job.n_uncached is None:
+            n_warm = job.lane.n_warm(job.tokens) if job.request.policy.reads else 0
+            job.n_uncached = len(job.tokens) - n_warm
+        return job.n_uncached
+
+    def extend_lease(self, sequence: RunningSequence) -> None:
+        """Reserve memory for the next tokens of a long answer; raises if there is none."""
+        job = sequence.job
+        if job.lease is None or sequence.n_tokens % LEASE_TOKENS:
+            return
+        n_tokens = len(sequence.tokens) + min(sequence.n_left, LEASE_TOKENS)
+        if not job.lease.grow(kv_bytes(job.lane.restorer.layout, n_tokens)):
+            raise InsufficientResources(
+                f"The answer is {sequence.n_tokens:,} tokens long and the other requests leave no "
+                "memory for more; what was generated is kept: send it back to continue it when "
+                "fewer requests run, lower max_tokens, or raise the memory budget."
+            )
+
+    def waits_for_prefix(self, job: Job, tasks: Iterable[PrefillTask]) -> bool:
+        """Have a job wait if a task is prefilling what its prompt begins with; whether it does."""
+        if not job.request.policy.reads:
+            return False
+        others = [task for task in tasks if _can_share(task, job)]
+        if not others:
+            return False
+        packed, n_known = pack(job.tokens), job.lane.n_warm(job.tokens)
+        for task in others:
+            n_shared = min(common_tokens(task.packed, packed), len(job.tokens) - 1)
+            if not job.lane.is_worth_waiting(len(job.tokens), n_known, n_shared):
+                continue
+            if n_shared > task.prefill.n_done:
+                self._wait_for(job, task, n_shared)
+            else:
+                self._publish(task)
+        if job.waits_for is not None:
+            job.release()  # while it waits it needs no memory
+            job.advance(JobStatus.WAITING)
+        return job.waits_for is not None
+
+    def _wait_for(self, job: Job, task: PrefillTask, n_tokens: int) -> None:
+        if job.waits_for is None:
+            self._ledger.count(waited_for_prefix=1)
+        if job.waits_for is None or n_tokens > job.wait_until:
+            job.waits_for, job.wait_until, job.n_uncached = task, n_tokens, None
+            task.prefill.add_point(n_tokens)
+
+    def is_loading(self, job: Job, tasks: Iterable[PrefillTask]) -> bool:
+        """Begin a long restore in the background; whether it is still under way."""
+        if not job.request.policy.reads:
+            return False
+        if job.loading is None and _neighbour(job, tasks) is not None:
+            return False
+        if job.loading is None:
+            job.loading = job.lane.begin_loading(job.tokens, job.request.policy)
+            job.advance(JobStatus.WAITING if job.loading is None else JobStatus.RESTORING)
+        return job.loading is not None and job.loading.in_background and not job.loading.advance()
+
+    def start(self, job: Job, tasks: Iterable[PrefillTask]) -> PrefillTask:
+        """Restore the known prefix and send the receipt; the task prefills the rest."""
+        job.admitted, watch = self._clock(), Stopwatch(self._clock)
+        loading, job.loading = job.loading, None
+        copied = None if loading else _copied(job, tasks)
+        warm = copied or job.lane.restore(job.tokens, job.request.policy, loading)
+        load_s = max(watch.seconds(), loading.seconds if loading else 0.0)
+        job.restored = self._clock()
+        job.receipt = make_receipt(job, warm, load_s)
+        job.sequences = [RunningSequence(job, choice) for choice in range(job.n_answers)]
+        job.answer.put(Started(job.receipt))
+        job.on_start(job)
+        job.advance(JobStatus.PREFILLING)
+        task = PrefillTask.open(job, job.tokens, warm, job.sequences, self._clock)
+        if job.request.score_prompt:
+            task.prefill.scores = PromptScores(job.tokens[0], job.request.sampling.top_logprobs)
+        return task
+
+    def restart(self, sequence: RunningSequence) -> PrefillTask:
+        """Restore a sequence whose batch failed, from its blocks."""
+        job = sequence.job
+        warm = job.lane.restore(sequence.tokens, job.request.policy)
+        return PrefillTask.open(job, sequence.tokens, warm, [sequence], self._clock)
+
+
+def _can_share(task: PrefillTask, job: Job) -> bool:
+    leads = task.job.request.policy.can_prefill_for_others and not task.capture.claim.is_forgotten
+    return leads and task.lane.shares_blocks_with(job.lane)
+
+
+class Neighbour(NamedTuple):
+    """A prompt that is being prefilled, and how many of its tokens another begins with."""
+
+    task: PrefillTask
+    n_shared: int
+
+
+def _neighbour(job: Job, tasks: Iterable[PrefillTask]) -> Neighbour | None:
+    """One whose caches hold as much of a job's prompt as is known anywhere."""
+    others = [task for task in tasks if _can_share(task, job)] if job.request.policy.reads else []
+    if not others:
+        return None
+    packed, limit = pack(job.tokens), len(job.tokens) - 1
+    found = [
+        Neighbour(task, min(common_tokens(task.packed, packed), task.prefill.n_done, limit))
+        for task in others
+    ]
+    usable = [
+        one
+        for one in found
+        if (job.lane.can_trim or one.n_shared == one.task.prefill.n_done)
+        and one.n_shared >= job.lane.n_exact
+    ]
+    best = max(usable, key=lambda one: one.n_shared, default=None)
+    if best is None or best.n_shared < max(MIN_SHARED_TOKENS, job.lane.n_warm(job.tokens)):
+        return None
+    return best
+
+
+def _copied(job: Job, tasks: Iterable[PrefillTask]) -> WarmPrefix | None:
+    """A copy of what a neighbour holds: nothing need be loaded."""
+    found = _neighbour(job, tasks)
+    if found is None:
+        return None
+    prefill, tokens = found.task.prefill, job.tokens[: found.n_shared]
+    n_excess = prefill.n_done - found.n_shared
+    return job.lane.copy_of(prefill.caches, n_excess, tokens, job.request.policy)
+
+
+class Keeper:
+    """Keeps what was computed, in blocks and as live caches: during prefill and decode, and at the
+    end of both. A save that fails is counted and logged; the answer goes on.
+    """
+
+    def __init__(self, ledger: Ledger, on_kept: OnKept) -> None:
+        """`on_kept` is called with every finished sequence, after its blocks can be found."""
+        self._ledger = ledger
+        self._on_kept = on_kept
+
+    def keep_restored(self, task: PrefillTask) -> None:
+        """Keep the place where a prompt was restored from memory."""
+        receipt = task.job.receipt
+        if receipt is not None and "memory" in receipt.reused:
+            with self._saving():
+                task.current_capture.keep_restored(task.prefill.caches, task.prefill.n_done)
+
+    def keep_slice(self, task: PrefillTask, checkpoint: bool) -> None:
+        """Keep the blocks that a slice completed, and a checkpoint if asked."""
+        prefill = task.prefill
+        self._capture(task.current_capture, prefill.caches, prefill.n_done, checkpoint)
+        if checkpoint:
+            task.states = None
+        elif task.lane.restorer.needs.state and prefill.n_done % BLOCK_TOKENS == 0:
+            with self._saving():
+                task.states = _copy_states(prefill.caches, task.lane.make_caches())
+
+    def publish_partial_block(self, task: PrefillTask) -> None:
+        """Let other requests find all that a task has prefilled, its open block included."""
+        prefill = task.prefill
+        if not task.lane.restorer.needs.checkpoints:  # else checkpoints are kept at its points
+            self._capture(
+                task.current_capture, prefill.caches, prefill.n_done, True, temporary=True
+            )
+
+    def keep_prefix(self, task: PrefillTask) -> None:
+        """Keep all that a task has prefilled."""
+        self._capture(task.current_capture, task.prefill.caches, task.prefill.n_done, True)
+
+    def keep_whole_blocks(self, task: PrefillTask) -> None:
+        """After a failed slice: keep the states at the last block with which a slice ended; the
+        rest may be wrong."""
+        if task.states is not None:
+            n_whole = task.prefill.n_done // BLOCK_TOKENS * BLOCK_TOKENS
+            self._capture(task.current_capture, task.states, n_whole, checkpoint=True)
+
+    def keep_running(self, batch: Batch[RunningSequence], row: RunningSequence) -> None:
+        """Keep the blocks of a long answer at intervals: a crash must not lose all of it."""
+        window = row.job.lane.restorer.needs.window
+        interval = max(1, min(window, BLOCK_TOKENS) // 2) if window else BLOCK_TOKENS
+        if row.n_tokens and len(row.tokens) % interval == 0:
+            with self._saving():
+                row.capture.capture(batch.peek(row), len(row.tokens))
+
+    def keep_answer(self, row: RunningSequence, caches: kv.Caches) -> None:
+        """Keep a finished sequence, in blocks and as a live cache, and call `on_kept`."""
+        self._capture(row.capture, caches, len(row.tokens), checkpoint=True)
+        if row.job.request.policy.writes:
+            self._keep_live(row.job, row.capture, row.tokens, caches)
+        with self._saving():
+            self._on_kept(row)
+
+    def keep_prompt(self, task: PrefillTask) -> None:
+        """Keep a prompt that is cached without an answer."""
+        self.keep_prefix(task)
+        if task.job.request.policy.writes:
+            self._keep_live(task.job, task.capture, list(task.tokens), task.prefill.caches)
+
+    def _keep_live(self, job: Job, capture: Capture, tokens: list[int], caches: kv.Caches) -> None:
+        namespace, owner = job.lane.restorer.namespace, job.request.agent or ""
+        with self._saving(), capture.claim.unless_forgotten() as is_wanted:
+            if is_wanted:
+                job.lane.live.put(namespace, tokens, caches, owner)
+
+    def _capture(
+        self,
+        capture: Capture,
+        caches: kv.Caches,
+        n_tokens: int,
+        checkpoint: bool,
+        temporary: bool = False,
+    ) -> None:
+        with self._saving():
+            capture.capture(caches, n_tokens, checkpoint, temporary)
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        except Exception:
+            self._ledger.count(failed_saves=1)
+            LOG.exception("computed state could not be kept")
+        finally:
+            self._ledger.count(keeping_ms=1000 * (time.perf_counter() - began))
+
+
+def _copy_states(caches: kv.Caches, empty: kv.Caches) -> kv.Caches:
+    """The state layers in arrays of their own; every other layer is the empty one."""
+    return [_copy_state(cache, other) for cache, other in zip(caches, empty, strict=True)]
+
+
+def _copy_state(cache: Any, empty: Any) -> Any:
+    kind = kv.kind_of(cache)
+    if kind is kv.Kind.COMPOSITE:
+        return type(cache)(*_copy_states(cache.caches, empty.caches))
+    return kv.copy_caches([cache])[0] if kind is kv.Kind.STATE else empty
 
 
 class Scheduler:

@@ -94,7 +94,7 @@ class Compaction:
 
     def finish(self, result: Result) -> Compacted:
         """Have the agent go on from its summary, which is prefilled."""
-        self._engine.settle()
+        self._engine.wait_until_saved()
         if self._engine.store.knows_agent(str(self._plain.agent)):
             self._restart_agent()
         summary = str(self.messages[-1]["content"])

@@ -118,7 +118,7 @@ def _replay(model: Any, home: Path, setting: str, recorded: dict[str, Exchange])
             receipt = answer.json()["keepwarm"]
             counts = {"prompt": receipt["prompt_tokens"], "computed": receipt["recomputed"]}
             costs[step] = {**counts, "reordered": receipt.get("reordered", [])}
-            live.host.engine.settle()
+            live.host.engine.wait_until_saved()
     return costs
 
 

@@ -121,7 +121,7 @@ class Life:
     def _happen(self, engine: Engine) -> None:
         what = self._chance.random()
         if what < 0.2:
-            engine.settle()
+            engine.wait_until_saved()
             self.report.events[damage_records(self._chance, self._home)] += 1
         if 0.1 < what < 0.3:
             engine.clear()

@@ -30,10 +30,10 @@ def sequence(serving, tmp_path):
     """A server after a cold prompt, the same again, a second turn, and one after a `clear`."""
     with serving(home=tmp_path) as live:
         receipts = [ask(live, TEXT), ask(live, TEXT), ask(live, TEXT, "Yes.", "More.")]
-        live.host.engine.settle()
+        live.host.engine.wait_until_saved()
         assert live.post("/v1/cache/clear", {}).status_code == 200
         receipts.append(ask(live, TEXT))
-        live.host.engine.settle()
+        live.host.engine.wait_until_saved()
         yield live, receipts
 
 
@@ -90,7 +90,7 @@ def test_the_figures_survive_a_restart(sequence, serving, tmp_path):
         ask(other, TEXT)
         after = other.get("/v1/cache").json()["prompts"]
         assert after["requests"] == before["requests"] + 1
-        other.host.engine.settle()
+        other.host.engine.wait_until_saved()
         assert live.get("/v1/cache").json()["prompts"] == after, "the other process's too"
 
 
@@ -103,7 +103,7 @@ def test_before_the_first_request_there_is_no_rate(serving):
 def test_a_failed_restore_is_exported_with_its_reason(serving):
     with serving(admin_key="admin") as live:
         ask(live, TEXT)
-        live.host.engine.settle()
+        live.host.engine.wait_until_saved()
         live.post("/v1/cache/clear", {})
         for path in live.settings.store.glob("blocks/*/*.safetensors"):
             path.write_bytes(path.read_bytes()[:-1] + b"?")
@@ -123,7 +123,7 @@ def test_verify_says_the_same_by_http_and_by_command(serving, tmp_path):
         for agent in ("kept", "torn"):
             header = {"X-Keepwarm-Agent": agent, "X-Keepwarm-Cache": "durable"}
             assert live.post("/v1/chat/completions", body, **header).status_code == 200
-        live.host.engine.settle()
+        live.host.engine.wait_until_saved()
         (live.settings.store / "agents" / "torn.json").write_text("{")
         newer = json.loads((live.settings.store / "agents" / "kept.json").read_text())
         newer["version"] = 99

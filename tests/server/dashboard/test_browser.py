@@ -188,7 +188,7 @@ MUTATIONS = """() => {
 @pytest.mark.parametrize("view", ["overview", "requests", "forest", "agents"])
 def test_an_idle_page_asks_for_one_thing_and_draws_nothing(browser, own, view):
     """Only whether something has changed; what has not is not drawn again."""
-    own.host.engine.settle()
+    own.host.engine.wait_until_saved()
     with settled(browser, own, view) as (page, asked):
         for _ in range(4):
             beat(page)
@@ -197,7 +197,7 @@ def test_an_idle_page_asks_for_one_thing_and_draws_nothing(browser, own, view):
 
 
 def test_ages_are_written_anew_on_an_idle_page(browser, own):
-    own.host.engine.settle()
+    own.host.engine.wait_until_saved()
     with settled(browser, own, "requests") as (page, asked):
         age = page.locator("#ended .state + .quiet").first
         before = age.inner_text()

@@ -106,7 +106,7 @@ def test_the_revision_changes_only_when_something_has(serving):
     """An idle page asks for nothing else."""
     with serving() as live:
         ask(live, LONG, "one")
-        live.host.engine.settle()
+        live.host.engine.wait_until_saved()
         before = show(live, "now")["revision"]
         assert show(live, "now")["revision"] == before
         live.patch("/v1/agents/one", {"pinned": True}).raise_for_status()

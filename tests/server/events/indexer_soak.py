@@ -144,7 +144,7 @@ class Machine(NamedTuple):
 
     def _wait(self) -> None:
         """Until all is told, and has arrived."""
-        self.engine.settle()
+        self.engine.wait_until_saved()
         time.sleep(2 * REMIND_S + 8 * INTERVAL_S)
 
     def n_matched(self, tokens: Sequence[int]) -> int:

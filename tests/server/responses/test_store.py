@@ -65,7 +65,7 @@ def test_deleting_an_agent_deletes_its_responses(serving, tmp_path):
         of_agent, other = ask(live, "Who?", headers=TO_OPS), ask(live, "Who?")
         wait_until(lambda: len(files(tmp_path)) == 2)
         store = live.host.engine.store
-        live.host.engine.settle()
+        live.host.engine.wait_until_saved()
         store.on_disk.agents.delete("ops")  # as another process does
         wait_until(lambda: len(files(tmp_path)) == 1)
         assert live.get(f"/v1/responses/{of_agent['id']}").status_code == 404

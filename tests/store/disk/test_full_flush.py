@@ -88,7 +88,7 @@ def test_a_deleted_agent_is_flushed_at_the_end(tier, asked):
 def test_only_a_durable_answer_is_flushed(asked, models, tmp_path):
     with engine_on(models.of("llama"), tmp_path) as engine:
         engine.submit(ask(prompt_of(300), 2, agent="a")).result()
-        engine._chores.settle()
+        engine._recorder.wait_until_done()
         assert FULL not in asked
         assert BARRIER in asked
         answer = engine.submit(ask(prompt_of(300, seed=1), 2, policy=Policy.DURABLE)).result()

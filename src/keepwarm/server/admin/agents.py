@@ -232,7 +232,7 @@ class TenantAgents:
     def _settle(self) -> None:
         """Finish recording the latest answers."""
         for engine in self._models.engines:
-            engine.settle()
+            engine.wait_until_saved()
 
     def _find(self, agent_id: str, branch: int | None = None) -> Agent:
         """An agent, seen from one of its branches."""

@@ -1,4 +1,4 @@
-"""An answer is sent before it is kept; `settle`, `forget` and `drain` wait until it is."""
+"""An answer is sent before it is kept; `wait_until_saved`, `forget` and `drain` wait for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Late(Engine):
 
     def _on_kept(self, sequence: RunningSequence) -> None:
         time.sleep(LATE_S)
-        self._chores._pool.submit(time.sleep, LATE_S)
+        self._recorder._pool.submit(time.sleep, LATE_S)
         super()._on_kept(sequence)
 
 
@@ -43,7 +43,7 @@ def test_settled_means_recorded_with_its_agent(engine):
     for turn in range(1, 3):
         choice = engine.submit(ask(prompt, 3, agent="ada")).result().choices[0]
         prompt = [*prompt, *tokens_of(choice)]
-        engine.settle()
+        engine.wait_until_saved()
         shown = engine.store.on_disk.agents.show("ada")
         assert (len(shown.turns), shown.n_tokens) == (turn, len(prompt))
 
@@ -59,7 +59,7 @@ def test_settled_means_on_disk(models, tmp_path, monkeypatch):
     monkeypatch.setattr(DiskTier, "put", put_late)
     with engine_on(models.of("llama"), tmp_path) as engine:
         engine.submit(ask(prompt_of(300), 3)).result()
-        engine.settle()
+        engine.wait_until_saved()
         settled = list(engine.store.on_disk.disk.walk())
         engine.store.flush()
         assert list(engine.store.on_disk.disk.walk()) == settled != []
@@ -70,7 +70,7 @@ def test_a_forgotten_agent_does_not_come_back(engine):
     prompt = prompt_of(300)
     engine.submit(ask(prompt, 3, agent="ada")).result()
     assert engine.forget("ada") > 0
-    engine.settle()
+    engine.wait_until_saved()
     assert agents(engine) == []
     assert engine.live.stats.entries == 0
     assert engine.submit(ask(prompt, 1)).result().receipt.cached_tokens == 0
@@ -82,11 +82,10 @@ def test_drained_means_recorded(engine):
     assert agents(engine) == ["ada"]
 
 
-def test_there_is_nothing_to_settle_on_its_own_thread_or_after_the_end(engine):
-    """Neither call blocks."""
-    engine.call(engine.settle).result(timeout=300)
+def test_wait_until_saved_on_its_own_thread_or_after_the_end_does_not_block(engine):
+    engine.call(engine.wait_until_saved).result(timeout=300)
     engine.close()
-    engine.settle()
+    engine.wait_until_saved()
 
 
 def test_call_on_its_own_thread_raises_instead_of_waiting_for_itself(engine):

@@ -1,8 +1,9 @@
-"""File work after an answer (agents, pins, expiry), on a thread of its own and in order."""
+"""Background file work after an answer (agents, pins, expiry), on a thread of its own, in order."""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ CONFIRM_S = 600.0  # an agent is deleted if it is still expired then: the clock 
 LOG = logging.getLogger(__name__)
 
 
-class Chores:
+class Recorder:
     def __init__(self, store: Store, end: Callable[[Job], None]) -> None:
         """`end` ends a durable job once it is on disk."""
         self._store = store
@@ -33,15 +34,17 @@ class Chores:
         self._next_expiry = 0.0  # by the monotonic clock
         self._expired_since: dict[str, float] = {}  # by the same clock
         self._unrecorded: dict[str, Job] = {}  # the latest of each agent
+        self._noting = threading.Lock()  # of `_unrecorded`, which the engine's thread adds to
         self._warned: dict[str | None, str] = {}  # why the turns of an agent cannot be recorded
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="keepwarm-chores")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="keepwarm-recorder")
         self._is_saving_counts = False
 
     def record_sequence(self, sequence: RunningSequence) -> None:
         """After a sequence has ended: record its agent's new turn, pin its breakpoints."""
         job, tokens = sequence.job, list(sequence.tokens)
         if sequence.choice == 0 and self._is_recorded(job.request):
-            self._unrecorded[str(job.request.agent)] = job
+            with self._noting:
+                self._unrecorded[str(job.request.agent)] = job
             called = sequence.reason == "tool_calls"
             advance = partial(self._advance_agent, sequence.capture, called, sequence.turn)
             self._pool.submit(self._run, advance, job, tokens)
@@ -57,7 +60,7 @@ class Chores:
     def wait_until_recorded(self, agent_id: str) -> None:
         """Return once the latest turn of an agent is in the store; from any thread."""
         if agent_id in self._unrecorded:
-            self.settle()
+            self.wait_until_done()
         if agent_id in self._unrecorded:
             raise StoreFailed(
                 f"The latest turn of agent {agent_id!r} could not be recorded; look at the "
@@ -97,19 +100,19 @@ class Chores:
         """End a job when its blocks are on disk; the receipt says whether all of them are."""
         self._pool.submit(self._end_durably, job)
 
-    def settle(self) -> None:
-        """Return once all chores submitted so far are done."""
+    def wait_until_done(self) -> None:
+        """Return once all that was submitted so far is done."""
         self._pool.submit(_nothing).result()
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
 
-    def _run(self, chore: Callable[[Job, list[int]], None], job: Job, tokens: list[int]) -> None:
+    def _run(self, work: Callable[[Job, list[int]], None], job: Job, tokens: list[int]) -> None:
         """Once the blocks are on disk; a failure is logged."""
         agent_id = job.request.agent
         try:
             self._store.saver.flush()
-            chore(job, tokens)
+            work(job, tokens)
         except KeepwarmError as error:
             self._warn(agent_id, str(error))
         except Exception:
@@ -152,8 +155,9 @@ class Chores:
         )
         if agent is not None and agent.pinned:
             job.lane.restorer.share(tokens)
-        if self._unrecorded.get(agent_id) is job:
-            del self._unrecorded[agent_id]
+        with self._noting:
+            if self._unrecorded.get(agent_id) is job:
+                del self._unrecorded[agent_id]
 
     def _pin(self, job: Job, tokens: list[int]) -> None:
         pins = self._store.on_disk.ttl_pins

@@ -5,33 +5,36 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import ExitStack
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from keepwarm.cache.restore.restorer import Restorer
-from keepwarm.engine import chores
+from keepwarm.engine import recorder
 from keepwarm.prefix.blocks import chain
 from keepwarm.text.request import Breakpoint, Request, Sampling
 from tests.kit.engines import ask, engine_on
 from tests.kit.runs import prompt_of
+from tests.kit.waiting import wait_until
 
 
 def test_agents_past_their_retention_are_forgotten_after_an_answer(models, tmp_path, monkeypatch):
     """Expired agents are forgotten without a command, but not while a request of theirs runs."""
-    monkeypatch.setattr(chores, "CONFIRM_S", 0.0)
+    monkeypatch.setattr(recorder, "CONFIRM_S", 0.0)
     with engine_on(models.of("llama"), tmp_path) as engine:
         agents = engine.store.on_disk.agents
         for seed, name in enumerate(("old", "late", "kept")):
             engine.submit(ask(prompt_of(300, seed=seed), 2, agent=name)).result()
-        engine.settle()
-        for name, retention_s in (("old", 60.0), ("late", chores.GRACE_S)):
+        engine.wait_until_saved()
+        for name, retention_s in (("old", 60.0), ("late", recorder.GRACE_S)):
             agents.update(name, retention_s=retention_s)
         old = agents.show("old")
-        now = time.time() + 60 + chores.GRACE_S + 1
+        now = time.time() + 60 + recorder.GRACE_S + 1
         agents._clock = lambda: now
-        engine._chores._next_expiry = 0.0  # a minute is over
+        engine._recorder._next_expiry = 0.0  # a minute is over
         engine.submit(ask(prompt_of(300, seed=9), 2, agent="new")).result()
-        engine.settle()
+        engine.wait_until_saved()
         assert [agent.id for agent in agents.all()] == ["kept", "late", "new"]
         assert not engine.store.on_disk.disk.have(old.blocks)
 
@@ -45,7 +48,7 @@ def test_breakpoints_are_pinned_and_no_agent_is_made_of_nobody(models, tmp_path,
         for breakpoints in ((), (Breakpoint(0, 60.0),)):
             request = Request(messages=chat, sampling=sampling, breakpoints=breakpoints)
             engine.submit(request).result()
-            engine.settle()
+            engine.wait_until_saved()
             disk = engine.store.on_disk.disk
             owners = [disk.index.lookups.owners(block.key) for block in disk.walk()]
             assert any(owners) == bool(breakpoints)
@@ -65,9 +68,9 @@ def test_a_use_of_a_live_cache_is_noted_beside_the_engine(models, tmp_path, monk
     with engine_on(models.of("llama"), tmp_path) as engine:
         for _ in range(2):
             reused = engine.submit(ask(prompt, 2)).result().receipt.reused
-        engine.settle()
+        engine.wait_until_saved()
     assert reused == {"live": 299}
-    assert threads == [("keepwarm-chores_0", 299)]
+    assert threads == [("keepwarm-recorder_0", 299)]
 
 
 def test_a_damaged_agent_file_is_named_once_until_it_is_mended(models, tmp_path, caplog):
@@ -78,7 +81,7 @@ def test_a_damaged_agent_file_is_named_once_until_it_is_mended(models, tmp_path,
             caplog.clear()
             for seed in range(n):
                 engine.submit(ask(prompt_of(40, seed=seed), 2, agent="a")).result()
-                engine.settle()
+                engine.wait_until_saved()
             return [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")]
 
         assert turns(1) == []
@@ -113,5 +116,33 @@ def test_a_turn_is_recorded_when_its_blocks_are_on_disk(models, tmp_path, monkey
         monkeypatch.setattr(on_disk.agents, "advance", look_and_advance)
         busy.enter_context(saver.restoring())
         engine.submit(ask(prompt_of(300), 2, agent="ada")).result()
-        engine.settle()
+        engine.wait_until_saved()
     assert were_there == [True]
+
+
+class NewerTurn(dict):
+    """While the recorder looks up a turn, the engine's thread notes the next one of that agent."""
+
+    def __init__(self, note):
+        super().__init__()
+        self.note = note
+
+    def get(self, agent_id):
+        found = super().get(agent_id)
+        noting = threading.Thread(target=self.note)
+        noting.start()
+        noting.join(0.5)  # with the lock it waits for the recorder
+        return found
+
+
+def test_unrecorded_turn_that_is_noted_beside_an_older_one_is_not_lost():
+    older, newer = (SimpleNamespace(request=Request(agent="ada")) for _ in range(2))
+    store = SimpleNamespace(on_disk=SimpleNamespace(agents=Mock(advance=Mock(return_value=None))))
+    made = recorder.Recorder(store, Mock())
+    made._pool = Mock()
+    sequence = Mock(job=newer, choice=0, tokens=[])
+    made._unrecorded = NewerTurn(lambda: made.record_sequence(sequence))
+    made._unrecorded["ada"] = older
+    older.lane, older.tokens = Mock(), []
+    made._advance_agent(Mock(), False, None, older, [])
+    wait_until(lambda: made._unrecorded == {"ada": newer})
