@@ -19,14 +19,7 @@ from tests.server.conftest import serve
 ASK = {"role": "user", "content": "How many leaves has the oak?"}
 SHORT = {"num_predict": 8, "temperature": 0}
 ENDLESS = {"model": "tiny", "messages": [ASK], "max_tokens": 12000, "logit_bias": {"2": -100}}
-SCHEMA = {
-    "type": "object",
-    "properties": {"deciduous": {"type": "boolean"}},
-    "required": ["deciduous"],
-    "additionalProperties": False,
-}
 A, B, ADMIN = ({"Authorization": f"Bearer {key}"} for key in ("a", "b", "admin"))
-OURS = ("/chat/completions", "/completions", "/responses")
 
 
 @pytest.fixture(scope="module")
@@ -127,11 +120,6 @@ def test_generate(client):
     assert raw.prompt_eval_count < whole.prompt_eval_count
 
 
-def test_objects_of_a_schema(client):
-    answer = client.chat(model="tiny", messages=[ASK], format=SCHEMA)
-    assert json.loads(answer.message.content)["deciduous"] in (True, False)
-
-
 def test_models(client, live):
     (model,) = client.list().models
     assert model.model == "tiny:latest"
@@ -192,49 +180,6 @@ def test_what_is_not_done_is_named(live):
     receipt = chat(live, {"options": options, "shift": True}).json()["keepwarm"]
     names = ["options.num_ctx", "options.repeat_last_n", "options.wings", "shift"]
     assert receipt["ignored_fields"] == names
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ({"think": True}, "does not support thinking"),
-        ({"options": {"temperature": "hot"}}, "options.temperature"),
-        ({"options": {"temperature": 1e300}}, "temperature"),
-        ({"options": {"num_predict": 1 << 70}}, "64 bits"),
-        ({"options": {"stop": ["a"] * 99}}, "stop"),
-        ({"keep_alive": "soon"}, "keep_alive"),
-        ({"messages": "Hello"}, "messages"),
-        ({"model": None}, "model"),
-        ({"messages": [{**ASK, "images": ["aGk="]}]}, "images"),
-    ],
-)
-def test_errors_are_one_sentence(live, body, words):
-    answer = chat(live, body)
-    assert answer.status_code == 400
-    assert list(answer.json()) == ["error"]
-    assert words in answer.json()["error"]
-
-
-def test_huge_bodies_are_refused(live):
-    answer = chat(live, {"options": {"wings": [[1] * 100] * 10_000}})
-    assert (answer.status_code, list(answer.json())) == (413, ["error"])
-    deep = b'{"model": "tiny", "options": {"wings": ' + b"[" * 5000 + b"]" * 5000 + b"}}"
-    assert live.post("/api/chat", deep).status_code == 400
-
-
-def test_paths_that_are_not_there(live):
-    assert "no endpoint" in live.post("/api/push", {}).json()["error"]
-    assert "does not support" in live.get("/api/chat").json()["error"]
-
-
-def test_a_client_that_goes_away_ends_its_answer(live):
-    long = {"type": "string", "minLength": 9000}
-    body = {"model": "tiny", "messages": [ASK], "format": long}
-    with talking(live, body, "/api/chat") as lines:
-        assert json.loads(next(lines))["done"] is False
-        assert len(running(live)) == 1
-    wait_until(lambda: not running(live))
-    assert live.host.engine.requests()[-1].state == "cancelled"
 
 
 def test_the_root(live):

@@ -1,6 +1,5 @@
 """Text completions as the official client sees them."""
 
-import openai
 import pytest
 
 PROMPTS = ["The quick brown fox", "In 1984 there were"]
@@ -10,6 +9,11 @@ PROMPTS = ["The quick brown fox", "In 1984 there were"]
 def client(live):
     with live.openai() as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def endless(live):
+    return {str(token): -100 for token in live.host.engine.model.tokenizer.eos_token_ids}
 
 
 def ask(client, prompt=PROMPTS[0], **options):
@@ -65,25 +69,33 @@ def test_logprobs(live, client):
     assert choice.logprobs.text_offset[0] == 0
 
 
-def test_a_stream_says_what_a_whole_answer_says(client):
-    assert joined(ask(client, stream=True)) == ask(client).choices[0].text
+def test_choices_and_seeds(client):
+    """The same seed says the same, another one something else; streams say it too."""
+    options = {"n": 3, "temperature": 1.0}
+    first, again, other = (ask(client, seed=seed, **options) for seed in (7, 7, 8))
+    texts = [choice.text for choice in first.choices]
+    assert [choice.index for choice in first.choices] == [0, 1, 2]
+    assert len(set(texts)) > 1
+    assert [choice.text for choice in again.choices] == texts
+    assert [choice.text for choice in other.choices] != texts
+    chunks = list(ask(client, seed=7, stream=True, **options))
+    assert [joined(chunks, index) for index in range(3)] == texts
 
 
-@pytest.mark.parametrize(
-    ("options", "param"),
-    [
-        ({"prompt": []}, "prompt"),
-        ({"suffix": "!"}, "suffix"),
-        ({"best_of": 4}, "best_of"),
-        ({"echo": True, "logprobs": 1, "suffix": "x"}, "echo"),
-        ({"prompt": [[]]}, None),
-        ({"prompt": [1, -5]}, None),
-        ({"prompt": [1, 10**9]}, None),
-        ({"prompt": ["ok", "x" * 40000]}, None),
-    ],
-)
-def test_what_is_refused(client, options, param):
-    with pytest.raises(openai.BadRequestError) as refused:
-        ask(client, **options)
-    if param is not None:
-        assert refused.value.param == param
+def test_streamed_logprobs_say_where_each_token_stands(client, endless):
+    """Put together, the pieces of a stream are those of a whole answer, offsets included."""
+    options = {"logprobs": 2, "logit_bias": endless, "n": 2, "max_tokens": 8}
+    whole = ask(client, **options)
+    chunks = list(ask(client, stream=True, **options))
+    for index, choice in enumerate(whole.choices):
+        parts = [c.logprobs for chunk in chunks for c in chunk.choices if c.index == index]
+        parts = [part for part in parts if part]
+        assert len(parts) > 1
+        for name in ("tokens", "text_offset"):
+            streamed = [value for part in parts for value in getattr(part, name)]
+            assert streamed == getattr(choice.logprobs, name)
+        streamed = [value for part in parts for value in part.token_logprobs]
+        assert streamed == pytest.approx(choice.logprobs.token_logprobs, abs=1e-4)
+        assert all(len(top) <= 3 for part in parts for top in part.top_logprobs)
+        places = zip(choice.logprobs.text_offset, choice.logprobs.tokens, strict=True)
+        assert all(choice.text.startswith(token, place) for place, token in places)

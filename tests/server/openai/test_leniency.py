@@ -137,23 +137,6 @@ def test_no_tokens_are_an_empty_answer_with_usage(client):
     assert chunks[-1].usage.prompt_tokens == answer.usage.prompt_tokens
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_no_tokens_of_messages_and_responses(live, stream):
-    """Anthropic's way to fill the cache."""
-    body = {"messages": [USER], "max_tokens": 0, "stream": stream}
-    said = live.post("/v1/messages", body)
-    assert '"stop_reason": "max_tokens"' in said.text.replace('":"', '": "')
-    assert "content_block" not in said.text
-    if not stream:
-        assert said.json()["content"] == []
-    body = {"input": "Well?", "max_output_tokens": 0, "stream": stream}
-    text = live.post("/v1/responses", body).text.splitlines()
-    last = json.loads(next(line for line in reversed(text) if line).removeprefix("data: "))
-    response = last["response"] if stream else last
-    assert (response["status"], response["output"]) == ("incomplete", [])
-    assert response["usage"]["output_tokens"] == 0
-
-
 def test_no_tokens_with_echo_are_the_prompts(client):
     asked = {"model": "m", "prompt": ["One", "Two"], "echo": True, "max_tokens": 0}
     answer = client.completions.create(**asked)

@@ -4,14 +4,11 @@ import json
 from functools import partial
 
 import pytest
-from fastapi import FastAPI
-from fastapi.testclient import TestClient
 from transformers import PreTrainedTokenizerFast
 
 from keepwarm import config
 from keepwarm.errors import BadField
 from keepwarm.prefix.policy import Policy
-from keepwarm.server.http.problems import validation_problem
 from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.request_fields import RequestFields, agent_id
 from keepwarm.server.openai import chat, completions
@@ -223,75 +220,6 @@ def test_hints_become_agents():
 
 
 # What is not even a request.
-
-
-@pytest.fixture(scope="module")
-def checked():
-    """The place and sentence that a body is refused with."""
-    app = FastAPI()
-    found = {}
-
-    @app.post("/")
-    def take(body: ChatRequest) -> None:
-        pass
-
-    from fastapi.exceptions import RequestValidationError
-    from fastapi.responses import Response
-
-    @app.exception_handler(RequestValidationError)
-    def wrong(request, error) -> Response:
-        found["problem"] = validation_problem(error.errors(), error.body)
-        return Response(status_code=400)
-
-    def check(body):
-        with TestClient(app) as client:
-            content = body if isinstance(body, str) else json.dumps(body)
-            headers = {"Content-Type": "application/json"}
-            assert client.post("/", content=content, headers=headers).status_code == 400
-        return found["problem"]
-
-    return check
-
-
-USER = {"role": "user", "content": "x"}
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({}, "messages"),
-        ({"messages": []}, "messages"),
-        ({"messages": "hello"}, "messages"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [USER, {"role": "user", "content": 5}]}, "messages[1].content"),
-        ({"messages": [{"content": "x"}]}, "messages[0].role"),
-        (
-            {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
-            "messages[0].content[0].type",
-        ),
-        ({"messages": [USER], "temperature": "warm"}, "temperature"),
-        ({"messages": [USER], "temperature": 3}, "temperature"),
-        ({"messages": [USER], "n": 0}, "n"),
-        ({"messages": [USER], "n": True}, "n"),
-        ({"messages": [USER], "stream": "yes"}, "stream"),
-        ({"messages": [USER], "max_tokens": 1.5}, "max_tokens"),
-        ({"messages": [USER], "stop": [1]}, "stop[0]"),
-        ({"messages": [USER], "tools": [{"type": "function"}]}, "tools[0].function"),
-        ({"messages": [USER], "tool_choice": "maybe"}, "tool_choice"),
-        ({"messages": [USER], "logit_bias": {"1": 200}}, "logit_bias.1"),
-        ({"messages": [USER], "keepwarm": {"cache": "always"}}, "keepwarm.cache"),
-    ],
-)
-def test_a_wrong_field_is_named(checked, body, param):
-    problem = checked(body)
-    assert problem.status == 400
-    assert problem.param == param
-    assert param in problem.message
-
-
-@pytest.mark.parametrize("body", ["{", "[1]", '"x"', '{"messages": NaN}'])
-def test_what_is_no_object_is_refused(checked, body):
-    assert checked(body).status == 400
 
 
 def test_unknown_fields_are_ignored():

@@ -48,12 +48,14 @@ def ended(client, response):
 def test_every_field_of_the_published_schemas_is_there(live):
     body = {"input": WORDS, "max_output_tokens": 1, "tools": [TOOL], "presence_penalty": 0.5}
     body |= {"frequency_penalty": -0.5, "max_tool_calls": 3, "safety_identifier": "me"}
+    body |= {"instructions": "Be kind.", "metadata": {"a": "b"}}
     response = live.post("/v1/responses", body).json()
     assert response.keys() >= OPEN_RESPONSES | Response.model_fields.keys()
     assert response["tools"] == [TOOL | {"description": None, "strict": None}]
     assert (response["presence_penalty"], response["frequency_penalty"]) == (0.5, -0.5)
     assert (response["max_tool_calls"], response["safety_identifier"]) == (3, "me")
     assert response["service_tier"] == "default"
+    assert (response["instructions"], response["metadata"]) == ("Be kind.", {"a": "b"})
 
 
 def test_penalties_change_the_answer(client):
