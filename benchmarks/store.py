@@ -41,11 +41,11 @@ from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.errors import KeepwarmError
 from keepwarm.kv.slices import tensor_name
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockRef, Namespace, chain
-from keepwarm.store import record as store_record
+from keepwarm.records import record as store_record
+from keepwarm.records.record import Header, Part, Tensor, encode_record
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.names import INDEX, path_of
-from keepwarm.store.record import Header, Part, Tensor, encode_record
 from keepwarm.store.tiers import Tiers
 
 SIZES = (2_048, 8_192, 32_768)

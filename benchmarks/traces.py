@@ -36,8 +36,8 @@ from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import LayerSpec, Layout
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, block_key, pack, root
 from keepwarm.prefix.policy import Policy
+from keepwarm.records.record import Header, Part, Record, Tensor
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.record import Header, Part, Record, Tensor
 from keepwarm.store.tiers import Tiers
 
 BUDGETS = (128_000, 256_000, 512_000, 1_024_000, 2_048_000)

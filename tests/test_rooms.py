@@ -27,16 +27,17 @@ LEVELS = {
     **dict.fromkeys(("errors", "concurrency", "config", "files", "folders"), GROUND),
     **dict.fromkeys(("progress", "units", "backend", "blas", "blas_trial", "mlx_import"), GROUND),
     "prefix": 1,
-    **dict.fromkeys(("kv", "store", "device"), 2),
-    **dict.fromkeys(("models", "remote"), 3),
-    **dict.fromkeys(("agents", "text"), 4),
-    "cache": 5,
-    "telemetry": 6,
-    "engine": 7,
-    "session": 8,
-    "server": 9,
-    "cli": 10,
-    **dict.fromkeys(("__init__", "__main__"), 11),
+    "records": 2,
+    **dict.fromkeys(("kv", "store", "device"), 3),
+    **dict.fromkeys(("models", "remote"), 4),
+    **dict.fromkeys(("agents", "text"), 5),
+    "cache": 6,
+    "telemetry": 7,
+    "engine": 8,
+    "session": 9,
+    "server": 10,
+    "cli": 11,
+    **dict.fromkeys(("__init__", "__main__"), 12),
 }
 
 # `prefix` is pure: it computes, and reads and writes nothing.
@@ -120,7 +121,7 @@ def imported_at_start(trees: Trees, wanted: str) -> list[str]:
 
 
 def folder_of(module: str) -> str:
-    """`store.index` of `keepwarm.store.index.lookup`; empty on the ground floor."""
+    """`store.index` of `keepwarm.store.index.index`; empty on the ground floor."""
     return ".".join(module.split(".")[1:-1])
 
 

@@ -22,13 +22,13 @@ from xxhash import xxh3_128
 
 from keepwarm.concurrency import CallDeadline, CallError
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockRef, Namespace, chain
+from keepwarm.records.record import Header, Part, Record, Tensor, encode_record
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.backend import Backend
 from keepwarm.remote.compression import memory_for
 from keepwarm.remote.names import RecordPlace, RemoteNames
 from keepwarm.remote.question import Question
 from keepwarm.remote.tier import RemoteTier
-from keepwarm.store.record import Header, Part, Record, Tensor, encode_record
 
 THREADS = 3  # as many as read a prompt
 PATIENT = 1e6  # bytes a second that are expected: deadlines are not measured here

@@ -18,9 +18,9 @@ from keepwarm.errors import BadCacheFile, BadInput, BadRecord, StoreFailed, Unkn
 from keepwarm.prefix.blocks import BlockKey, chain, pack
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.prefix.turn import KeptTurn
+from keepwarm.records.record import Part
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.index import database
-from keepwarm.store.record import Part
 from tests.contract.test_tiers import Minutes
 from tests.store.kit import files_under, record, tokens_of
 

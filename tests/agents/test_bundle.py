@@ -19,8 +19,8 @@ from keepwarm.kv.layout import probe
 from keepwarm.kv.slices import cut_blocks
 from keepwarm.prefix.blocks import block_key, chain, pack
 from keepwarm.prefix.fingerprint import FORMAT_VERSION
+from keepwarm.records.record import Part, encode_record
 from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits
-from keepwarm.store.record import Part, encode_record
 from tests.agents.test_agents import IDENTITY, LIMITS, NAME, holds_tokens, turn
 from tests.kit.compare import assert_same
 from tests.kit.runs import cold, continue_from, prefill, prompt_of

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from keepwarm.agents.agent import Agent, Branch
 from keepwarm.agents.forest import build_forest
 from keepwarm.prefix.blocks import BLOCK_TOKENS, chain
-from keepwarm.store.record import Part
+from keepwarm.records.record import Part
 from keepwarm.store.tier import StoredBlock
 from tests.store.kit import NAMESPACE, tokens_of
 

@@ -4,9 +4,9 @@ import pytest
 
 from keepwarm.agents.pins import TtlPins
 from keepwarm.prefix.blocks import chain
+from keepwarm.records.record import Part
 from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
-from keepwarm.store.record import Part
-from keepwarm.store.unlock import unlock
+from keepwarm.store.marker import unlock
 from tests.store.kit import NAMESPACE, record
 
 
@@ -66,7 +66,7 @@ def test_a_place_beyond_the_conversation_is_nobodys(place, tmp_path):
 def test_eviction_spares_a_mark_until_its_end_and_no_longer(tmp_path, secret):
     """Nobody has to sweep: what has expired is in nobody's way, in a sealed store neither."""
     clock, limits = Clock(), DiskLimits(INDEX_ROOM + (4 << 20), min_free_bytes=0)
-    disk = DiskTier(tmp_path, limits, clock=clock, seal=unlock(tmp_path, secret))
+    disk = DiskTier(tmp_path, limits, clock=clock, cipher=unlock(tmp_path, secret))
 
     def put(tokens):
         clock.now += 1

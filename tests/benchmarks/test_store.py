@@ -13,9 +13,9 @@ from benchmarks.requests.measure import drop_files, in_child
 from benchmarks import store
 from keepwarm.cache.restore.loading import Reader
 from keepwarm.prefix.blocks import chain
+from keepwarm.records.record import Part
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.names import path_of
-from keepwarm.store.record import Part
 from keepwarm.store.tiers import Tiers
 from tests.benchmarks.test_operations import MEDIUM
 

@@ -3,8 +3,8 @@
 import pytest
 
 from keepwarm.cache.restore.plan import Read
+from keepwarm.records.record import Part
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
-from keepwarm.store.record import Part
 from tests.store.kit import chain_of
 
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 from keepwarm.concurrency import CallDeadline
 from keepwarm.prefix.blocks import BlockKey, Namespace
+from keepwarm.records.cipher import Cipher
+from keepwarm.records.record import Part, Record
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.backend import Backend
 from keepwarm.remote.janitor import Janitor, PlaceLimits
@@ -23,8 +25,6 @@ from keepwarm.remote.names import RecordPlace, parse_last
 from keepwarm.remote.question import read_header
 from keepwarm.remote.redis import RedisBackend
 from keepwarm.remote.tier import RemoteTier
-from keepwarm.store.record import Part, Record
-from keepwarm.store.seal import Seal
 from keepwarm.store.tier import NamedBlock, PutResult, StoredBlock
 
 PAGE = Path(__file__).parents[2] / "docs" / "sharing.md"
@@ -38,11 +38,11 @@ KINDS = tuple(HEADINGS)
 class SharedTier:
     """A shared tier, deleted from as `rm` does, and walked through as the place's owner would."""
 
-    def __init__(self, address: str, seal: Seal | None = None) -> None:
-        self._tier = RemoteTier(open_backend(address), CLASS, seal, clock=lambda: 0.0)
+    def __init__(self, address: str, cipher: Cipher | None = None) -> None:
+        self._tier = RemoteTier(open_backend(address), CLASS, cipher, clock=lambda: 0.0)
         assert self._tier.wait_until_tried(SOON), self._tier.refused
         self._place = open_backend(address)
-        self._seal = seal
+        self._seal = cipher
         self.lacks = () if "file:" not in address else ("create",)  # see the last exemption
         self._put: dict[BlockKey, tuple[Namespace, NamedBlock]] = {}
 

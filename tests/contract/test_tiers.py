@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from keepwarm.errors import StoreFailed
 from keepwarm.prefix.blocks import Namespace, common_tokens, pack, root
+from keepwarm.records.cipher import Cipher
+from keepwarm.records.record import Part, ReadBuffer, Record, UnreadTensor
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
+from keepwarm.store.marker import unlock
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.record import Part, ReadBuffer, Record, UnreadTensor
-from keepwarm.store.seal import Seal
 from keepwarm.store.tiers import Tiers
-from keepwarm.store.unlock import unlock
 from tests.contract import test_blobs
 from tests.contract.shared import BEGIN, EXEMPTIONS, PAGE, SharedTier, exemption_of, page
 from tests.kit.waiting import wait_until
@@ -57,9 +57,9 @@ def memory(directory, max_bytes):
     return MemoryTier(max_bytes, Minutes())
 
 
-def disk(directory, max_bytes, seal=None):
+def disk(directory, max_bytes, cipher=None):
     limits = DiskLimits(max_bytes, min_free_bytes=0)
-    return DiskTier(directory / "store", limits, BrokenFiles(), Minutes(), seal)
+    return DiskTier(directory / "store", limits, BrokenFiles(), Minutes(), cipher)
 
 
 def sealed(directory, max_bytes):
@@ -107,8 +107,8 @@ def make(request, tmp_path):
             made.append(MAKERS[request.param](tmp_path, max_bytes))
         else:
             kind = request.param.removesuffix(" sealed")
-            seal = None if kind == request.param else Seal(bytes(range(32)))
-            made.append(SharedTier(request.getfixturevalue("new_address")(kind), seal))
+            cipher = None if kind == request.param else Cipher(bytes(range(32)))
+            made.append(SharedTier(request.getfixturevalue("new_address")(kind), cipher))
         return made[-1]
 
     yield maker

@@ -24,7 +24,7 @@ from benchmarks.requests.recorded import load, requests
 
 from keepwarm import blas
 from keepwarm.prefix.blocks import common_tokens, pack
-from keepwarm.store.thinning import NEAR
+from keepwarm.store.eviction import NEAR
 from tests.kit.engines import Models, ask, engine_on, memory
 from tests.kit.models import VOCABULARY
 

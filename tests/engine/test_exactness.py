@@ -16,7 +16,7 @@ from keepwarm.cache.store import Budgets
 from keepwarm.engine.engine import Engine
 from keepwarm.models.load import Model
 from keepwarm.prefix.policy import Policy
-from keepwarm.store.thinning import NEAR
+from keepwarm.store.eviction import NEAR
 from keepwarm.text.request import KVOptions, Receipt
 from tests.kit.engines import Exam, Models, ask, engine_on, held, memory, tokens_of
 from tests.kit.models import ARCHITECTURES

@@ -9,7 +9,7 @@ import pytest
 
 from keepwarm.cache.store import Budgets
 from keepwarm.prefix.policy import Policy
-from keepwarm.store.record import Part
+from keepwarm.records.record import Part
 from keepwarm.text.request import Miss, MissCause
 from tests.engine.test_restore_failures import Broken, flip, rewritten, with_extra_head
 from tests.kit.engines import FixedRates, ask, engine_on

@@ -9,7 +9,7 @@ import pytest
 
 from keepwarm.cache.store import Budgets
 from keepwarm.prefix.policy import Policy
-from keepwarm.store.record import encode_record, open_record, read_record
+from keepwarm.records.record import encode_record, open_record, read_record
 from tests.kit.engines import ask, engine_on, tokens_of
 from tests.kit.runs import prompt_of
 

@@ -14,12 +14,12 @@ import pytest
 from keepwarm.concurrency import CallDeadline
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.prefix.policy import Policy
+from keepwarm.records.record import Part
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.backend import Listed
 from keepwarm.remote.compression import decode_record
 from keepwarm.remote.names import list_classes
 from keepwarm.remote.trial import try_backend
-from keepwarm.store.record import Part
 from tests.contract.shared import names_in
 from tests.kit.engines import Exam, FedCounter, ask, engine_on, held
 from tests.kit.faulty_proxy import FaultyProxy

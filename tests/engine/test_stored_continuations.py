@@ -6,11 +6,11 @@ import pytest
 
 from keepwarm.engine.preparation import stored_continuations
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, chain
+from keepwarm.records.record import Part
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
+from keepwarm.store.marker import unlock
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.record import Part
 from keepwarm.store.tiers import Tiers
-from keepwarm.store.unlock import unlock
 from tests.store.kit import NAMESPACE, record, tokens_of
 
 PROMPT = tokens_of(300)
@@ -19,10 +19,10 @@ ANSWER = tokens_of(400, seed=1)
 
 @pytest.fixture(params=["memory", "disk", "sealed"])
 def tier(request, tmp_path):
-    seal = unlock(tmp_path / "store", "a passphrase") if request.param == "sealed" else None
+    cipher = unlock(tmp_path / "store", "a passphrase") if request.param == "sealed" else None
     limits = DiskLimits(min_free_bytes=0)
     disk = request.param != "memory"
-    made = DiskTier(tmp_path / "store", limits, seal=seal) if disk else MemoryTier(1 << 28)
+    made = DiskTier(tmp_path / "store", limits, cipher=cipher) if disk else MemoryTier(1 << 28)
     yield made
     made.close()
 

@@ -9,8 +9,8 @@ import pytest
 
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.jobs import RunningSequence
+from keepwarm.records.record import Record
 from keepwarm.store.disk.disk import DiskTier
-from keepwarm.store.record import Record
 from keepwarm.store.tier import PutResult
 from tests.kit.engines import ask, engine_on, tokens_of
 from tests.kit.runs import prompt_of

@@ -13,7 +13,7 @@ from keepwarm.kv.kinds import Kind
 from keepwarm.models.load import Model
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.prefix.policy import Policy
-from keepwarm.store.record import Part
+from keepwarm.records.record import Part
 from keepwarm.text.request import Message, Request, Sampling
 from tests.kit.engines import N_CONTEXT, Exam, ask, engine_on, tokens_of, write_tiny
 from tests.kit.models import tiny

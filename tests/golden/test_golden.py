@@ -9,7 +9,7 @@ import pytest
 from keepwarm.agents.agent_store import AgentStore
 from keepwarm.cache.identity import identity_of
 from keepwarm.store.disk.disk import DiskLimits
-from keepwarm.store.disk.fsck import verify
+from keepwarm.store.disk.maintenance import verify
 from tests.golden import scenario
 from tests.golden.api import shapes
 from tests.golden.scenario import (

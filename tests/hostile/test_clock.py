@@ -15,12 +15,12 @@ from keepwarm.agents.pins import TtlPins
 from keepwarm.engine import recorder
 from keepwarm.files import STALE_AFTER_S, replacing, write_atomically
 from keepwarm.prefix.blocks import chain
+from keepwarm.records.record import Part
 from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
-from keepwarm.store.disk.wear import DAYS_KEPT, Wear
+from keepwarm.store.disk.write_budget import DAYS_KEPT, WriteBudget
 from keepwarm.store.eviction import DISK_HALF_LIFE_S, after_use
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.names import INDEX, INDEX_FILES, is_quarantined
-from keepwarm.store.record import Part
 from keepwarm.store.tier import TTL_PIN
 from keepwarm.telemetry.history import MINUTES_KEPT, Timeline, day_name, minute_name
 from tests.kit.engines import ask, engine_on
@@ -197,7 +197,7 @@ def test_days_from_the_future_do_not_end_the_count_of_today(tmp_path):
     """With 90 of them in the file, today would be cut off at every write."""
     (tmp_path / "tmp").mkdir()
     day = [""]
-    wear = Wear(tmp_path, 100, lambda: day[0])
+    wear = WriteBudget(tmp_path, 100, lambda: day[0])
     for number in range(DAYS_KEPT):
         day[0] = f"2027-{1 + number // 28:02d}-{1 + number % 28:02d}"
         assert wear.take(60)

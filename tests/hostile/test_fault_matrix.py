@@ -33,12 +33,12 @@ from keepwarm.errors import BadInput, StoreFailed
 from keepwarm.kv.layout import probe
 from keepwarm.prefix.blocks import BlockKey, Namespace, chain
 from keepwarm.prefix.fingerprint import FORMAT_VERSION, Identity, namespace
+from keepwarm.records.cipher import stored_namespace
+from keepwarm.records.record import Part, Record, encode_record
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
+from keepwarm.store.marker import unlock
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.record import Part, Record, encode_record
-from keepwarm.store.seal import stored_namespace
 from keepwarm.store.tiers import Tiers
-from keepwarm.store.unlock import unlock
 from tests.kit.compare import assert_same
 from tests.kit.runs import cold, continue_from, prefill, prompt_of
 from tests.store.disk.crash import fast_directory
@@ -93,14 +93,14 @@ class Scene:
     secret: str | None = None  # of an encrypted store
 
     def open(self) -> None:
-        self.seal = unlock(self.root, self.secret, self.files)
+        self.cipher = unlock(self.root, self.secret, self.files)
         self.memory = MemoryTier(1 << 30) if "memory" in self.column else None
         self.disk: DiskTier | None = None
         tiers: list[Any] = [("memory", self.memory)] if self.memory else []
         self.saver: Any = MemorySaver(self.memory) if self.memory else None
         if "disk" in self.column:
             limits = DiskLimits(min_free_bytes=0)
-            self.disk = DiskTier(self.root, limits, self.files, seal=self.seal)
+            self.disk = DiskTier(self.root, limits, self.files, cipher=self.cipher)
             self.saver = Writer(self.memory, self.disk, 1 << 30)
             tiers += [("disk", self.disk), ("queue", self.saver.queued)]
         self.tiers = Tiers(tiers)
@@ -145,7 +145,7 @@ class Scene:
         return restored.n_tokens
 
     def name(self, identity: Identity = IDENTITY) -> Namespace:
-        return stored_namespace(self.seal, namespace(identity))
+        return stored_namespace(self.cipher, namespace(identity))
 
     def key(self, number: int, prompt: list[int] = PROMPT) -> BlockKey:
         return list(chain(self.name(), prompt))[number].key
@@ -153,7 +153,7 @@ class Scene:
     def rewrite(self, record: Record, **changes: Any) -> None:
         """Replace the damaged record by one with another header."""
         changed = replace(record, header=replace(record.header, **changes))
-        self.path().write_bytes(b"".join(encode_record(changed, self.seal)))
+        self.path().write_bytes(b"".join(encode_record(changed, self.cipher)))
 
     def path(self, number: int = 1, prompt: list[int] = PROMPT) -> Path:
         """The file of a block; by default of the damaged one."""

@@ -19,11 +19,11 @@ from keepwarm.config import Settings
 from keepwarm.errors import BadInput, StoreFailed
 from keepwarm.files import write_atomically
 from keepwarm.models import builtin
+from keepwarm.records.record import Part
 from keepwarm.store.atomic import Files
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
-from keepwarm.store.disk.upkeep import clear_quarantine
+from keepwarm.store.disk.maintenance import clear_quarantine
 from keepwarm.store.marker import MARKER
-from keepwarm.store.record import Part
 from tests.cli import keepwarm
 from tests.kit.checkpoints import write_checkpoint
 from tests.store.kit import chain_of

@@ -15,7 +15,7 @@ from keepwarm import config
 from keepwarm.agents.archive import ArchiveWriter
 from keepwarm.models.load import load
 from keepwarm.prefix.fingerprint import digest
-from keepwarm.store.record import Record, encode_record, open_record, read_record
+from keepwarm.records.record import Record, encode_record, open_record, read_record
 from tests.agents.test_signing import write_keys
 from tests.kit.checkpoints import write_checkpoint
 from tests.server.conftest import Live, serve

@@ -30,6 +30,7 @@ from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.kv.layout import probe
 from keepwarm.prefix.blocks import Namespace, chain
 from keepwarm.prefix.policy import Policy
+from keepwarm.records.record import Part
 from keepwarm.remote import directory
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.backend import Listed, Looked, Near
@@ -37,7 +38,6 @@ from keepwarm.remote.known import PRESENT_S
 from keepwarm.remote.names import RecordPlace, RemoteNames
 from keepwarm.remote.tier import RemoteTier
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.record import Part
 from keepwarm.store.tiers import Tiers
 from tests.kit.compare import assert_same
 from tests.kit.faulty_proxy import FaultyProxy

@@ -19,11 +19,11 @@ from keepwarm.agents.agent_store import AgentStore
 from keepwarm.errors import Busy, StoreFailed
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.prefix.policy import Policy
+from keepwarm.records.record import Part
 from keepwarm.store import atomic
-from keepwarm.store.disk import fsck
+from keepwarm.store.disk import maintenance
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.index import database
-from keepwarm.store.record import Part
 from tests.hostile.test_fault_matrix import no_hanging
 from tests.kit.engines import ask, engine_on, tokens_of
 from tests.kit.runs import prompt_of
@@ -178,7 +178,7 @@ def test_a_bad_record_is_a_miss_at_once_and_repaired_later(lock, tier, wait):
         found = tier.read(record.header.key, Part.DELTA)
         assert found is not None
         assert content(found) == content(record)
-    assert not [check for check in fsck.verify(tier) if check.wrong]
+    assert not [check for check in maintenance.verify(tier) if check.wrong]
 
 
 def test_a_look_up_does_not_wait_for_a_thread_that_waits(tier, wait):

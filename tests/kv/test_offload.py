@@ -11,7 +11,7 @@ from keepwarm.cache.restore.records import records_of
 from keepwarm.kv.slabs import SlabArray
 from keepwarm.kv.slices import Block, cut_blocks, offload_blocks
 from keepwarm.prefix.blocks import Namespace, chain
-from keepwarm.store.record import encode_record
+from keepwarm.records.record import encode_record
 from tests.kit.models import ARCHITECTURES
 from tests.kit.runs import prefill, prompt_of
 

@@ -18,8 +18,8 @@ from keepwarm.kv.slabs import Place, SlabArray, aligned
 from keepwarm.kv.slices import cut_blocks, offload_blocks
 from keepwarm.kv.staging import PIECE_BYTES, Destination, DeviceRows, Staging
 from keepwarm.prefix.blocks import Namespace, chain
+from keepwarm.records.record import Part, ReadBuffer, encode_record
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.record import Part, ReadBuffer, encode_record
 from tests.kit.models import ARCHITECTURES
 from tests.kit.runs import prefill, prompt_of
 

@@ -8,14 +8,14 @@ import pytest
 from keepwarm.cache.restore.plan import Needs
 from keepwarm.concurrency import CallDeadline
 from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockRef, block_key, chain, pack
+from keepwarm.records.cipher import Cipher
+from keepwarm.records.record import Part, encode_record
 from keepwarm.remote.asking import MAX_REQUESTS, Asker
 from keepwarm.remote.backend import PAGE, Listed
 from keepwarm.remote.known import KnownRecords
 from keepwarm.remote.names import RecordPlace, RemoteNames
 from keepwarm.remote.question import Question
 from keepwarm.remote.speed import TierSpeed
-from keepwarm.store.record import Part, encode_record
-from keepwarm.store.seal import Seal
 from keepwarm.store.tiers import Tiers
 from tests.kit.restorers import planner_over
 from tests.remote.conftest import CLASS, SOON
@@ -35,9 +35,9 @@ NEEDS = {
 class Asked:
     """A directory that is asked as a bucket is, by a machine that knows nothing of it yet."""
 
-    def __init__(self, path, seal=None):
+    def __init__(self, path, cipher=None):
         path.mkdir()
-        self._seal = seal
+        self._seal = cipher
         self.seen = Counter()
         self.place = CountedDirectory(path, self.seen)
 
@@ -150,7 +150,7 @@ def test_the_last_block_must_have_rows_too(tmp_path):
 
 
 def test_encrypted_windows_are_found_too(tmp_path):
-    asked = Asked(tmp_path / "place", Seal(b"s" * 32))
+    asked = Asked(tmp_path / "place", Cipher(b"s" * 32))
     for ref in REFS:
         asked.put(ref)
     asked.put_window(256 * 196 + 40, first_rows=BLOCK_TOKENS - 40)

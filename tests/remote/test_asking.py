@@ -10,6 +10,8 @@ import pytest
 
 from keepwarm.concurrency import CallDeadline
 from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, chain, pack
+from keepwarm.records.cipher import Cipher
+from keepwarm.records.record import Part
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.asking import LAST_ENDS, MAX_REQUESTS, Asker
 from keepwarm.remote.backend import PAGE, Listed, Looked
@@ -20,8 +22,6 @@ from keepwarm.remote.question import CONNECTING, STATE_BLOCKS
 from keepwarm.remote.resp import RespConnection
 from keepwarm.remote.speed import TierSpeed
 from keepwarm.remote.tier import RemoteTier
-from keepwarm.store.record import Part
-from keepwarm.store.seal import Seal
 from tests.kit.faulty_proxy import FaultyProxy
 from tests.remote.conftest import CLASS, DATABASES, SOON
 from tests.remote.test_tier import question
@@ -296,8 +296,8 @@ def test_what_a_prompt_continues_is_known_by_its_key(bucket_like, open_tier):
 
 
 def test_a_sealed_redis_knows_its_own_beginnings_too(redis, open_tier, trips):
-    url, seal = f"{redis.url}/{next(DATABASES)}", Seal(b"s" * 32)
-    tier, other = open_tier(url, seal=seal), open_tier(url, seal=seal)
+    url, cipher = f"{redis.url}/{next(DATABASES)}", Cipher(b"s" * 32)
+    tier, other = open_tier(url, cipher=cipher), open_tier(url, cipher=cipher)
     refs = refs_of(2, n_last=90)
     for ref in refs:
         other.put(record(ref))

@@ -6,12 +6,12 @@ import pytest
 
 from keepwarm.concurrency import CallDeadline
 from keepwarm.prefix.blocks import BLOCK_TOKENS
+from keepwarm.records.cipher import Cipher
+from keepwarm.records.record import Part, encode_record
 from keepwarm.remote.janitor import LEASE, LEASE_S, Janitor, PlaceLimits
 from keepwarm.remote.known import KnownRecord, KnownRecords
 from keepwarm.remote.names import CLASSES, RecordPlace, RemoteNames, list_classes
 from keepwarm.remote.tier import MAX_CLASSES
-from keepwarm.store.record import Part, encode_record
-from keepwarm.store.seal import Seal
 from keepwarm.store.tier import NamedBlock
 from tests.remote.conftest import CLASS, SOON
 from tests.remote.test_tier import question
@@ -19,7 +19,7 @@ from tests.store.kit import NAMESPACE, content, record, refs_of, tokens_of
 
 FIRST, SECOND = refs_of(2)
 ONE, TWO = record(FIRST), record(SECOND)
-SEAL = Seal(b"k" * 32)
+SEAL = Cipher(b"k" * 32)
 
 
 def name_of(ref, numerics=CLASS):
@@ -107,18 +107,18 @@ def test_a_janitor_deletes_records_only(machine, place, clock):
 
 def test_plain_records_and_those_of_others_are_not_opened_in_a_sealed_place(machine, place):
     """Nor one of another name, nor one that was cut."""
-    assert machine(seal=SEAL).put(TWO).stored
+    assert machine(cipher=SEAL).put(TWO).stored
     sealed = bytes(place.read(name_of(SECOND), lambda n: memoryview(bytearray(n)), SOON))
     forged = {
         "plain": encode_record(ONE),
-        "another key": encode_record(ONE, Seal(b"x" * 32)),
+        "another key": encode_record(ONE, Cipher(b"x" * 32)),
         "another name": [sealed],
         "cut": encode_record(ONE, SEAL)[:-1],
     }
     for pieces in forged.values():
         place.put(name_of(FIRST), pieces, SOON, replace=True)
-        tier = machine(seal=SEAL)
+        tier = machine(cipher=SEAL)
         assert found(tier) is None
         assert not tier.is_open
     place.put(name_of(FIRST), encode_record(ONE, SEAL), SOON, replace=True)
-    assert content(found(machine(seal=SEAL))) == content(ONE)
+    assert content(found(machine(cipher=SEAL))) == content(ONE)

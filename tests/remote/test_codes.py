@@ -4,14 +4,14 @@ import pytest
 
 from keepwarm.concurrency import CallDeadline
 from keepwarm.prefix.blocks import BLOCK_TOKENS
+from keepwarm.records.cipher import Cipher
+from keepwarm.records.record import Part, Record, encode_record
 from keepwarm.remote.compression import MAGIC, undo_code
 from keepwarm.remote.janitor import Janitor, PlaceLimits, surplus
 from keepwarm.remote.known import ABSENT_S
 from keepwarm.remote.names import RecordPlace, RemoteNames
 from keepwarm.remote.question import HEADER_GUESS
 from keepwarm.remote.trust import FleetKey
-from keepwarm.store.record import Part, Record, encode_record
-from keepwarm.store.seal import Seal
 from keepwarm.store.tier import NamedBlock
 from tests.remote.conftest import CLASS, SOON
 from tests.remote.test_compression import alike, with_front
@@ -114,16 +114,16 @@ def test_sealed_records_are_not_coded_nor_read_as_such(slow, place, monkeypatch)
     calls = []
     monkeypatch.setattr("keepwarm.remote.tier.code_record", lambda *_: calls.append("code"))
     monkeypatch.setattr("keepwarm.remote.trust.undo_code", lambda *_: calls.append("undo"))
-    made, seal = numbers(REF), Seal(b"s" * 32)
-    tier = slow(seal=seal)
+    made, cipher = numbers(REF), Cipher(b"s" * 32)
+    tier = slow(cipher=cipher)
     assert tier.put(made).n_saved == 0
     assert not bytes_of(place, made).startswith(MAGIC)
-    there = slow(seal=seal)
+    there = slow(cipher=cipher)
     assert content(found(there)) == content(made)
     sealed = bytes_of(place, made)
     front = with_front(bytes(24), n_bytes=len(sealed))
     place.put(name_of(made), [front, sealed], SOON, replace=True)
-    other = slow(seal=seal)
+    other = slow(cipher=cipher)
     assert found(other) is None
     assert other.take_fault(REF.key, Part.DELTA) == "damaged"
     assert calls == []

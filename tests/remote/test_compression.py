@@ -12,6 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepwarm.errors import BadRecord, NewerFormat
+from keepwarm.records.cipher import Cipher
+from keepwarm.records.header import ITEM_BYTES
+from keepwarm.records.record import MAX_HEADER_BYTES, Record, Tensor, encode_record
 from keepwarm.remote.compression import (
     FRONT,
     MAGIC,
@@ -21,9 +24,6 @@ from keepwarm.remote.compression import (
     find_start,
     undo_code,
 )
-from keepwarm.store.header import ITEM_BYTES
-from keepwarm.store.record import MAX_HEADER_BYTES, Record, Tensor, encode_record
-from keepwarm.store.seal import Seal
 from tests.store.kit import content, encode, first_block, record, tensor
 
 REF = first_block(list(range(5)))
@@ -206,6 +206,6 @@ def test_the_header_is_read_from_the_first_bytes():
 
 
 def test_an_encrypted_record_is_never_coded():
-    sealed = b"".join(encode_record(TYPICAL, Seal(bytes(32))))
+    sealed = b"".join(encode_record(TYPICAL, Cipher(bytes(32))))
     with pytest.raises(BadRecord, match="encrypted"):
         restored(MAGIC + with_front(bytes(FRONT.size), n_bytes=len(sealed))[7:] + sealed)

@@ -30,7 +30,7 @@ def place(tmp_path):
 
 @pytest.fixture(params=["", SECRET], ids=["plain", "sealed"])
 def open_store(request, tmp_path, place, monkeypatch):
-    monkeypatch.setattr("keepwarm.store.unlock.SCRYPT", {"n": 2, "r": 8, "p": 1})
+    monkeypatch.setattr("keepwarm.store.marker.SCRYPT", {"n": 2, "r": 8, "p": 1})
     stores = []
 
     def opener():
@@ -48,7 +48,7 @@ def store(open_store, place):
     """A store with one agent, whose blocks another machine can find."""
     store = open_store()
     store.tombstones.share_with([place.as_uri()])
-    tier = RemoteTier(open_backend(place.as_uri()), CLASS, store.disk.seal)
+    tier = RemoteTier(open_backend(place.as_uri()), CLASS, store.disk.cipher)
     assert tier.wait_until_tried(SOON)
     for ref in REFS:
         store.disk.put(record(ref))
@@ -66,7 +66,7 @@ def shared(place):
 
 def at_once(store):
     return RemoteDeleter(
-        store.tombstones, store.blocks_of_agents, erase_at_once("", store.disk.seal)
+        store.tombstones, store.blocks_of_agents, erase_at_once("", store.disk.cipher)
     ).finish()
 
 
@@ -99,7 +99,7 @@ def test_what_could_not_be_reached_is_deleted_later(store, open_store, place):
 def test_a_place_is_cleared_when_it_answers_again(store, place, monkeypatch):
     """In a running process: a deletion does not wait, and the rest is tried again."""
     monkeypatch.setattr("keepwarm.remote.deleter.RETRY_S", 0.01)
-    tier = RemoteTier(open_backend(place.as_uri()), CLASS, store.disk.seal)
+    tier = RemoteTier(open_backend(place.as_uri()), CLASS, store.disk.cipher)
     assert tier.wait_until_tried(SOON)
     away = place.rename(place.with_name("away"))
     thread = DeleterThread(

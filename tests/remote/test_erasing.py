@@ -3,11 +3,11 @@
 import pytest
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, chain, pack
+from keepwarm.records.cipher import Cipher
+from keepwarm.records.record import Part
 from keepwarm.remote.handshake import STORE_META
 from keepwarm.remote.names import RecordPlace, RemoteNames
 from keepwarm.remote.trust import FleetKey
-from keepwarm.store.record import Part
-from keepwarm.store.seal import Seal
 from keepwarm.store.tier import NamedBlock
 from tests.remote.conftest import CLASS, SOON
 from tests.store.kit import NAMESPACE, record, refs_of, tokens_of
@@ -44,7 +44,7 @@ def there(place, refs, numerics=CLASS, part=Part.DELTA):
 @pytest.fixture(params=["plain", "signed", "sealed"])
 def trust(request):
     signed = {"fleet_key": FleetKey(b"k" * 32)}
-    return {"plain": {}, "signed": signed, "sealed": {"seal": Seal(b"s" * 32)}}[request.param]
+    return {"plain": {}, "signed": signed, "sealed": {"seal": Cipher(b"s" * 32)}}[request.param]
 
 
 def test_blocks_go_with_their_copies_and_leave_no_trace(machine, place, trust):
@@ -116,7 +116,7 @@ def test_a_place_that_does_not_answer_is_to_be_tried_again(machine, clock):
 
 def test_a_sealed_place_tells_no_tokens(machine, place):
     """Neither names nor the order of names, nor the records."""
-    tier = machine(seal=Seal(b"s" * 32))
+    tier = machine(cipher=Cipher(b"s" * 32))
     for ref in refs_of(2, n_last=40):
         tier.put(record(ref))
     for ref in refs_of(2, n_last=40):

@@ -6,8 +6,8 @@ import pytest
 
 from keepwarm.errors import BadRecord
 from keepwarm.remote.handshake import STORE_META, handshake
+from keepwarm.store.marker import unlock
 from keepwarm.store.names import SEALED
-from keepwarm.store.unlock import unlock
 from tests.remote.conftest import SOON
 from tests.store.kit import record, refs_of
 
@@ -17,7 +17,7 @@ COST = {"n": 2, "r": 8, "p": 1}
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("keepwarm.store.unlock.SCRYPT", COST)
+    monkeypatch.setattr("keepwarm.store.marker.SCRYPT", COST)
 
 
 def opened(root, address, secret=PASSPHRASE):
@@ -26,27 +26,27 @@ def opened(root, address, secret=PASSPHRASE):
 
 
 def test_new_stores_take_the_salt_of_the_first(machine, address, tmp_path):
-    seal, mark = opened(tmp_path / "a", address)
-    tier = machine(seal=seal, mark=mark)
+    cipher, mark = opened(tmp_path / "a", address)
+    tier = machine(cipher=cipher, mark=mark)
     assert not tier.refused
     other_seal, other_mark = opened(tmp_path / "b", address)
     assert other_mark == mark
-    other_seal.open(b"name", seal.seal(b"name", b"bytes"))
-    assert other_seal.hidden("namespace", b"n") == seal.hidden("namespace", b"n")
-    assert not machine(seal=other_seal, mark=other_mark).refused
+    other_seal.open(b"name", cipher.seal(b"name", b"bytes"))
+    assert other_seal.hidden("namespace", b"n") == cipher.hidden("namespace", b"n")
+    assert not machine(cipher=other_seal, mark=other_mark).refused
     again, _ = opened(tmp_path / "b", "")
-    again.open(b"name", seal.seal(b"name", b"bytes"))
+    again.open(b"name", cipher.seal(b"name", b"bytes"))
 
 
 def test_a_store_with_another_salt_or_secret_is_refused(machine, address, tmp_path):
-    seal, mark = opened(tmp_path / "a", address)
-    machine(seal=seal, mark=mark)
+    cipher, mark = opened(tmp_path / "a", address)
+    machine(cipher=cipher, mark=mark)
     for name, at, secret in (("old", "", PASSPHRASE), ("wrong", address, "another passphrase")):
         theirs, their_mark = opened(tmp_path / name, at, secret)
         assert their_mark != mark
         with pytest.raises(BadRecord):
-            theirs.open(b"name", seal.seal(b"name", b"bytes"))
-        refused = machine(seal=theirs, mark=their_mark)
+            theirs.open(b"name", cipher.seal(b"name", b"bytes"))
+        refused = machine(cipher=theirs, mark=their_mark)
         assert "another key" in refused.refused
         assert not refused.put(record(refs_of(1)[0])).stored
     assert "encrypted blocks" in machine().refused
@@ -56,19 +56,19 @@ def test_whoever_writes_there_cannot_make_the_passphrase_easy_to_guess(
     address, machine, place, tmp_path, monkeypatch
 ):
     _, mark = opened(tmp_path / "a", address)
-    monkeypatch.setattr("keepwarm.store.unlock.SCRYPT", {"n": 4, "r": 8, "p": 1})
+    monkeypatch.setattr("keepwarm.store.marker.SCRYPT", {"n": 4, "r": 8, "p": 1})
     _, own = opened(tmp_path / "b", address)
     assert own != mark
     assert json.loads(own)["scrypt"] == {"n": 4, "r": 8, "p": 1}
     for number, nonsense in enumerate((b"no json", b"[]", b"[" * 4096, b"x" * 9999)):
         place.put(STORE_META, [nonsense], SOON, replace=True)
-        seal, own = opened(tmp_path / f"c{number}", address)
+        cipher, own = opened(tmp_path / f"c{number}", address)
         assert json.loads(own)["scrypt"] == {"n": 4, "r": 8, "p": 1}
-        assert "another key" in machine(seal=seal, mark=own).refused
+        assert "another key" in machine(cipher=cipher, mark=own).refused
 
 
 def test_a_place_that_does_not_answer_delays_no_new_store(tmp_path):
     missing = (tmp_path / "missing" / "share").as_uri()
-    seal, mark = opened(tmp_path / "a", missing)
+    cipher, mark = opened(tmp_path / "a", missing)
     assert json.loads(mark)["scrypt"] == COST
-    assert seal is not None
+    assert cipher is not None

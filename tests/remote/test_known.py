@@ -3,6 +3,7 @@
 import pytest
 
 from keepwarm.prefix.blocks import chain, common_tokens, pack
+from keepwarm.records.record import Part
 from keepwarm.remote import known as module
 from keepwarm.remote.known import (
     ABSENT_S,
@@ -12,7 +13,6 @@ from keepwarm.remote.known import (
     KnownRecords,
 )
 from keepwarm.remote.names import RecordPlace, RemoteNames, parse_last
-from keepwarm.store.record import Part
 from tests.store.kit import NAMESPACE, refs_of, root_key, tokens_of
 
 

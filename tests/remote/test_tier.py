@@ -9,6 +9,8 @@ import pytest
 
 from keepwarm.concurrency import CallDeadline, CallError
 from keepwarm.prefix.blocks import BLOCK_TOKENS, chain, pack
+from keepwarm.records.cipher import Cipher
+from keepwarm.records.record import Part, ReadBuffer, encode_record
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.backend import Listed
 from keepwarm.remote.breaker import MAX_FAILURES
@@ -16,10 +18,8 @@ from keepwarm.remote.known import ABSENT_S, PRESENT_S, KnownRecord
 from keepwarm.remote.names import RecordPlace
 from keepwarm.remote.question import Question
 from keepwarm.remote.tier import ASK_S, RemoteTier, lookup_s
+from keepwarm.store.marker import derive_key
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.record import Part, ReadBuffer, encode_record
-from keepwarm.store.seal import Seal
-from keepwarm.store.unlock import derive_key
 from tests.kit.places import KINDS
 from tests.kit.waiting import wait_until
 from tests.store.kit import NAMESPACE, content, record, refs_of, tokens_of
@@ -339,13 +339,13 @@ def test_a_record_has_the_time_of_the_whole_load(open_tier):
 
 
 def seal_of(secret):
-    return Seal(derive_key(b64encode(secret * 32).decode(), b"", {}))
+    return Cipher(derive_key(b64encode(secret * 32).decode(), b"", {}))
 
 
 def test_a_sealed_record_in_a_plain_place_is_a_miss_that_stays(open_tier):
-    first, there, seal = open_tier(), open_tier(), seal_of(b"s")
+    first, there, cipher = open_tier(), open_tier(), seal_of(b"s")
     (one,) = put_chain(first, 1)
-    name = damaged(first, one, lambda _: b"".join(encode_record(one, seal)))
+    name = damaged(first, one, lambda _: b"".join(encode_record(one, cipher)))
     ask(there, tokens_of(BLOCK_TOKENS))
     for n in range(1, MAX_FAILURES + 2):
         assert there.read(one.header.key, Part.DELTA) is None
@@ -358,18 +358,18 @@ def test_a_sealed_record_in_a_plain_place_is_a_miss_that_stays(open_tier):
 
 
 def test_sealed_records_are_found_under_their_own_key_alone(open_tier):
-    first, there = open_tier(seal=seal_of(b"a")), open_tier(seal=seal_of(b"a"))
+    first, there = open_tier(cipher=seal_of(b"a")), open_tier(cipher=seal_of(b"a"))
     made = put_chain(first, 2, n_last=90)
     ask(there, [*tokens_of(BLOCK_TOKENS + 90), 1])
     for one in made:
         assert content(there.read(one.header.key, Part.DELTA)) == content(one)
-    assert "another key" in open_tier(seal=seal_of(b"b")).refused
+    assert "another key" in open_tier(cipher=seal_of(b"b")).refused
     assert "encrypted blocks" in open_tier().refused
 
 
 def test_a_plain_place_takes_no_sealed_records(open_tier):
     open_tier()
-    refused = open_tier(seal=seal_of(b"a"))
+    refused = open_tier(cipher=seal_of(b"a"))
     assert "not encrypted" in refused.refused
     assert not refused.put(record(refs_of(1)[0])).stored
 

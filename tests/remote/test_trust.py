@@ -7,10 +7,10 @@ import pytest
 from keepwarm.concurrency import CallDeadline
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import BLOCK_TOKENS
+from keepwarm.records.record import Part, encode_record
 from keepwarm.remote.known import ABSENT_S
 from keepwarm.remote.names import MAC, RecordPlace, RemoteNames
 from keepwarm.remote.trust import FleetKey
-from keepwarm.store.record import Part, encode_record
 from tests.remote.conftest import CLASS, SOON
 from tests.remote.test_tier import question
 from tests.store.kit import content, record, refs_of, tokens_of

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, Namespace, chain, root
-from keepwarm.store.atomic import Files
-from keepwarm.store.header import ITEM_BYTES
-from keepwarm.store.record import (
+from keepwarm.records.header import ITEM_BYTES
+from keepwarm.records.record import (
     Header,
     Part,
     Record,
@@ -22,6 +21,7 @@ from keepwarm.store.record import (
     open_record,
     read_tensors,
 )
+from keepwarm.store.atomic import Files
 
 NAMESPACE = Namespace(bytes(range(32)))
 VOCABULARY = 1 << 17

@@ -2,8 +2,8 @@
 
 import pytest
 
+from keepwarm.records.record import Part
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.record import Part
 from tests.store.kit import record, refs_of
 
 KIB = 1 << 10

@@ -6,18 +6,19 @@ import shutil
 import pytest
 
 from keepwarm.prefix.blocks import chain
+from keepwarm.records.record import Part
 from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
 from keepwarm.store.eviction import (
     DISK_HALF_LIFE_S,
     DOUBLE_COST_AT,
     SHORT_BRANCH,
+    Checkpoint,
     after_use,
+    find_surplus,
     prefill_saved,
 )
 from keepwarm.store.eviction import MEMORY_HALF_LIFE_S as HALF_LIFE_S
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.record import Part
-from keepwarm.store.thinning import Checkpoint, find_surplus
 from tests.contract.test_tiers import MAKERS
 from tests.store.kit import (
     NAMESPACE,

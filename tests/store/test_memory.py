@@ -11,11 +11,11 @@ import psutil
 import pytest
 
 from keepwarm.prefix.blocks import chain, root
+from keepwarm.records.record import Part, Record, Tensor
 from keepwarm.store import memory
 from keepwarm.store.eviction import DISK_HALF_LIFE_S
 from keepwarm.store.index.index import Index
 from keepwarm.store.memory import BlockTable, MemoryTier
-from keepwarm.store.record import Part, Record, Tensor
 from tests.store.kit import NAMESPACE, first_block, keys_of, record, refs_of, tokens_of
 
 MIB = 1 << 20

@@ -25,10 +25,8 @@ from keepwarm.errors import BadInput, BadRecord
 from keepwarm.kv.layout import probe
 from keepwarm.prefix.blocks import BlockKey, chain, pack
 from keepwarm.prefix.fingerprint import Identity, namespace
-from keepwarm.store.disk import fsck
-from keepwarm.store.disk.disk import DiskLimits, DiskTier
-from keepwarm.store.names import SEALED
-from keepwarm.store.record import (
+from keepwarm.records.cipher import Cipher, stored_namespace
+from keepwarm.records.record import (
     Part,
     Record,
     check_identity,
@@ -36,8 +34,10 @@ from keepwarm.store.record import (
     open_record,
     read_tensors,
 )
-from keepwarm.store.seal import Seal, stored_namespace
-from keepwarm.store.unlock import derive_key, unlock
+from keepwarm.store.disk import maintenance
+from keepwarm.store.disk.disk import DiskLimits, DiskTier
+from keepwarm.store.marker import derive_key, unlock
+from keepwarm.store.names import SEALED
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.compare import assert_same
 from tests.kit.runs import cold, continue_from, prefill, prompt_of
@@ -54,7 +54,7 @@ BUDGETS = Budgets(disk_bytes=None, min_free_disk_bytes=0)
 
 
 def open_sealed(root, secret=KEY, **options):
-    return DiskTier(root, LIMITS, seal=unlock(root, secret), **options)
+    return DiskTier(root, LIMITS, cipher=unlock(root, secret), **options)
 
 
 @pytest.fixture
@@ -70,32 +70,32 @@ def tree(root):
     return {path.relative_to(root): path.read_bytes() for path in ours}
 
 
-# The seal itself
+# The cipher itself
 
 
 def test_what_is_sealed_opens_under_its_name_only():
-    seal = Seal(bytes(range(32)))
-    sealed = seal.seal(b"name", memoryview(b"rows"))
-    assert seal.open(b"name", sealed) == b"rows"
+    cipher = Cipher(bytes(range(32)))
+    sealed = cipher.seal(b"name", memoryview(b"rows"))
+    assert cipher.open(b"name", sealed) == b"rows"
     with pytest.raises(BadRecord):
-        seal.open(b"other", sealed)
+        cipher.open(b"other", sealed)
     with pytest.raises(BadRecord):
-        Seal(bytes(32)).open(b"name", sealed)
+        Cipher(bytes(32)).open(b"name", sealed)
     for at in range(len(sealed)):
         bad = bytearray(sealed)
         bad[at] ^= 1
         with pytest.raises(BadRecord):
-            seal.open(b"name", bad)
+            cipher.open(b"name", bad)
     for n in range(len(sealed)):
         with pytest.raises(BadRecord):
-            seal.open(b"name", sealed[:n])
+            cipher.open(b"name", sealed[:n])
 
 
 def test_hidden_names_depend_on_key_kind_and_value():
-    one, other = Seal(bytes(range(32))), Seal(bytes(32))
+    one, other = Cipher(bytes(range(32))), Cipher(bytes(32))
     names = [one.hidden("a", b"x"), one.hidden("a", b"y"), one.hidden("b", b"x")]
     assert len({*names, other.hidden("a", b"x")}) == 4
-    assert names[0] == Seal(bytes(range(32))).hidden("a", b"x")
+    assert names[0] == Cipher(bytes(range(32))).hidden("a", b"x")
 
 
 def test_a_key_is_base64_of_32_bytes_and_anything_else_a_passphrase():
@@ -138,7 +138,7 @@ def test_no_nonce_is_used_twice_even_for_the_same_record(sealed):
 
 def test_a_sealed_record_says_nothing_but_sizes():
     made = chain_of(1)[0]
-    data = b"".join(encode_record(made, Seal(bytes(range(32)))))
+    data = b"".join(encode_record(made, Cipher(bytes(range(32)))))
     (n,) = struct.unpack("<Q", data[:8])
     head = json.loads(data[8 : 8 + n])
     metadata = head.pop("__metadata__")
@@ -164,7 +164,7 @@ def test_a_fault_is_a_miss_and_its_neighbours_hit(fault, sealed):
         "rename": lambda: shutil.copy(paths[3], paths[1]),
         "graft": lambda: paths[1].write_bytes(one[:-540] + two[-540:]),
         "plain": lambda: paths[1].write_bytes(b"".join(encode_record(made[1]))),
-        "other": lambda: paths[1].write_bytes(b"".join(encode_record(made[1], Seal(bytes(32))))),
+        "other": lambda: paths[1].write_bytes(b"".join(encode_record(made[1], Cipher(bytes(32))))),
     }
     damage[fault]()
     for number, each in enumerate(made):
@@ -192,26 +192,26 @@ def test_tensors_of_an_older_record_of_the_same_block_do_not_mix(sealed):
 
 
 def test_a_tensor_opens_under_key_part_name_dtype_and_shape_only():
-    seal, made = Seal(bytes(range(32))), chain_of(1)[0]
-    blob = encode_record(made, seal)[2]
+    cipher, made = Cipher(bytes(range(32))), chain_of(1)[0]
+    blob = encode_record(made, cipher)[2]
     label = [made.header.key.hex(), "d", "L0_B0_K", "U8", list(made.tensors[0].shape)]
 
     def name(parts):
         return json.dumps(parts, separators=(",", ":")).encode()
 
-    assert seal.open(name(label), blob) == bytes(made.tensors[0].data)
+    assert cipher.open(name(label), blob) == bytes(made.tensors[0].data)
     for at, other in enumerate(("00" * 20, "w", "L0_B0_V", "I8", [2, 256])):
         with pytest.raises(BadRecord):
-            seal.open(name([*label[:at], other, *label[at + 1 :]]), blob)
+            cipher.open(name([*label[:at], other, *label[at + 1 :]]), blob)
 
 
 def test_every_flipped_byte_is_noticed():
-    seal = Seal(bytes(range(32)))
+    cipher = Cipher(bytes(range(32)))
     made = record(refs_of(1, n_last=4)[0], n_bytes=64)
-    data = b"".join(encode_record(made, seal))
+    data = b"".join(encode_record(made, cipher))
 
     def read(data):
-        opened = open_record(BytesIO(data), len(data), seal)
+        opened = open_record(BytesIO(data), len(data), cipher)
         check_identity(opened.header, made.header.key, Part.DELTA)
         return read_tensors(BytesIO(data), opened)
 
@@ -361,7 +361,7 @@ def test_a_damaged_or_newer_marker_is_one_sentence(text, tmp_path):
 def test_without_the_package_one_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
     with pytest.raises(BadInput, match=r"pip install 'keepwarm\[encryption\]'"):
-        Seal(bytes(32))
+        Cipher(bytes(32))
 
 
 # Where the key comes from
@@ -480,7 +480,7 @@ def test_without_the_key_one_cannot_tell_whether_a_prompt_is_there(tmp_path, tin
     model, prompt = tiny_model("llama"), prompt_of(300)
     converse(tmp_path / "store", model, KEY, prompt)[0].close()
     guessed = [ref.key.hex().encode() for ref in chain(namespace(IDENTITY), prompt[:-1])]
-    own = stored_namespace(Seal(bytes(range(32))), namespace(IDENTITY))
+    own = stored_namespace(Cipher(bytes(range(32))), namespace(IDENTITY))
     true = [ref.key.hex().encode() for ref in chain(own, prompt[:-1])]
     assert found_in(tmp_path / "store", guessed) == set()
     assert found_in(tmp_path / "store", true) == set(true)
@@ -513,10 +513,10 @@ WRITER = """
 import sys
 from pathlib import Path
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
-from keepwarm.store.unlock import unlock
+from keepwarm.store.marker import unlock
 from tests.store.kit import chain_of
 root, seed = Path(sys.argv[1]), int(sys.argv[2])
-tier = DiskTier(root, DiskLimits(min_free_bytes=0), seal=unlock(root, sys.stdin.read()))
+tier = DiskTier(root, DiskLimits(min_free_bytes=0), cipher=unlock(root, sys.stdin.read()))
 for made in chain_of(30, seed):
     tier.put(made).durable.result()
 assert tier.stats().puts == 30 and tier.stats().errors == 0
@@ -544,7 +544,7 @@ def test_processes_that_start_together_share_a_new_sealed_store(tmp_path):
         keys = [ref.key for ref in refs_of(30, seed)]
         assert all(tier.read(key, Part.DELTA) for key in keys)
         assert [tier.children(*pair)[0].n_common for pair in parents_of(seed)] == [256] * 30
-    assert [checked for checked in fsck.verify(tier) if checked.wrong] == []
+    assert [checked for checked in maintenance.verify(tier) if checked.wrong] == []
     tier.close()
 
 
@@ -635,6 +635,6 @@ def test_a_bundle_of_a_sealed_store_is_that_of_a_plain_one(tmp_path):
 
 def test_a_plain_reader_calls_a_sealed_record_by_its_name(tmp_path):
     path = tmp_path / "record"
-    path.write_bytes(b"".join(encode_record(chain_of(1)[0], Seal(bytes(range(32))))))
+    path.write_bytes(b"".join(encode_record(chain_of(1)[0], Cipher(bytes(range(32))))))
     with path.open("rb") as file, pytest.raises(PermissionError, match="it is encrypted"):
         open_record(file, os.fstat(file.fileno()).st_size)

@@ -2,5 +2,5 @@
 
 They need no MLX, so that the command line starts quickly.
 
-Imports `prefix`, `remote`, `store`.
+Imports `prefix`, `records`, `remote`, `store`.
 """

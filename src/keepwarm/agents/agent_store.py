@@ -37,22 +37,21 @@ from keepwarm.files import replacing
 from keepwarm.prefix.blocks import BlockKey, Namespace, unpack
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.prefix.turn import KeptTurn
+from keepwarm.records.cipher import stored_namespace
 from keepwarm.store.counts import CountBook
-from keepwarm.store.disk.disk import DiskLimits, DiskTier
-from keepwarm.store.disk.staging import StagedRecords
-from keepwarm.store.disk.tombstones import Tombstones, delete_everywhere
-from keepwarm.store.disk.upkeep import (
+from keepwarm.store.disk.disk import DiskLimits, DiskTier, StagedRecords
+from keepwarm.store.disk.maintenance import (
     Progress,
     file_path,
     no_progress,
     read_file,
     write_file,
 )
-from keepwarm.store.disk.wear import Wear
+from keepwarm.store.disk.tombstones import Tombstones, delete_everywhere
+from keepwarm.store.disk.write_budget import WriteBudget
+from keepwarm.store.marker import unlock
 from keepwarm.store.names import bytes_under
-from keepwarm.store.seal import stored_namespace
 from keepwarm.store.tier import as_store_errors
-from keepwarm.store.unlock import unlock
 
 PINS_MADE = "pins made"  # noted in the index once agents' pins are in it
 
@@ -81,7 +80,7 @@ class AgentStore:
         have put where blocks are shared, given that of a new encrypted store.
         """
         try:
-            self.disk = DiskTier(root, limits, seal=unlock(root, secret, handshake=handshake))
+            self.disk = DiskTier(root, limits, cipher=unlock(root, secret, handshake=handshake))
         except TimeoutError as error:
             raise Busy(
                 f"Another process, perhaps suspended, holds a lock of the store {root}; "
@@ -96,7 +95,7 @@ class AgentStore:
         self.prefixes = StoredPrefixes(self.disk, self.agents)
         self.tombstones = Tombstones(self.disk)
         self.ttl_pins = TtlPins(self.disk)
-        self.wear = Wear(self.disk.root, writes_per_day)
+        self.wear = WriteBudget(self.disk.root, writes_per_day)
         self.counts = CountBook(self.disk.root)
         with as_store_errors(self.disk, "pin the blocks of agents"):
             if not self.disk.index.database.has_flag(PINS_MADE):
@@ -105,7 +104,7 @@ class AgentStore:
 
     def register(self, identity: Identity) -> Namespace:
         """Record which model a namespace stands for; bundles name it."""
-        name = stored_namespace(self.disk.seal, namespace(identity))
+        name = stored_namespace(self.disk.cipher, namespace(identity))
         path = self._identity_path(name)
         if not path.exists():
             write_file(self.disk, path, json.dumps(identity.to_json()).encode())

@@ -36,7 +36,7 @@ from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, chain
 from keepwarm.prefix.turn import KeptTurn
 from keepwarm.store.atomic import SharedLock
 from keepwarm.store.disk.disk import DiskTier
-from keepwarm.store.disk.upkeep import (
+from keepwarm.store.disk.maintenance import (
     Progress,
     file_path,
     no_progress,

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, block_key
+from keepwarm.records.record import Header
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.record import Header
 from keepwarm.store.tier import BlockInfo, NamedBlock
 
 

@@ -32,12 +32,8 @@ from keepwarm.errors import (
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, chain, unpack
 from keepwarm.prefix.fingerprint import Identity, digest, namespace, tenant_of
 from keepwarm.prefix.turn import KeptTurn
-from keepwarm.store.disk.disk import DiskTier
-from keepwarm.store.disk.staging import StagedRecords
-from keepwarm.store.disk.upkeep import Progress, no_progress
-from keepwarm.store.disk.wear import Wear
-from keepwarm.store.names import parse_name, record_name
-from keepwarm.store.record import (
+from keepwarm.records.cipher import stored_namespace
+from keepwarm.records.record import (
     ReadBuffer,
     Record,
     RecordView,
@@ -47,7 +43,10 @@ from keepwarm.store.record import (
     read_record,
     view_record,
 )
-from keepwarm.store.seal import stored_namespace
+from keepwarm.store.disk.disk import DiskTier, StagedRecords
+from keepwarm.store.disk.maintenance import Progress, no_progress
+from keepwarm.store.disk.write_budget import WriteBudget
+from keepwarm.store.names import parse_name, record_name
 from keepwarm.store.tier import as_store_errors
 
 VERSION = 1
@@ -265,7 +264,7 @@ def accept_any(record: Record | RecordView) -> None:
 
 def import_bundle(
     disk: DiskTier,
-    wear: Wear,
+    wear: WriteBudget,
     source: BundleSource,
     expected: Identity,
     *,
@@ -374,7 +373,7 @@ class CheckedRecords:
             raise BadRecord("it does not have all the records that were signed")
 
 
-def stage_record(disk: DiskTier, wear: Wear, staged: StagedRecords, record: Record) -> None:
+def stage_record(disk: DiskTier, wear: WriteBudget, staged: StagedRecords, record: Record) -> None:
     with as_store_errors(disk, "save the bundle"):
         if not wear.take(record.n_bytes):
             raise _over_budget()
@@ -398,7 +397,7 @@ def _is_whole(name: Namespace, tokens: bytes, found: Collection[BlockKey]) -> bo
 
 
 def _stored_namespace(disk: DiskTier, identity: Identity) -> Namespace:
-    return stored_namespace(disk.seal, namespace(identity))
+    return stored_namespace(disk.cipher, namespace(identity))
 
 
 def _read_manifest(entries: Iterator[ArchiveEntry]) -> Manifest:

@@ -12,8 +12,8 @@ from keepwarm.agents.reachability import used_by
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey
 from keepwarm.store.disk.disk import DiskTier
+from keepwarm.store.disk.maintenance import Progress, no_progress
 from keepwarm.store.disk.tombstones import delete_everywhere
-from keepwarm.store.disk.upkeep import Progress, no_progress
 from keepwarm.store.tier import NamedBlock, as_store_errors
 
 PREFIX_SIGN = "@"  # starts a prefix id; no agent id starts with it

@@ -10,8 +10,8 @@ from keepwarm.agents.agent import Agent, MatchedBranch
 from keepwarm.agents.block_refs import find_extensions
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.disk.disk import DiskTier
+from keepwarm.store.disk.maintenance import Progress, no_progress
 from keepwarm.store.disk.tombstones import delete_everywhere
-from keepwarm.store.disk.upkeep import Progress, no_progress
 from keepwarm.store.tier import NamedBlock
 
 MAX_UNCHECKED_LEFT = 64  # abandoned blocks listed without checking that they still exist

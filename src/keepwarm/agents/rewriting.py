@@ -11,9 +11,9 @@ import numpy as np
 
 from keepwarm.errors import BadCacheFile, BadRecord
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, root
+from keepwarm.records.header import ITEM_BYTES, HasBytes
+from keepwarm.records.record import Header, Part, Record, Tensor
 from keepwarm.store.disk.disk import DiskTier
-from keepwarm.store.header import ITEM_BYTES, HasBytes
-from keepwarm.store.record import Header, Part, Record, Tensor
 
 
 class PrefixBlock(NamedTuple):

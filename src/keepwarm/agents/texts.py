@@ -17,7 +17,7 @@ from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BlockKey, Namespace, pack
 from keepwarm.prefix.turn import KeptTurn
 from keepwarm.store.disk.disk import DiskTier
-from keepwarm.store.disk.upkeep import file_path, read_file, write_file
+from keepwarm.store.disk.maintenance import file_path, read_file, write_file
 from keepwarm.store.tier import as_store_errors
 
 SEPARATOR = "~"  # is in no agent's id
@@ -218,13 +218,13 @@ class AgentTexts:
         return self._disk.root / self._name
 
     def _stem(self, agent_id: str) -> str:
-        seal = self._disk.seal
-        return agent_id if seal is None else seal.hidden(self._name, agent_id.encode()).hex()
+        cipher = self._disk.cipher
+        return agent_id if cipher is None else cipher.hidden(self._name, agent_id.encode()).hex()
 
     def _hash(self, name: str) -> str:
         """A name may be anything that a client sends."""
         plain = name.encode("utf-8", "surrogatepass")
-        seal = self._disk.seal
-        if seal is not None:
-            return seal.hidden(f"{self._name}.name", plain).hex()
+        cipher = self._disk.cipher
+        if cipher is not None:
+            return cipher.hidden(f"{self._name}.name", plain).hex()
         return blake2b(plain, digest_size=20).hexdigest()

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from keepwarm.agents.agent_store import AgentStore
 from keepwarm.errors import NewerFormat
-from keepwarm.store.disk import fsck
-from keepwarm.store.disk.upkeep import Progress, no_progress
+from keepwarm.store.disk import maintenance
+from keepwarm.store.disk.maintenance import Progress, no_progress
 
 
 class BadFile(NamedTuple):
@@ -40,9 +40,9 @@ def verify_store(
     n_newer = sum(isinstance(why, NewerFormat) for _, why in unreadable)
     bad = list(_bad_agents(store, unreadable, fix))
     n_records = n_bytes = 0
-    all_bytes = fsck.total_bytes(store.disk)
+    all_bytes = maintenance.total_bytes(store.disk)
     progress(0, all_bytes)
-    for checked in fsck.verify(store.disk, fix):
+    for checked in maintenance.verify(store.disk, fix):
         n_records, n_bytes = n_records + 1, n_bytes + checked.n_bytes
         n_newer += checked.newer
         progress(n_bytes, max(n_bytes, all_bytes))

@@ -15,8 +15,8 @@ from keepwarm.agents.block_refs import Holder
 from keepwarm.agents.rewriting import PrefixBlock, prefix_records
 from keepwarm.cache.restore.records import block_of
 from keepwarm.kv.slices import Block, Rows
+from keepwarm.records.record import Record
 from keepwarm.store.disk.disk import DiskTier
-from keepwarm.store.record import Record
 
 LAYER = re.compile(r"L(\d+)")
 

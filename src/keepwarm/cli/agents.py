@@ -18,7 +18,7 @@ from keepwarm.units import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from keepwarm.agents.agent import Agent
     from keepwarm.agents.agent_store import AgentStore
-    from keepwarm.store.disk.upkeep import Progress
+    from keepwarm.store.disk.maintenance import Progress
 
 app = typer.Typer()
 
@@ -62,7 +62,7 @@ def delete_shared(store: AgentStore) -> dict[str, list[str]]:
         return {}
     from keepwarm.remote.deleter import RemoteDeleter, erase_at_once
 
-    erase = erase_at_once(config.load().read_secret("remote_password"), store.disk.seal)
+    erase = erase_at_once(config.load().read_secret("remote_password"), store.disk.cipher)
     unreached = RemoteDeleter(store.tombstones, store.blocks_of_agents, erase).finish()
     return {"shared_unreached": unreached} if unreached else {}
 

@@ -123,7 +123,7 @@ def path(as_json: AsJson = False) -> None:
 @app.command()
 def gc(as_json: AsJson = False) -> None:
     """Delete expired and empty agents, and quarantined records."""
-    from keepwarm.store.disk.upkeep import clear_quarantine
+    from keepwarm.store.disk.maintenance import clear_quarantine
 
     with open_store() as store, bar("cleaning up") as progress:
         expired = store.agents.expire(progress)
@@ -213,7 +213,7 @@ def export(
         found = store.find(agent, tokens, turn, branch)
         with _file_errors(file):
             n_records = store.export_agent(found, file, progress, keys.signing)
-        if store.disk.seal is not None:
+        if store.disk.cipher is not None:
             print(f"{file} is not encrypted, so that other machines can read it.", file=sys.stderr)
     print_fields({"agent": agent, "records": n_records, "file": str(file)}, as_json)
 

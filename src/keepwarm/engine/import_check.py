@@ -21,11 +21,11 @@ from keepwarm.engine.live import Live
 from keepwarm.errors import BadCacheFile, BadInput, InsufficientResources, KeepwarmError
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, chain
 from keepwarm.prefix.policy import Policy
-from keepwarm.store.disk.upkeep import Progress as Count
-from keepwarm.store.disk.upkeep import no_progress
-from keepwarm.store.header import HasBytes
+from keepwarm.records.header import HasBytes
+from keepwarm.records.record import Part, Record
+from keepwarm.store.disk.maintenance import Progress as Count
+from keepwarm.store.disk.maintenance import no_progress
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.record import Part, Record
 from keepwarm.store.tier import Tier
 from keepwarm.text.request import Event, Progress, Request
 

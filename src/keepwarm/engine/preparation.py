@@ -18,7 +18,7 @@ from keepwarm.engine.recorder import Recorder
 from keepwarm.errors import BadInput, UnknownAgent
 from keepwarm.kv import make_caches
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, chain, pack, root, unpack
-from keepwarm.store.record import ReadBuffer, RecordView
+from keepwarm.records.record import ReadBuffer, RecordView
 from keepwarm.store.tier import BlockInfo
 from keepwarm.store.tiers import Tiers
 from keepwarm.text.continuing import with_kept_options

@@ -1,4 +1,4 @@
 """Stores that machines share: backends, look-ups, uploads, deletions, health, compression.
 
-Imports `device`, `prefix`, `store`.
+Imports `device`, `prefix`, `records`, `store`.
 """

@@ -11,14 +11,14 @@ from itertools import takewhile
 
 from keepwarm.concurrency import AbandonableExecutor, CallDeadline
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, common_tokens
+from keepwarm.records.cipher import Cipher
+from keepwarm.records.record import Header
 from keepwarm.remote.backend import PAGE, Backend, Listed, Near
 from keepwarm.remote.known import KnownRecord, KnownRecords
 from keepwarm.remote.names import MAC, RecordPlace, RemoteNames, parse_last
 from keepwarm.remote.question import Headers, Question, QuestionCalls
 from keepwarm.remote.speed import TierSpeed
 from keepwarm.remote.trust import MAC_BYTES
-from keepwarm.store.record import Header
-from keepwarm.store.seal import Seal
 
 MAX_HEADERS = 16  # that are read at once
 MAX_REQUESTS = 12  # to a distant place for 100,000 tokens, unless no state is near their end
@@ -33,7 +33,7 @@ class Asker:
         backend: Backend,
         names: RemoteNames,
         known: KnownRecords,
-        seal: Seal | None,
+        cipher: Cipher | None,
         speed: TierSpeed,
         *,
         has_macs: bool = False,
@@ -41,8 +41,8 @@ class Asker:
         """With `has_macs`, a record without one counts as absent."""
         self._backend = backend
         self._known = known
-        self.looks = Looks(backend, names, known, seal, has_macs)
-        self._headers = Headers(names, known, seal)
+        self.looks = Looks(backend, names, known, cipher, has_macs)
+        self._headers = Headers(names, known, cipher)
         self._speed = speed
         self._hands = AbandonableExecutor(MAX_HEADERS)
 
@@ -189,11 +189,11 @@ class Looks:
         backend: Backend,
         names: RemoteNames,
         known: KnownRecords,
-        seal: Seal | None,
+        cipher: Cipher | None,
         has_macs: bool,
     ) -> None:
         self._backend, self._names, self._known = backend, names, known
-        self._seal, self._has_macs = seal, has_macs
+        self._seal, self._has_macs = cipher, has_macs
         self.other_classes: Sequence[str] = ()  # in which records are looked for too
 
     def has(self, record: KnownRecord, calls: QuestionCalls) -> bool:

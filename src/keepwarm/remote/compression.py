@@ -26,7 +26,8 @@ import xxhash
 
 from keepwarm.concurrency import CallError
 from keepwarm.errors import BadRecord, NewerFormat
-from keepwarm.store.record import (
+from keepwarm.records.cipher import Cipher
+from keepwarm.records.record import (
     MAX_HEADER_BYTES,
     Part,
     Record,
@@ -35,7 +36,6 @@ from keepwarm.store.record import (
     open_record,
     read_record,
 )
-from keepwarm.store.seal import Seal
 
 MAX_RECORD_BYTES = 1 << 30
 CODED = "BF16"  # fp16 saves too little: 15 %
@@ -56,11 +56,11 @@ def memory_for(n_bytes: int) -> memoryview:
     return np.empty(n_bytes, np.uint8).data
 
 
-def decode_record(data: memoryview, seal: Seal | None = None) -> Record:
+def decode_record(data: memoryview, cipher: Cipher | None = None) -> Record:
     """The record, verified as one on disk is; its tensors share the memory, unless sealed."""
-    if seal is not None:
+    if cipher is not None:
         file = BytesIO(data)
-        return read_record(file, open_record(file, len(data), seal))
+        return read_record(file, open_record(file, len(data), cipher))
     opened = _open(data, len(data))
     tensors, first = [], opened.data_start
     for entry in opened.entries:

@@ -11,11 +11,11 @@ from typing import TypeAlias
 from keepwarm.concurrency import CallError
 from keepwarm.errors import StoreFailed
 from keepwarm.prefix.blocks import BlockKey
+from keepwarm.records.cipher import Cipher
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.erasing import erase_blocks
 from keepwarm.remote.tier import RemoteTier
 from keepwarm.store.disk.tombstones import Tombstone, Tombstones
-from keepwarm.store.seal import Seal
 
 LOG = logging.getLogger(__name__)
 RETRY_S = 2.0  # how often tiers are looked at that could not be reached
@@ -121,14 +121,14 @@ def erase_from(tiers: Mapping[str, RemoteTier]) -> Callable[[str], Erase]:
     return of
 
 
-def erase_at_once(password: str, seal: Seal | None) -> Callable[[str], Erase]:
+def erase_at_once(password: str, cipher: Cipher | None) -> Callable[[str], Erase]:
     """Deletes from tiers that are opened for it, as by the command line."""
 
     def of(address: str) -> Erase:
         def erase(dead: Tombstone, keep: Keep) -> bool:
             with closing(open_backend(address, password)) as backend:
                 try:
-                    erase_blocks(backend, seal, dead.namespaces, dead.blocks, keep)
+                    erase_blocks(backend, cipher, dead.namespaces, dead.blocks, keep)
                 except CallError as error:
                     LOG.info("a shared tier does not answer: %s", error)
                     return False

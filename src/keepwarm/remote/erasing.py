@@ -11,13 +11,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from keepwarm.concurrency import CallDeadline, CallError
 from keepwarm.prefix.blocks import BlockKey, Namespace, block_key
+from keepwarm.records.cipher import Cipher
+from keepwarm.records.record import Part
 from keepwarm.remote.backend import Backend, Listed
 from keepwarm.remote.handshake import STORE_META
 from keepwarm.remote.known import KnownRecord
 from keepwarm.remote.names import MAC, RecordPlace, RemoteNames, list_classes, parse_last
 from keepwarm.remote.question import read_header
-from keepwarm.store.record import Part
-from keepwarm.store.seal import Seal
 from keepwarm.store.tier import NamedBlock
 
 CALL_S = 10.0  # nobody waits for it
@@ -26,7 +26,7 @@ AT_ONCE = 256  # names deleted in one call
 
 def erase_blocks(
     backend: Backend,
-    seal: Seal | None,
+    cipher: Cipher | None,
     namespaces: Iterable[Namespace],
     blocks: Iterable[NamedBlock],
     keep: Collection[BlockKey],
@@ -44,7 +44,7 @@ def erase_blocks(
     for numerics in list_classes(backend, CALL_S):
         for namespace in namespaces:
             for parent, doomed in by_parent.items():
-                folder = _Folder(backend, seal, numerics, namespace, parent)
+                folder = _Folder(backend, cipher, numerics, namespace, parent)
                 folder.erase(doomed, keep)
 
 
@@ -54,12 +54,12 @@ class _Folder:
     def __init__(
         self,
         backend: Backend,
-        seal: Seal | None,
+        cipher: Cipher | None,
         numerics: str,
         namespace: Namespace,
         parent: BlockKey,
     ) -> None:
-        self._backend, self._seal = backend, seal
+        self._backend, self._seal = backend, cipher
         self._names = RemoteNames(numerics)
         self._namespace, self._parent = namespace, parent
 

@@ -13,10 +13,10 @@ from contextlib import closing
 
 from keepwarm.concurrency import CallDeadline, CallError
 from keepwarm.errors import BadInput, BadRecord
+from keepwarm.records.cipher import Cipher
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.backend import Backend, at_most
-from keepwarm.store.seal import Seal
-from keepwarm.store.unlock import CHECK, make_mark
+from keepwarm.store.marker import CHECK, make_mark
 
 STORE_META = "meta/keepwarm.store.1"
 PLAIN = b"plain"
@@ -24,17 +24,17 @@ MARK_S = 5.0  # the longest it may take
 MAX_BYTES = 4096
 
 
-def check_mark(backend: Backend, seal: Seal | None, own: bytes) -> None:
+def check_mark(backend: Backend, cipher: Cipher | None, own: bytes) -> None:
     """Leave the mark of the local store, `own`, where there is none.
 
     Raises BadInput if there is one, and it is of another kind or of another key.
     """
-    if seal is None:
+    if cipher is None:
         mark = put_mark(backend, PLAIN, MARK_S)
     else:
-        mark = put_mark(backend, own or make_mark(seal, {}), MARK_S)
-    check_kind(mark, seal is not None)
-    if seal is not None and not _opens(seal, mark):
+        mark = put_mark(backend, own or make_mark(cipher, {}), MARK_S)
+    check_kind(mark, cipher is not None)
+    if cipher is not None and not _opens(cipher, mark):
         raise BadInput(
             "It was encrypted with another key, or with the same passphrase and another salt; "
             "use its key, or begin with an empty store while it can be reached: that takes its "
@@ -88,9 +88,9 @@ def read_mark(backend: Backend, deadline: CallDeadline) -> bytes | None:
     return None if found is None else bytes(found)
 
 
-def _opens(seal: Seal, mark: bytes) -> bool:
+def _opens(cipher: Cipher, mark: bytes) -> bool:
     try:
-        seal.open(CHECK, bytes.fromhex(json.loads(mark)["check"]))
+        cipher.open(CHECK, bytes.fromhex(json.loads(mark)["check"]))
     except (BadRecord, ValueError, KeyError, TypeError, RecursionError):
         return False
     return True

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from keepwarm.prefix.blocks import BlockKey, Namespace, common_tokens
+from keepwarm.records.record import Part
 from keepwarm.remote.names import RecordPlace
-from keepwarm.store.record import Part
 from keepwarm.store.tier import BlockInfo, CheckpointRef, Child
 
 PRESENT_S = 60.0

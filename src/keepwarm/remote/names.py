@@ -11,8 +11,8 @@ import re
 from typing import NamedTuple
 
 from keepwarm.prefix.blocks import KEY_BYTES, BlockKey, Namespace
+from keepwarm.records.record import Header, Part
 from keepwarm.remote.backend import Backend
-from keepwarm.store.record import Header, Part
 
 CLASSES = "classes"
 CLASS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")  # other files may lie beside them

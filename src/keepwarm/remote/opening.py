@@ -45,14 +45,14 @@ def open_remotes(
     A `mixed` machine may hold blocks of other classes, so that what it computes has its own.
     """
     password = settings.read_secret("remote_password")
-    seal = None if disk is None else disk.seal
-    mark = (disk.root / SEALED).read_bytes() if disk is not None and seal is not None else b""
+    cipher = None if disk is None else disk.cipher
+    mark = (disk.root / SEALED).read_bytes() if disk is not None and cipher is not None else b""
     fleet_key = FleetKey.parse(settings.read_secret("fleet_key"))
     tiers = [
         RemoteTier(
             open_backend(address, password),
             f"mixed-{numerics_class()}" if mixed else numerics_class(),
-            seal,
+            cipher,
             memory,
             mark=mark,
             fleet_key=fleet_key,

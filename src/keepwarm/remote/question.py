@@ -10,19 +10,19 @@ from io import BytesIO
 from keepwarm.concurrency import AbandonableExecutor, CallDeadline
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, root
-from keepwarm.remote.backend import Backend, Looked, Near, new_memory
-from keepwarm.remote.compression import find_start
-from keepwarm.remote.known import KnownRecord, KnownRecords, WindowSize
-from keepwarm.remote.names import RecordPlace, RemoteNames
-from keepwarm.remote.speed import TierSpeed
-from keepwarm.store.record import (
+from keepwarm.records.cipher import Cipher
+from keepwarm.records.record import (
     MAX_HEADER_BYTES,
     Part,
     VerifiedHeader,
     check_identity,
     open_record,
 )
-from keepwarm.store.seal import Seal
+from keepwarm.remote.backend import Backend, Looked, Near, new_memory
+from keepwarm.remote.compression import find_start
+from keepwarm.remote.known import KnownRecord, KnownRecords, WindowSize
+from keepwarm.remote.names import RecordPlace, RemoteNames
+from keepwarm.remote.speed import TierSpeed
 from keepwarm.store.tier import RemoteLookup
 
 HEADER_GUESS = 1 << 16  # bytes; most headers are shorter
@@ -97,13 +97,13 @@ class QuestionCalls:
             return self._backend.look(names, places, self.deadline.left_s())
 
     def headers(
-        self, names: Sequence[str], records: Sequence[KnownRecord], seal: Seal | None
+        self, names: Sequence[str], records: Sequence[KnownRecord], cipher: Cipher | None
     ) -> list[VerifiedHeader | None]:
         """At the same time, so that they take one round trip."""
 
         def of(name: str, record: KnownRecord) -> VerifiedHeader | None:
             with self._speed.calling():
-                return read_header(self._backend, seal, name, record, self.deadline)
+                return read_header(self._backend, cipher, name, record, self.deadline)
 
         self.n_requests += len(names)
         calls = [partial(of, *one) for one in zip(names, records, strict=True)]
@@ -115,8 +115,8 @@ class QuestionCalls:
 class Headers:
     """Learns from records what neither names nor lists say: tokens, and rows of windows."""
 
-    def __init__(self, names: RemoteNames, known: KnownRecords, seal: Seal | None) -> None:
-        self._names, self._known, self._seal = names, known, seal
+    def __init__(self, names: RemoteNames, known: KnownRecords, cipher: Cipher | None) -> None:
+        self._names, self._known, self._seal = names, known, cipher
 
     def read(
         self,
@@ -208,7 +208,7 @@ def _in_class_of(other: KnownRecord, one: KnownRecord) -> KnownRecord:
 
 
 def read_header(
-    backend: Backend, seal: Seal | None, name: str, record: KnownRecord, deadline: CallDeadline
+    backend: Backend, cipher: Cipher | None, name: str, record: KnownRecord, deadline: CallDeadline
 ) -> VerifiedHeader | None:
     """The header of a record, of which the bytes may be unknown; None if it has none that fits its
     place.
@@ -222,7 +222,7 @@ def read_header(
             start, n_read = find_start(found, record.n_bytes), len(found)
             n_header = 8 + min(struct.unpack_from("<Q", start.data)[0], MAX_HEADER_BYTES)
             n_wanted = n_read - len(start.data) + n_header
-        opened = open_record(BytesIO(start.data), start.n_bytes or None, seal)
+        opened = open_record(BytesIO(start.data), start.n_bytes or None, cipher)
         check_identity(opened.header, record.place.key, record.place.part)
     except (BadRecord, NewerFormat, PermissionError):
         return None

@@ -12,7 +12,7 @@ from keepwarm.remote.opening import open_remotes
 from keepwarm.remote.uploader import Uploader
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.disk.tombstones import Tombstones
-from keepwarm.store.disk.wear import Wear
+from keepwarm.store.disk.write_budget import WriteBudget
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tier import BlockInfo
 from keepwarm.store.tiers import Tiers
@@ -47,7 +47,7 @@ class SharedTiers:
         addresses, per_day = self._settings.remotes, self._settings.remote_writes_per_day or None
         if not self.tiers or self._disk is None:
             return
-        budget = Wear(self._disk.root, per_day, name="shared-writes")
+        budget = WriteBudget(self._disk.root, per_day, name="shared-writes")
         self.uploader = Uploader(self.tiers, here, kept, budget)
         tombstones = Tombstones(self._disk)
         tombstones.share_with(addresses)

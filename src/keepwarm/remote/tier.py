@@ -17,6 +17,15 @@ from functools import partial
 from keepwarm.concurrency import CallDeadline, CallError, SingleFlight
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BlockKey, Namespace
+from keepwarm.records.cipher import Cipher
+from keepwarm.records.record import (
+    Header,
+    Part,
+    ReadBuffer,
+    Record,
+    RecordView,
+    encode_record,
+)
 from keepwarm.remote.asking import Asker
 from keepwarm.remote.backend import Backend, Listed
 from keepwarm.remote.breaker import Breaker
@@ -32,15 +41,6 @@ from keepwarm.remote.speed import TierSpeed
 from keepwarm.remote.trial import try_backend
 from keepwarm.remote.trust import FleetKey, VerifiedRecords
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.record import (
-    Header,
-    Part,
-    ReadBuffer,
-    Record,
-    RecordView,
-    encode_record,
-)
-from keepwarm.store.seal import Seal
 from keepwarm.store.tier import (
     BlockInfo,
     CheckpointRef,
@@ -72,7 +72,7 @@ class RemoteTier:
         self,
         backend: Backend,
         numerics: str,
-        seal: Seal | None = None,
+        cipher: Cipher | None = None,
         memory: MemoryTier | None = None,
         clock: Callable[[], float] = time.monotonic,
         *,
@@ -89,16 +89,18 @@ class RemoteTier:
         self._clock = clock
         self._any_numerics = any_numerics
         self._names = RemoteNames(numerics)
-        self._seal = seal
+        self._seal = cipher
         self._mark = mark
-        self._fleet_key = fleet_key if seal is None else None
-        self._records = VerifiedRecords(backend, self._names, seal, self._fleet_key)
+        self._fleet_key = fleet_key if cipher is None else None
+        self._records = VerifiedRecords(backend, self._names, cipher, self._fleet_key)
         self._memory = memory
         self.breaker = Breaker(clock)
         self.speed = TierSpeed(clock)
         self._known = KnownRecords(clock)
         has_macs = self._fleet_key is not None
-        self._asker = Asker(backend, self._names, self._known, seal, self.speed, has_macs=has_macs)
+        self._asker = Asker(
+            backend, self._names, self._known, cipher, self.speed, has_macs=has_macs
+        )
         self._seemed_slow = False  # since it was last measured
         self._counts = TierCounts()
         self._faults: dict[tuple[BlockKey, Part], ReadFault] = {}

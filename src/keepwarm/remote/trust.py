@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from keepwarm.concurrency import CallDeadline
 from keepwarm.errors import BadInput, BadRecord, NewerFormat
+from keepwarm.records.cipher import Cipher
+from keepwarm.records.record import Record, check_identity
 from keepwarm.remote.backend import Backend
 from keepwarm.remote.compression import decode_record, memory_for, undo_code
 from keepwarm.remote.names import MAC, RecordPlace, RemoteNames
-from keepwarm.store.record import Record, check_identity
-from keepwarm.store.seal import Seal
 
 KEY_BYTES = 32
 MAC_BYTES = 32
@@ -70,10 +70,14 @@ class VerifiedRecords:
     """The records of a place, each verified before anybody sees it."""
 
     def __init__(
-        self, backend: Backend, names: RemoteNames, seal: Seal | None, fleet_key: FleetKey | None
+        self,
+        backend: Backend,
+        names: RemoteNames,
+        cipher: Cipher | None,
+        fleet_key: FleetKey | None,
     ) -> None:
         self._backend, self._names = backend, names
-        self._seal, self._fleet_key = seal, fleet_key
+        self._seal, self._fleet_key = cipher, fleet_key
 
     def fetch(self, place: RecordPlace, deadline: CallDeadline) -> FetchedRecord | None:
         """None if it is not there; raises BadRecord or NewerFormat if it cannot be used."""

@@ -11,9 +11,9 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, Namespace, block_key
+from keepwarm.records.record import Part, Record
 from keepwarm.remote.tier import RemoteTier
-from keepwarm.store.disk.wear import Wear
-from keepwarm.store.record import Part, Record
+from keepwarm.store.disk.write_budget import WriteBudget
 from keepwarm.store.tier import BlockInfo, CheckpointRef
 from keepwarm.store.tiers import Tiers
 
@@ -46,7 +46,7 @@ class Uploader:
         shared: Sequence[RemoteTier],
         here: Tiers,
         kept: Callable[[Collection[BlockKey]], dict[BlockKey, BlockInfo]],
-        budget: Wear | None = None,
+        budget: WriteBudget | None = None,
     ) -> None:
         """`kept` says which blocks are on disk or will be: others are not shared. `budget` is what
         may be written in a day.

@@ -1,4 +1,4 @@
 """Records, bytes with keys, in memory and on disk; no arrays and no models.
 
-Imports `prefix`.
+Imports `prefix`, `records`.
 """

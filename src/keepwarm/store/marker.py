@@ -2,6 +2,9 @@
 
 A start deletes leftovers and moves bad files, so it must never run in a directory of someone else.
 The marker is written into an empty directory before anything else is made there.
+
+`sealed.json` beside it marks a store as encrypted. It holds the salt and a sealed empty string that
+only the right key opens; without this file the store cannot be opened at all.
 """
 
 from __future__ import annotations
@@ -11,16 +14,24 @@ import os
 import re
 import stat
 import uuid
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from keepwarm.errors import BadInput
-from keepwarm.store.atomic import Files, open_unlinked
+from keepwarm.errors import BadInput, BadRecord
+from keepwarm.records.cipher import Cipher, derive_key
+from keepwarm.store.atomic import Files, exclusive, open_unlinked
+from keepwarm.store.names import INDEX, SEALED
 
 MARKER = "keepwarm-store.json"
 VERSION = 2
 MAX_BYTES = 4096  # of a marker
 UNFINISHED = re.compile(re.escape(f".{MARKER}.") + "[0-9a-f]{32}")
 NOT_CONTENT = ("lost+found", ".DS_Store")  # in every new file system; in folders seen in Finder
+KEY_VERSION = 1
+CHECK = b"keepwarm.check.1"  # what the sealed empty string is sealed under
+SALT_BYTES = 16
+SCRYPT: dict[str, int] = {"n": 1 << 17, "r": 8, "p": 1}  # 128 MiB, and half a second
+SETTINGS = "KEEPWARM_ENCRYPTION_KEY, the key or @file"
 
 
 def claim(root: Path, files: Files) -> Path:
@@ -104,3 +115,98 @@ def _entries(directory: Path) -> list[os.DirEntry[str]]:
     except FileNotFoundError:
         pass
     return []
+
+
+def unlock(
+    root: Path,
+    secret: str | None,
+    files: Files | None = None,
+    handshake: Callable[[bytes], bytes] = bytes,
+) -> Cipher | None:
+    """The cipher of a store, None without a secret. An empty store is marked as sealed.
+
+    `handshake` returns the mark that other machines have, whose salt is taken, or the given one.
+    """
+    if not secret:
+        return None
+    files = files or Files()
+    root = claim(root, files)
+    files.make_directory(root / "tmp")
+    with exclusive(root / "tmp" / "index"):
+        if not (root / SEALED).exists():
+            return _encrypt(root, secret, files, handshake)
+        return _decrypt(root, secret)
+
+
+def make_mark(cipher: Cipher, salted: Mapping[str, object]) -> bytes:
+    """A mark by which a key is recognised; `salted` is what else is in it."""
+    return json.dumps({**salted, "check": cipher.seal(CHECK, b"").hex()}).encode()
+
+
+def check_encryption(root: Path, cipher: Cipher | None) -> None:
+    """Raise where a store is sealed and there is no key, or the reverse. Changes nothing."""
+    is_sealed = (root / SEALED).exists()
+    if is_sealed and cipher is None:
+        raise BadInput(f"The store {root} is encrypted; set {SETTINGS} to open it.")
+    if cipher is not None and not is_sealed:
+        raise _plain(root)
+
+
+def _encrypt(root: Path, secret: str, files: Files, handshake: Callable[[bytes], bytes]) -> Cipher:
+    if (root / INDEX).exists() or _has_blocks(root):
+        raise _plain(root)
+    salt = os.urandom(SALT_BYTES)
+    cipher = Cipher(derive_key(secret, salt, SCRYPT))
+    own = make_mark(cipher, {"version": KEY_VERSION, "salt": salt.hex(), "scrypt": SCRYPT})
+    mark = handshake(own)
+    theirs = None if mark == own else _opened_elsewhere(mark, secret)
+    temp = root / "tmp" / SEALED
+    files.discard(temp)
+    files.write(temp, [mark if theirs else own])
+    files.publish(temp, root / SEALED)
+    return theirs or cipher
+
+
+def _opened_elsewhere(mark: bytes, secret: str) -> Cipher | None:
+    """The cipher that another machine's mark makes; None if the secret does not open it.
+
+    Whoever can write there could make the passphrase easy to guess, so its cost must be ours.
+    """
+    try:
+        said = json.loads(mark)
+        if said["version"] != KEY_VERSION or said["scrypt"] != SCRYPT:
+            return None
+        cipher = Cipher(derive_key(secret, bytes.fromhex(said["salt"]), SCRYPT))
+        cipher.open(CHECK, bytes.fromhex(said["check"]))
+    except (BadRecord, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return cipher
+
+
+def _decrypt(root: Path, secret: str) -> Cipher:
+    path = root / SEALED
+    try:
+        marker = json.loads(path.read_text())
+        if marker["version"] > KEY_VERSION:
+            raise BadInput(f"{path} was written by a newer Keepwarm; update this one.")
+        cipher = Cipher(derive_key(secret, bytes.fromhex(marker["salt"]), marker["scrypt"]))
+        cipher.open(CHECK, bytes.fromhex(marker["check"]))
+    except BadRecord as error:
+        raise BadInput(
+            f"The key does not open the store {root}; set {SETTINGS} to the key it was made with."
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"{path} is damaged; restore a copy of it to open the store.") from error
+    return cipher
+
+
+def _has_blocks(root: Path) -> bool:
+    patterns = ("blocks/*/*", "agents/*", "responses/*")
+    return any(next(root.glob(pattern), None) for pattern in patterns)
+
+
+def _plain(root: Path) -> BadInput:
+    return BadInput(
+        f"The store {root} is not encrypted; unset {SETTINGS} to open it, "
+        "or name an empty directory for an encrypted one."
+    )

@@ -20,16 +20,17 @@ from heapq import heapify, heappop, heappush
 
 from keepwarm.errors import StoreFailed
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey
+from keepwarm.records.record import Header, Part, ReadBuffer, Record, RecordView
 from keepwarm.store.eviction import (
     CLOCK_TOLERANCE_S,
     MEMORY_HALF_LIFE_S,
     SHORT_BRANCH,
     SUPERSEDED,
+    Checkpoint,
     after_use,
+    find_surplus,
     prefill_saved,
 )
-from keepwarm.store.record import Header, Part, ReadBuffer, Record, RecordView
-from keepwarm.store.thinning import Checkpoint, find_surplus
 from keepwarm.store.tier import (
     NEIGHBOURS,
     BlockInfo,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from keepwarm.prefix.blocks import KEY_BYTES, BlockKey
-from keepwarm.store.record import Part
+from keepwarm.records.record import Part
 
 SUFFIX = ".safetensors"
 SUFFIXES = [f".{part.value}{SUFFIX}" for part in Part]

@@ -20,7 +20,7 @@ from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, T
 from keepwarm.concurrency import CallDeadline
 from keepwarm.errors import StoreFailed
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, Namespace, common_tokens
-from keepwarm.store.record import Part, ReadBuffer, Record, RecordView
+from keepwarm.records.record import Part, ReadBuffer, Record, RecordView
 
 LOG = logging.getLogger(__name__)
 P = ParamSpec("P")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from keepwarm.concurrency import CallDeadline
 from keepwarm.prefix.blocks import BlockKey
-from keepwarm.store.record import Part, ReadBuffer, RecordView
+from keepwarm.records.record import Part, ReadBuffer, RecordView
 from keepwarm.store.tier import BlockInfo, CheckpointRef, Child, ReadableTier, ReadFault, SharedTier
 
 SHARED = "shared"  # the name of all that machines share

@@ -18,8 +18,8 @@ from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.errors import CorruptBlock
 from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import LayerSpec, Layout, TensorSpec
+from keepwarm.records.record import Part
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.record import Part
 from keepwarm.store.tiers import Tiers
 from tests.kit.waiting import no_collection, wait_until
 from tests.store.kit import tokens_of

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from keepwarm.cache.restore.plan import NOTHING, KnownBlocks, Needs, Point, Read, longest, n_matched
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey
-from keepwarm.store.record import Part
+from keepwarm.records.record import Part
 from keepwarm.store.tier import BlockInfo, Child
 from tests.store.kit import refs_of
 

@@ -11,9 +11,9 @@ from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import LayerSpec, Layout, TensorSpec
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockRef, block_key, chain, pack
+from keepwarm.records.record import Part
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.record import Part
 from keepwarm.store.tiers import Tiers
 from tests.store.kit import NAMESPACE, BrokenFiles, record, tokens_of
 

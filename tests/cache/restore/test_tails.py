@@ -8,9 +8,9 @@ from keepwarm.agents.reachability import MAX_UNCHECKED_LEFT
 from keepwarm.cache.restore.writing import Writer
 from keepwarm.prefix.blocks import chain
 from keepwarm.prefix.policy import Policy
+from keepwarm.records.record import Part
 from keepwarm.store.disk.disk import DiskLimits
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.record import Part
 from tests.agents.test_agents import IDENTITY, LIMITS, NAME, holds_tokens
 from tests.contract.test_tiers import Minutes
 from tests.store.kit import record, tokens_of

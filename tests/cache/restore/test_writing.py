@@ -9,9 +9,9 @@ import pytest
 from keepwarm.cache.restore import writing
 from keepwarm.cache.restore.writing import WRITE_BACKOFF_S, MemorySaver, Writer
 from keepwarm.prefix.policy import Policy
-from keepwarm.store.disk.wear import Wear
+from keepwarm.records.record import Part, ReadBuffer
+from keepwarm.store.disk.write_budget import WriteBudget
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.record import Part, ReadBuffer
 from keepwarm.store.tiers import Tiers
 from tests.store import kit
 
@@ -220,7 +220,7 @@ def test_the_daily_budget_holds_over_processes_and_days(disk, records):
     day = ["2026-11-15"]
     size = records[0].n_bytes
     for start in (0, 1):  # a second process of the same day
-        wear = Wear(disk.root, 3 * size, lambda: day[0])
+        wear = WriteBudget(disk.root, 3 * size, lambda: day[0])
         writer = Writer(None, disk, 64 * MIB, wear)
         for record in records[2 * start : 2 * start + 2]:
             writer.put(record, Policy.READ_WRITE)
@@ -249,7 +249,7 @@ def test_a_disk_that_refused_is_left_alone_for_a_while(disk, records, monkeypatc
     """Whoever wants to be sure tries all the same; without a disk there is nothing to try."""
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    writer = Writer(None, disk, 64 * MIB, Wear(disk.root, records[0].n_bytes))
+    writer = Writer(None, disk, 64 * MIB, WriteBudget(disk.root, records[0].n_bytes))
     for record, takes in zip(records[:2], (True, False), strict=True):
         writer.put(record, Policy.READ_WRITE)
         writer.flush()
@@ -263,7 +263,7 @@ def test_a_disk_that_refused_is_left_alone_for_a_while(disk, records, monkeypatc
 
 
 def test_bytes_that_were_there_already_wear_nothing(disk, records):
-    wear = Wear(disk.root)
+    wear = WriteBudget(disk.root)
     for _ in range(2):
         writer = Writer(None, disk, 64 * MIB, wear)
         writer.put(records[0], Policy.READ_WRITE)

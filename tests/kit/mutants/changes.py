@@ -12,7 +12,7 @@ from copy import deepcopy
 from random import Random
 from typing import Any
 
-from keepwarm.store.header import dumps
+from keepwarm.records.header import dumps
 
 NUMBERS = [
     *(sign * ((1 << bits) + more) for bits in (0, 8, 15, 16, 31, 32, 47, 53, 62, 63, 64)

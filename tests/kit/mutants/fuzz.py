@@ -235,7 +235,7 @@ def bundles(work: Path) -> Target:
     from keepwarm.agents.agent_store import AgentStore
     from keepwarm.agents.bundle import identity_in
     from keepwarm.prefix.blocks import chain
-    from keepwarm.store.record import Part
+    from keepwarm.records.record import Part
     from tests.agents.test_agents import IDENTITY, LIMITS, turn
     from tests.store.kit import record, tokens_of
 
@@ -304,7 +304,7 @@ def weights(work: Path) -> Target:
 def records(work: Path) -> Target:
     from io import BytesIO
 
-    from keepwarm.store.record import check_identity, encode_record, open_record, read_tensors
+    from keepwarm.records.record import check_identity, encode_record, open_record, read_tensors
     from tests.store.kit import record, refs_of
 
     def read(mutant: bytes, _: bytes) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from keepwarm.store.header import HeaderText
-from keepwarm.store.record import Tensor, tensor_digest
+from keepwarm.records.header import HeaderText
+from keepwarm.records.record import Tensor, tensor_digest
 from tests.kit.mutants.changes import DTYPES, NUMBERS, TEXTS, JsonMutant, little, parsed, spoil
 
 

@@ -17,8 +17,8 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from keepwarm.records.record import Part, Record
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
-from keepwarm.store.record import Part, Record
 from tests.store.disk.crash import PARTS, WORLD, Block, holds_its_content
 
 THREADS = 8

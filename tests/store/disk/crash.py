@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 from keepwarm.agents.agent import Branch
 from keepwarm.agents.agents import Agents
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, pack, root
+from keepwarm.records.record import Header, Part, Record, Tensor
 from keepwarm.store.atomic import Files
 from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
-from keepwarm.store.disk.upkeep import clear_quarantine
+from keepwarm.store.disk.maintenance import clear_quarantine
 from keepwarm.store.index.index import Index
-from keepwarm.store.record import Header, Part, Record, Tensor
-from keepwarm.store.unlock import unlock
+from keepwarm.store.marker import unlock
 
 NAMESPACE = Namespace(bytes(range(32)))
 KEY = b64encode(bytes(range(32))).decode()
@@ -189,7 +189,7 @@ class SteppedTier(DiskTier):
     def __init__(self, store_root: Path, steps: Steps, secret: str | None) -> None:
         self._steps = steps
         files = SteppedFiles(steps)
-        super().__init__(store_root, LIMITS, files, seal=unlock(store_root, secret, files))
+        super().__init__(store_root, LIMITS, files, cipher=unlock(store_root, secret, files))
 
     def squeeze(self) -> None:
         """Lower the limit to what is stored now; a record put a minute later may evict."""

@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 
 import pytest
 
+from keepwarm.records.record import Part
 from keepwarm.store.atomic import Files
 from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
-from keepwarm.store.record import Part
 from tests.store.disk import contend
 from tests.store.disk.crash import WORLD, Block, holds_its_content
 from tests.store.disk.test_crash import check_files

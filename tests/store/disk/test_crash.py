@@ -21,11 +21,11 @@ import pytest
 
 from keepwarm.agents.agent_store import AgentStore
 from keepwarm.prefix.blocks import BlockKey
-from keepwarm.store.disk import fsck
+from keepwarm.records.record import Part
+from keepwarm.store.disk import maintenance
 from keepwarm.store.disk.disk import DiskTier
-from keepwarm.store.disk.upkeep import clear_quarantine
+from keepwarm.store.disk.maintenance import clear_quarantine
 from keepwarm.store.names import parse_name
-from keepwarm.store.record import Part
 from tests.store.disk import crash
 from tests.store.disk.crash import (
     Request,
@@ -223,7 +223,7 @@ def check_after_start(store_root: Path, expected: Expected, secret: str | None =
 
 
 def is_held(tier: DiskTier, key: BlockKey, owner: str) -> bool:
-    hidden = tier.seal.hidden("owner", owner.encode()).hex() if tier.seal else owner
+    hidden = tier.cipher.hidden("owner", owner.encode()).hex() if tier.cipher else owner
     return hidden in tier.index.lookups.owners(key)
 
 
@@ -267,7 +267,7 @@ def check_found(tier: DiskTier, expected: Expected) -> None:
 
 def check_files(tier: DiskTier, spoiled: Collection[BlockKey] = ()) -> None:
     """No orphan, no corrupt record, and the index counts the actual bytes."""
-    assert not [checked for checked in fsck.verify(tier) if checked.wrong or checked.newer]
+    assert not [checked for checked in maintenance.verify(tier) if checked.wrong or checked.newer]
     files = [path for path in (tier.root / "blocks").rglob("*") if path.is_file()]
     sizes = {parse_name(path.name): path.stat().st_size for path in files}
     assert {path.name: path.stat().st_size for path in files} == tier.index.lookups.names()

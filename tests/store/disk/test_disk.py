@@ -20,10 +20,10 @@ import keepwarm
 from keepwarm.errors import BadInput, BadRecord, StoreFailed
 from keepwarm.prefix.blocks import Namespace, root
 from keepwarm.prefix.fingerprint import FORMAT_VERSION
+from keepwarm.records.record import Header, Part, Record, check_identity
 from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
-from keepwarm.store.disk.fsck import verify
+from keepwarm.store.disk.maintenance import verify
 from keepwarm.store.names import MEASURE_EVERY_S
-from keepwarm.store.record import Header, Part, Record, check_identity
 from tests.store.kit import (
     NAMESPACE,
     chain_of,

@@ -10,10 +10,10 @@ from tempfile import TemporaryDirectory
 import pytest
 from benchmarks.requests.measure import drop_files
 
+from keepwarm.records.record import Part, ReadBuffer
 from keepwarm.store.atomic import Files
 from keepwarm.store.disk import pages
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
-from keepwarm.store.record import Part, ReadBuffer
 from tests.store.kit import chain_of
 
 MIB = 1 << 20

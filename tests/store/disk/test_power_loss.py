@@ -21,10 +21,10 @@ import pytest
 from keepwarm.agents.agents import Agents
 from keepwarm.errors import KeepwarmError
 from keepwarm.prefix.blocks import BlockKey
+from keepwarm.records.record import Part
 from keepwarm.store.disk.disk import DiskTier
+from keepwarm.store.marker import unlock
 from keepwarm.store.names import INDEX, parse_name
-from keepwarm.store.record import Part
-from keepwarm.store.unlock import unlock
 from tests.store.disk import power
 from tests.store.disk.crash import (
     KEY,
@@ -106,7 +106,7 @@ class State(NamedTuple):
     def check(self) -> None:
         files = UnsyncedFiles()
         is_rebuilt = not self._has_index()
-        tier = DiskTier(self.root, files=files, seal=unlock(self.root, self.secret, files))
+        tier = DiskTier(self.root, files=files, cipher=unlock(self.root, self.secret, files))
         try:
             self._check_blocks(tier)
             self._check_agents(tier)

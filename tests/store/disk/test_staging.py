@@ -4,8 +4,7 @@ import errno
 
 import pytest
 
-from keepwarm.store.disk.disk import DiskLimits, DiskTier
-from keepwarm.store.disk.staging import StagedRecords
+from keepwarm.store.disk.disk import DiskLimits, DiskTier, StagedRecords
 from tests.store.kit import BrokenFiles, chain_of
 
 

@@ -20,10 +20,10 @@ from keepwarm.agents.agent import Branch
 from keepwarm.agents.agents import Agents
 from keepwarm.files import write_atomically
 from keepwarm.prefix.blocks import BLOCK_TOKENS
+from keepwarm.records.record import Part
 from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
 from keepwarm.store.index.database import Database
-from keepwarm.store.record import Part
-from keepwarm.store.unlock import unlock
+from keepwarm.store.marker import unlock
 from tests.store.disk.crash import KEY, NAMESPACE, WORLD, Block
 
 STORE = Path("made", "store")
@@ -65,8 +65,8 @@ class Worker:
         self.open()
 
     def open(self) -> None:
-        seal = unlock(self._root, self._secret)
-        self.tier = DiskTier(self._root, clock=self._clock, seal=seal)
+        cipher = unlock(self._root, self._secret)
+        self.tier = DiskTier(self._root, clock=self._clock, cipher=cipher)
         self.agents = Agents(self.tier, self._clock)
 
     @contextmanager

@@ -12,10 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from keepwarm.errors import NewerFormat
 from keepwarm.prefix.blocks import BlockKey, pack, root
+from keepwarm.records.record import Part
 from keepwarm.store.index.database import is_busy, is_damage
 from keepwarm.store.index.index import MAX_TOUCHES, Index
 from keepwarm.store.names import path_of
-from keepwarm.store.record import Part
 from keepwarm.store.tier import NEIGHBOURS
 from tests.store.kit import NAMESPACE, first_block, record, refs_of
 

@@ -6,9 +6,9 @@ import pytest
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, pack, root
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
+from keepwarm.store.marker import unlock
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tier import NEIGHBOURS
-from keepwarm.store.unlock import unlock
 from tests.store.kit import NAMESPACE, BrokenFiles, first_block, record, tokens_of
 
 PROMPT = [token + 1 for token in tokens_of(BLOCK_TOKENS)]
@@ -19,8 +19,8 @@ def memory(directory):
     return MemoryTier(1 << 28)
 
 
-def disk(directory, seal=None):
-    return DiskTier(directory, DiskLimits(min_free_bytes=0), BrokenFiles(), seal=seal)
+def disk(directory, cipher=None):
+    return DiskTier(directory, DiskLimits(min_free_bytes=0), BrokenFiles(), cipher=cipher)
 
 
 def sealed(directory):

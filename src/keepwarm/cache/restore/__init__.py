@@ -1,4 +1,4 @@
 """Planning, loading and saving the KV state of one prompt.
 
-Imports `agents`, `kv`, `prefix`, `remote`, `store`.
+Imports `agents`, `kv`, `prefix`, `records`, `remote`, `store`.
 """

@@ -16,7 +16,7 @@ from weakref import WeakMethod
 from keepwarm.agents.block_refs import find_extensions
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, Namespace, chain_packed, pack
 from keepwarm.store.disk.disk import DiskTier
-from keepwarm.store.disk.upkeep import subtrees
+from keepwarm.store.disk.maintenance import subtrees
 from keepwarm.store.index.forgotten import Forgotten
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tier import NamedBlock, agent_owner, default_on_io_error

@@ -25,9 +25,9 @@ from keepwarm.kv.kinds import Caches
 from keepwarm.kv.layout import Layout
 from keepwarm.kv.slabs import SlabPool
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, pack
+from keepwarm.records.record import Part, ReadBuffer, RecordView
 from keepwarm.store.atomic import CAN_PREFETCH
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.record import Part, ReadBuffer, RecordView
 from keepwarm.store.tiers import Tiers
 
 # The best of 1 to 8 on 2 and on 16 cores: more of them contend for the interpreter lock.

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import Layout
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef
-from keepwarm.store.record import Part
+from keepwarm.records.record import Part
 from keepwarm.store.tier import BlockInfo, Child
 
 

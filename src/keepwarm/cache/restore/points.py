@@ -19,7 +19,7 @@ from keepwarm.cache.restore.rates import LoadSize
 from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import LayerSpec, Layout
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey
-from keepwarm.store.thinning import LAST_KEPT, NEAR, Checkpoint, find_surplus
+from keepwarm.store.eviction import LAST_KEPT, NEAR, Checkpoint, find_surplus
 
 SPARSE_SHARE = 0.25  # of the bytes that a prompt takes anyway, for its sparse points
 USUAL_TOKENS = 4096  # of a prompt

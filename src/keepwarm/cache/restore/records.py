@@ -11,8 +11,8 @@ from keepwarm.kv.layout import Layout
 from keepwarm.kv.slabs import SlabArray
 from keepwarm.kv.slices import Block, Rows, SlabRows, check_block
 from keepwarm.prefix.blocks import BlockRef, Namespace
-from keepwarm.store.header import HasBytes, LazyTensors
-from keepwarm.store.record import (
+from keepwarm.records.header import HasBytes, LazyTensors
+from keepwarm.records.record import (
     Header,
     Part,
     Record,

@@ -44,7 +44,7 @@ from keepwarm.prefix.blocks import (
     root,
 )
 from keepwarm.prefix.policy import Policy
-from keepwarm.store.record import Part
+from keepwarm.records.record import Part
 from keepwarm.store.tier import RemoteLookup, SharedTier
 from keepwarm.store.tiers import SHARED, Tiers
 

@@ -19,9 +19,9 @@ from typing import Protocol
 from keepwarm.cache.restore.forgetting import Deletions, Share, Unclaimed
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.prefix.policy import Policy
-from keepwarm.store.disk.wear import Wear
+from keepwarm.records.record import Header, Part, Record
+from keepwarm.store.disk.write_budget import WriteBudget
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.record import Header, Part, Record
 from keepwarm.store.tier import BlockInfo, Outdated, PutResult, Tier, is_busy
 from keepwarm.store.tiers import Tiers
 
@@ -121,7 +121,7 @@ class Writer:
         memory: Tier | None,
         disk: Tier,
         max_queued_bytes: int,
-        wear: Wear | None = None,
+        wear: WriteBudget | None = None,
         catch_up: Callable[[], object] | None = None,
     ) -> None:
         """`catch_up` forgets what other processes have deleted; it is called before anything is

@@ -9,7 +9,7 @@ from keepwarm.cache.restore.restorer import Restorer
 from keepwarm.cache.store import Store
 from keepwarm.engine.live import Live
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, chain_packed
-from keepwarm.store.record import Part
+from keepwarm.records.record import Part
 from keepwarm.store.tier import TierStats
 
 Medium: TypeAlias = Literal["GPU", "CPU", "DISK", "EXTERNAL"]

@@ -1,4 +1,4 @@
 """The disk tier: record files published, verified, evicted and repaired.
 
-Imports `prefix`, `store`, `store.index`.
+Imports `prefix`, `records`, `store`, `store.index`.
 """

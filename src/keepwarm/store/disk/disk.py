@@ -11,20 +11,19 @@ import logging
 import shutil
 import sqlite3
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from types import TracebackType
+from typing import NamedTuple, Self
 
+from keepwarm.errors import BadRecord, NewerFormat, StoreFailed
 from keepwarm.prefix.blocks import BlockKey
-from keepwarm.store.atomic import Files, Scratch
-from keepwarm.store.disk.reconcile import make_directories, reconcile
-from keepwarm.store.disk.records import RecordFiles
-from keepwarm.store.index.index import Index
-from keepwarm.store.index.opening import open_index
-from keepwarm.store.marker import claim
-from keepwarm.store.record import (
+from keepwarm.records.cipher import Cipher
+from keepwarm.records.record import (
     Header,
     Part,
     ReadBuffer,
@@ -32,8 +31,12 @@ from keepwarm.store.record import (
     RecordView,
     encode_record,
 )
-from keepwarm.store.seal import Seal
-from keepwarm.store.thinning import find_surplus
+from keepwarm.store.atomic import Files, Scratch, is_alive
+from keepwarm.store.disk.record_files import RecordFiles
+from keepwarm.store.eviction import find_surplus
+from keepwarm.store.index.index import Index, open_index
+from keepwarm.store.marker import claim
+from keepwarm.store.names import bytes_of, directories, size_of, strays
 from keepwarm.store.tier import (
     BlockInfo,
     CheckpointRef,
@@ -49,6 +52,59 @@ from keepwarm.store.tier import (
     default_on_io_error,
     is_busy,
 )
+
+LOG = logging.getLogger(__name__)
+
+
+def make_directories(root: Path, files: Files) -> set[Path]:
+    """Make missing directories; returns those of blocks, which are synced."""
+    for name in ("blocks", "agents", "quarantine", "tmp"):
+        files.make_directory(root / name)
+    blocks = root / "blocks"
+    found = {path for path in blocks.iterdir() if path.is_dir() and not path.is_symlink()}
+    files.sync_directory(blocks)
+    return found
+
+
+def reconcile(records: RecordFiles, finish_deleting: Callable[[BlockKey], None], now: float) -> int:
+    """Finish deletions, cancel reservations of dead processes, add rows for files without one, and
+    delete rows without a file. Returns the bytes of files in `blocks/` that are not records.
+    """
+    for writer in records.index.lookups.writers():
+        if not is_alive(records.root / "tmp", writer):
+            records.index.cancel_writes(writer)
+    with records.names_lock.hold():
+        for key in records.index.lookups.deleting():
+            finish_deleting(key)
+    n_bytes = sum(map(bytes_of, strays(records.root)))
+    for directory in directories(records.root):
+        changes = directory.changes(records.index.lookups.names(directory.first))
+        n_bytes += sum(map(bytes_of, changes.strays))
+        n_bytes += sum(_adopt(records, key, part, now) for key, part in changes.added)
+        for key, part in changes.missing:
+            records.delete_missing(key, part)
+    return n_bytes
+
+
+def _adopt(records: RecordFiles, key: BlockKey, part: Part, now: float) -> int:
+    """Add the row of a file; returns the file's bytes if it must stay without one."""
+    path = records.path_of(key, part)
+    try:
+        with records.names_lock.hold():
+            header = records.use_record(key, part, lambda _, opened: opened.header)
+            about = path.stat()
+            records.index.add(header, about.st_size, min(about.st_mtime, now))
+    except BadRecord as bad:
+        records.quarantine(key, part, str(bad))
+    except NewerFormat as newer:
+        records.skip_newer(key, part, str(newer))
+        return size_of(path)
+    except FileNotFoundError:
+        return 0  # another process has deleted it
+    except OSError as error:
+        LOG.warning("%s could not be indexed: %s", path.name, error)
+    return 0
+
 
 INDEX_ROOM = 1 << 19  # what index and log may grow by in one put or deletion
 LOG = logging.getLogger(__name__)
@@ -78,7 +134,7 @@ class DiskTier:
         limits: DiskLimits | None = None,
         files: Files | None = None,
         clock: Callable[[], float] = time.time,
-        seal: Seal | None = None,
+        cipher: Cipher | None = None,
     ) -> None:
         self.limits = limits or DiskLimits()
         self._clock = clock
@@ -89,9 +145,9 @@ class DiskTier:
         self.is_wanted: Callable[[Header], bool] = lambda _: True
         files = files or Files()
         self.root = root = claim(root, files)
-        self.seal = seal
+        self.cipher = cipher
         self._directories = make_directories(root, files)
-        self.records = RecordFiles(root, files, self._open_index(), seal)
+        self.records = RecordFiles(root, files, self._open_index(), cipher)
         self.scratch = Scratch(root / "tmp", files)
         try:
             self._reconcile()
@@ -235,7 +291,7 @@ class DiskTier:
     # Writing
 
     def _put(self, record: Record) -> bool:
-        self.records.mend()
+        self.records.repair()
         if self._has(record.header):
             return False
         written = self.write(record)
@@ -243,7 +299,7 @@ class DiskTier:
 
     def write(self, record: Record) -> UnpublishedRecord | None:
         """Write a record that cannot be found yet; None if there is no room for it."""
-        header, buffers = record.header, encode_record(record, self.seal)
+        header, buffers = record.header, encode_record(record, self.cipher)
         n_bytes = sum(memoryview(piece).nbytes for piece in buffers)
         reservation = self._make_room(header, n_bytes)
         if reservation is None:
@@ -377,10 +433,54 @@ class DiskTier:
     # Start
 
     def _open_index(self) -> Index:
-        return open_index(self.root, self.seal)
+        return open_index(self.root, self.cipher)
 
     def _reconcile(self) -> None:
         self.index.follow_clock(self._clock())
         self.records.others.stray_bytes = reconcile(
             self.records, self._retry_deleting, self._clock()
         )
+
+
+class StagedRecords:
+    """Records that wait for others; use `with`, which withdraws those that were not published.
+
+    They are encrypted, counted and limited like all records of the store, and a start deletes what
+    a killed process left of them.
+    """
+
+    def __init__(self, disk: DiskTier) -> None:
+        self._disk = disk
+        self._written: deque[UnpublishedRecord] = deque()
+
+    def add(self, record: Record) -> bool:
+        """Write a record; False if there is no room for it."""
+        written = self._disk.write(record)
+        if written is not None:
+            self._written.append(written)
+        return written is not None
+
+    def publish(self) -> None:
+        """Let all be found; if one fails, those before it are deleted again."""
+        published = []
+        try:
+            while self._written:
+                written = self._written.popleft()
+                if self._disk.publish(written):
+                    published.append(written.header.key)
+        except BaseException:
+            with suppress(StoreFailed):
+                self._disk.delete_all(published)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        while self._written:
+            self._disk.withdraw(self._written.popleft())

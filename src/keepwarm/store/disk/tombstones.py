@@ -15,12 +15,12 @@ from typing import NamedTuple
 from keepwarm.errors import BadRecord
 from keepwarm.prefix.blocks import BlockKey, Namespace
 from keepwarm.store.disk.disk import DiskTier
-from keepwarm.store.disk.upkeep import (
+from keepwarm.store.disk.maintenance import (
     Progress,
-    delete_traceless,
     file_path,
     no_progress,
     read_file,
+    secure_delete,
     subtrees,
     write_file,
 )
@@ -124,4 +124,4 @@ def delete_everywhere(
     with as_store_errors(disk, "note what is deleted"):
         named = disk.index.lookups.named(deleting)
         Tombstones(disk).add(namespaces, [*named, *gone])
-    return delete_traceless(disk, deleting, progress)
+    return secure_delete(disk, deleting, progress)

@@ -1,4 +1,4 @@
 """The SQLite index: which records exist, their eviction priorities and pins.
 
-Imports `prefix`, `store`.
+Imports `prefix`, `records`, `store`.
 """

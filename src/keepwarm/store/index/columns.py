@@ -6,9 +6,9 @@ from typing import Protocol
 
 from keepwarm.errors import BadRecord
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace
+from keepwarm.records.cipher import Cipher
+from keepwarm.records.record import Header
 from keepwarm.store.index.database import Database
-from keepwarm.store.record import Header
-from keepwarm.store.seal import Seal
 from keepwarm.store.tier import NEIGHBOURS, TTL_PIN, Child, by_common_tokens
 
 
@@ -97,9 +97,9 @@ class SealedColumns:
     the best: linear in their number, some 7 µs each.
     """
 
-    def __init__(self, database: Database, seal: Seal) -> None:
+    def __init__(self, database: Database, cipher: Cipher) -> None:
         self._rows = database.rows
-        self._seal = seal
+        self._seal = cipher
 
     def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
         siblings = self._siblings(parent)

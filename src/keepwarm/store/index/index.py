@@ -7,30 +7,217 @@ so that several processes together stay under the limit.
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 import sqlite3
 from collections import Counter, deque
-from collections.abc import Collection, Generator, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from keepwarm.prefix.blocks import BlockKey
+from keepwarm.errors import BadInput, Busy, NewerFormat, StoreFailed
+from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockKey, Namespace
+from keepwarm.records.cipher import Cipher
+from keepwarm.records.record import Header, Part
+from keepwarm.store.atomic import FILE_MODE, exclusive
 from keepwarm.store.eviction import (
     CLOCK_TOLERANCE_S,
     DISK_HALF_LIFE_S,
     SHORT_BRANCH,
     SUPERSEDED,
+    Checkpoint,
     after_use,
     prefill_saved,
 )
 from keepwarm.store.index.columns import Columns, PlainColumns, SealedColumns
 from keepwarm.store.index.database import Database
 from keepwarm.store.index.forgotten import ForgottenLog
-from keepwarm.store.index.lookup import Lookups
-from keepwarm.store.record import Header, Part
-from keepwarm.store.seal import Seal
-from keepwarm.store.tier import TTL_PIN, StoredBlock
+from keepwarm.store.marker import check_encryption
+from keepwarm.store.names import INDEX, INDEX_FILES, SUFFIXES
+from keepwarm.store.tier import (
+    TTL_PIN,
+    BlockInfo,
+    CheckpointRef,
+    Child,
+    NamedBlock,
+    StoredBlock,
+    is_busy,
+)
+
+MAX_KEYS = 30_000  # of one query
+
+
+class Leaf(NamedTuple):
+    """A block without descendants."""
+
+    key: BlockKey
+    namespace: Namespace
+    number: int
+    n_tokens: int
+    used: float
+
+
+class Lookups:
+    """Read only."""
+
+    def __init__(self, database: Database, columns: Columns) -> None:
+        self._rows = database.rows
+        self._columns = columns
+
+    def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
+        rows = self._among("SELECT key, d, w, s, n_tokens, w_rows", "deleting = 0 AND key", keys)
+        return {
+            BlockKey(key): BlockInfo(_parts(d > 0, w > 0, s > 0), n_tokens, w_rows, d + w + s)
+            for key, d, w, s, n_tokens, w_rows in rows
+        }
+
+    def named(self, keys: Collection[BlockKey]) -> list[NamedBlock]:
+        """Those of these blocks that are stored."""
+        rows = self._among("SELECT key, parent, n_tokens", "key", keys)
+        return [NamedBlock(BlockKey(key), BlockKey(parent), n) for key, parent, n in rows]
+
+    def states(self, parents: Collection[BlockKey]) -> list[CheckpointRef]:
+        rows = self._among(
+            "SELECT key, parent, n_tokens", "s > 0 AND deleting = 0 AND parent", parents
+        )
+        return [CheckpointRef(BlockKey(key), BlockKey(parent), n) for key, parent, n in rows]
+
+    def _among(self, select: str, where: str, keys: Collection[BlockKey]) -> list[tuple[Any, ...]]:
+        """One query for all keys, split where SQLite limits the number of arguments."""
+        wanted, rows = list(keys), []
+        for start in range(0, len(wanted), MAX_KEYS):
+            some = wanted[start : start + MAX_KEYS]
+            marks = ",".join("?" * len(some))
+            rows += self._rows(f"{select} FROM blocks WHERE {where} IN ({marks})", some)
+        return rows
+
+    def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
+        return self._columns.children(parent, tokens)
+
+    def shorter_siblings(self, key: BlockKey) -> list[BlockKey]:
+        return self._columns.shorter_siblings(key)
+
+    def children_of(self, parent: BlockKey) -> list[BlockKey]:
+        query = "SELECT key FROM blocks WHERE parent = ? AND deleting = 0"
+        return [BlockKey(row[0]) for row in self._rows(query, (parent,))]
+
+    def parents(self, key: BlockKey) -> Iterator[BlockKey]:
+        """The chain from a block up to its first, the block itself included."""
+        query = (
+            "WITH RECURSIVE up(key, parent) AS (SELECT key, parent FROM blocks WHERE key = ? "
+            "UNION ALL SELECT b.key, b.parent FROM blocks b JOIN up ON b.key = up.parent) "
+            "SELECT key FROM up"
+        )
+        return (BlockKey(row[0]) for row in self._rows(query, (key,)))
+
+    def descendants(self, key: BlockKey) -> list[BlockKey]:
+        """Everything below a block, deepest first, without the block itself."""
+        query = (
+            "WITH RECURSIVE down(key, depth) AS (SELECT key, 1 FROM blocks WHERE parent = ? "
+            "UNION ALL SELECT b.key, depth + 1 FROM blocks b JOIN down ON b.parent = down.key) "
+            "SELECT key FROM down ORDER BY depth DESC"
+        )
+        return [BlockKey(row[0]) for row in self._rows(query, (key,))]
+
+    def first_of_branch(self, key: BlockKey, limit: int) -> list[BlockKey]:
+        """A block and what is below it, at most `limit` blocks."""
+        query = (
+            "WITH RECURSIVE down(key) AS (SELECT ? UNION ALL "
+            "SELECT b.key FROM blocks b JOIN down ON b.parent = down.key) "
+            "SELECT key FROM down LIMIT ?"
+        )
+        return [BlockKey(row[0]) for row in self._rows(query, (key, limit))]
+
+    def leaves(self) -> list[Leaf]:
+        """Blocks without descendants, the last used first."""
+        query = (
+            "SELECT key, namespace, number, n_tokens, used FROM blocks "
+            "WHERE children = 0 AND deleting = 0 ORDER BY used DESC, key"
+        )
+        decode = self._columns.decode_namespace
+        return [Leaf(BlockKey(k), decode(k, name), *rest) for k, name, *rest in self._rows(query)]
+
+    def superseded(self, key: BlockKey) -> list[BlockKey]:
+        """Shorter siblings that this block can replace: it has their rows, they have no state."""
+        query = (
+            "SELECT 1 FROM blocks b, blocks old WHERE b.key = ? AND old.key = ? "
+            "AND old.s = 0 AND old.pins = 0 AND old.children = 0 "
+            "AND (old.d = 0 OR b.d > 0) AND (old.w = 0 OR b.w > 0 AND b.w_rows = b.n_tokens)"
+        )
+        return [old for old in self.shorter_siblings(key) if self._rows(query, (key, old))]
+
+    def checkpoints(self, key: BlockKey) -> tuple[list[Checkpoint], int]:
+        """The states on the path to a block that has one, and the K and V bytes on that path."""
+        found = self._rows("SELECT 1 FROM blocks WHERE key = ? AND s > 0 AND NOT deleting", (key,))
+        path = list(self.parents(key)) if found else []
+        rows = self._among("SELECT key, parent, d + w * (w_rows > 0)", "key", path)
+        by_parent = {parent: own for own, parent, _ in rows}
+        return list(self._checkpoints(by_parent)), sum(n_bytes for *_, n_bytes in rows)
+
+    def _checkpoints(self, path: Mapping[BlockKey, BlockKey]) -> Iterator[Checkpoint]:
+        """States at the ends of the path's blocks and inside them; `path` is blocks by parent."""
+        states = {state.key: state.parent for state in self.states(list(path))}
+        rows = self._among("SELECT key, number, n_tokens, s, pins", "key", list(states))
+        for key, number, n_tokens, n_bytes, pins in rows:
+            beside = path[states[key]]
+            if key != beside and key not in self.shorter_siblings(beside):
+                continue  # it belongs to another conversation
+            place = (states[key], key) if n_tokens < BLOCK_TOKENS else (key,)
+            at, is_fork = number * BLOCK_TOKENS + n_tokens, self._columns.is_fork(*place)
+            yield Checkpoint(at, BlockKey(key), beside, n_bytes, pins > 0, is_fork)
+
+    def walk(self) -> Iterator[StoredBlock]:
+        last = b""
+        while True:
+            rows = self._rows(
+                "SELECT key, parent, namespace, number, n_tokens, d, w, s, used, pins "
+                "FROM blocks WHERE deleting = 0 AND key > ? ORDER BY key LIMIT 1000",
+                (last,),
+            )
+            for key, parent, namespace, number, n_tokens, d, w, s, used, pins in rows:
+                sizes = {p: n for p, n in zip(Part, (d, w, s), strict=True) if n}
+                yield StoredBlock(
+                    BlockKey(key), BlockKey(parent),
+                    self._columns.decode_namespace(key, namespace),
+                    number, n_tokens, sizes, used, pins > 0,
+                )  # fmt: skip
+            if not rows:
+                return
+            last = rows[-1][0]
+
+    def n_bytes(self) -> int:
+        """Bytes of all records, reserved ones included."""
+        return int(self._rows("SELECT value FROM counts WHERE name = 'bytes'")[0][0])
+
+    def n_blocks(self) -> int:
+        return int(self._rows("SELECT value FROM counts WHERE name = 'blocks'")[0][0])
+
+    def deleting(self) -> list[BlockKey]:
+        return [BlockKey(row[0]) for row in self._rows("SELECT key FROM blocks WHERE deleting = 1")]
+
+    def is_deleting(self, key: BlockKey) -> bool:
+        return bool(self._rows("SELECT 1 FROM blocks WHERE key = ? AND deleting", (key,)))
+
+    def owners(self, key: BlockKey) -> list[str]:
+        return [row[0] for row in self._rows("SELECT owner FROM pins WHERE key = ?", (key,))]
+
+    def writers(self) -> set[str]:
+        return {row[0] for row in self._rows("SELECT DISTINCT writer FROM writes")}
+
+    def names(self, first: bytes = b"") -> dict[str, int]:
+        """File names and bytes of all records whose keys begin so, also of those being deleted."""
+        query = "SELECT lower(hex(key)), d, w, s FROM blocks WHERE key BETWEEN ? AND ?"
+        rows = self._rows(query, (first, first.ljust(KEY_BYTES, b"\xff")))
+        named = ((stem, zip(SUFFIXES, sizes, strict=True)) for stem, *sizes in rows)
+        return {stem + suffix: n for stem, parts in named for suffix, n in parts if n}
+
+
+@cache
+def _parts(d: bool, w: bool, s: bool) -> frozenset[Part]:
+    return frozenset(part for part, held in zip(Part, (d, w, s), strict=True) if held)
+
 
 MAX_TOUCHES = 20_000  # waiting for the next write; then the oldest are forgotten
 LATEST = "latest use"  # in `counts`, in seconds since 1970
@@ -57,14 +244,14 @@ class _Candidate(NamedTuple):
 class Index:
     """Every change is one transaction. Queries are in `lookups`."""
 
-    def __init__(self, path: Path, seal: Seal | None = None) -> None:
+    def __init__(self, path: Path, cipher: Cipher | None = None) -> None:
         self._touched: deque[tuple[float, float, BlockKey]] = deque(maxlen=MAX_TOUCHES)
         self._cancelled: deque[int] = deque()  # reservations that the next change ends
         self.database = Database(path)
         self.database.add_function("after_use", 3, self._after_use)
         self.database.add_function("cost_of", 5, self.cost_of)
         self._columns: Columns = (
-            PlainColumns(self.database) if seal is None else SealedColumns(self.database, seal)
+            PlainColumns(self.database) if cipher is None else SealedColumns(self.database, cipher)
         )
         self.lookups = Lookups(self.database, self._columns)
         self.forgotten = ForgottenLog(self.database, self._columns)
@@ -330,3 +517,55 @@ def _note_time(db: sqlite3.Connection, now: float) -> None:
 
 def _end_write(db: sqlite3.Connection, reservation: int) -> None:
     db.execute("DELETE FROM writes WHERE id = ?", (reservation,))
+
+
+DAMAGED = f"{INDEX}-damaged"  # tells the next start to rebuild
+OUTAGES = (
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_CANTOPEN,
+)
+LOG = logging.getLogger(__name__)
+
+
+def open_index(root: Path, cipher: Cipher | None) -> Index:
+    """The index, or an empty one where it is lost or damaged; the record files refill it."""
+    path = root / INDEX
+    with exclusive(root / "tmp" / "index"):
+        check_encryption(root, cipher)
+        try:
+            path.touch(FILE_MODE)
+            index = Index(path, cipher)
+            if not (root / DAMAGED).exists():
+                return index
+            index.close()
+        except NewerFormat as error:
+            raise BadInput(
+                f"The store {root} was written by a newer Keepwarm; "
+                "update this one, or name another directory as KEEPWARM_STORE."
+            ) from error
+        except sqlite3.DatabaseError as error:
+            if is_busy(error):
+                raise Busy(f"Other processes are using the index of {root}; try again.") from error
+            if _is_outage(error):
+                raise StoreFailed(
+                    f"The index of {root} cannot be opened ({error}); "
+                    "look at its disk, then try again."
+                ) from error
+        LOG.warning("the index is damaged and is rebuilt")
+        for name in (*INDEX_FILES, DAMAGED):
+            (root / name).unlink(missing_ok=True)
+        path.touch(FILE_MODE)
+        return Index(path, cipher)
+
+
+def note_damage(root: Path) -> None:
+    """Let the next start rebuild the index."""
+    (root / DAMAGED).touch(FILE_MODE)
+
+
+def _is_outage(error: sqlite3.Error) -> bool:
+    """Whether the disk is full, read-only or failing; the file itself may be fine."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    return code in OUTAGES

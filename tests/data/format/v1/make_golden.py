@@ -12,8 +12,8 @@ from math import prod
 from pathlib import Path
 
 from keepwarm.prefix.blocks import Namespace, chain, unpack
-from keepwarm.store.header import ITEM_BYTES
-from keepwarm.store.record import Header, Part, Record, Tensor, encode_record
+from keepwarm.records.header import ITEM_BYTES
+from keepwarm.records.record import Header, Part, Record, Tensor, encode_record
 
 NAMESPACE = Namespace(bytes(range(32)))
 PROMPT = [7 * n % 50_000 for n in range(300)]

@@ -5,13 +5,13 @@ import sys
 
 import pytest
 
-from keepwarm.store.disk.wear import DAYS_KEPT, Wear
+from keepwarm.store.disk.write_budget import DAYS_KEPT, WriteBudget
 
 TAKER = """
 import sys
 from pathlib import Path
-from keepwarm.store.disk.wear import Wear
-wear = Wear(Path(sys.argv[1]), 5_000, lambda: "2026-11-15")
+from keepwarm.store.disk.write_budget import WriteBudget
+wear = WriteBudget(Path(sys.argv[1]), 5_000, lambda: "2026-11-15")
 sys.stdin.readline()
 print(sum(wear.take(100) for _ in range(40)))
 """
@@ -33,11 +33,11 @@ def test_processes_together_stay_within_the_budget(root):
         taker.stdin.flush()
     taken = [int(taker.communicate(timeout=300)[0]) for taker in takers]
     assert sum(taken) == 50
-    assert Wear(root).by_day() == {"2026-11-15": 5_000}
+    assert WriteBudget(root).by_day() == {"2026-11-15": 5_000}
 
 
 def test_what_was_not_written_may_be_taken_again(root):
-    wear = Wear(root, 100, lambda: "2026-11-15")
+    wear = WriteBudget(root, 100, lambda: "2026-11-15")
     assert wear.take(60)
     assert not wear.take(60)
     assert not wear.allows(60)
@@ -47,14 +47,14 @@ def test_what_was_not_written_may_be_taken_again(root):
 
 
 def test_without_a_budget_all_is_counted_and_nothing_refused(root):
-    wear = Wear(root, None, lambda: "2026-11-15")
+    wear = WriteBudget(root, None, lambda: "2026-11-15")
     assert [wear.take(1 << 40), wear.take(1)] == [True, True]
     assert wear.by_day() == {"2026-11-15": (1 << 40) + 1}
 
 
 def test_what_is_given_back_after_midnight_is_not_owed(root):
     day = ["2026-11-15"]
-    wear = Wear(root, 100, lambda: day[0])
+    wear = WriteBudget(root, 100, lambda: day[0])
     assert wear.take(60)
     day[0] = "2026-11-16"
     wear.give_back(60)
@@ -65,5 +65,5 @@ def test_what_is_given_back_after_midnight_is_not_owed(root):
 def test_old_days_are_forgotten(root):
     days = [f"2026-{n // 28 + 1:02}-{n % 28 + 1:02}" for n in range(DAYS_KEPT + 5)]
     for day in days:
-        assert Wear(root, None, lambda day=day: day).take(1)
-    assert list(Wear(root).by_day()) == days[5:]
+        assert WriteBudget(root, None, lambda day=day: day).take(1)
+    assert list(WriteBudget(root).by_day()) == days[5:]

@@ -4,8 +4,8 @@ import errno
 
 import pytest
 
-from keepwarm.store.disk.fsck import verify
-from keepwarm.store.record import Part
+from keepwarm.records.record import Part
+from keepwarm.store.disk.maintenance import verify
 from tests.store.kit import chain_of
 
 

@@ -29,7 +29,8 @@ from pydantic_core import from_json
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockKey, Namespace, block_key
 from keepwarm.prefix.fingerprint import FORMAT_VERSION, NAMESPACE_BYTES
-from keepwarm.store.header import (
+from keepwarm.records.cipher import OVERHEAD, TAG_BYTES, Cipher
+from keepwarm.records.header import (
     HasBytes,
     HeaderText,
     LazyTensors,
@@ -39,7 +40,6 @@ from keepwarm.store.header import (
     parse_table,
     whole,
 )
-from keepwarm.store.seal import OVERHEAD, TAG_BYTES, Seal
 
 MAX_HEADER_BYTES = 4 << 20  # JSON takes up to 20 times as much memory
 
@@ -118,7 +118,7 @@ class VerifiedHeader(NamedTuple):
     header: Header
     entries: tuple[TensorEntry, ...]
     data_start: int
-    seal: Seal | None = None
+    cipher: Cipher | None = None
 
     @property
     def n_bytes(self) -> int:
@@ -156,7 +156,7 @@ class UnreadTensor:
     def read_into(self, pieces: Sequence[Any]) -> None:
         """Read into these pieces of memory in order instead; their content is undefined if this
         raises."""
-        if self._data.seal is None:
+        if self._data.cipher is None:
             self._data.read_verified(self._entry, pieces)
             return
         rest = self.data
@@ -171,9 +171,9 @@ class RecordView(NamedTuple):
     tensors: Sequence[HasBytes | UnreadTensor]
 
 
-def encode_record(record: Record, seal: Seal | None = None) -> list[bytes | memoryview]:
+def encode_record(record: Record, cipher: Cipher | None = None) -> list[bytes | memoryview]:
     """The file as buffers to be written in order; unsealed tensors are not copied."""
-    stored = [_stored(record.header, tensor, seal) for tensor in record.tensors]
+    stored = [_stored(record.header, tensor, cipher) for tensor in record.tensors]
     table, at = {}, 0
     for tensor, (data, _) in zip(record.tensors, stored, strict=True):
         end = at + memoryview(data).nbytes
@@ -183,11 +183,13 @@ def encode_record(record: Record, seal: Seal | None = None) -> list[bytes | memo
     said = dumps({**_header_json(record.header), "digests": digests})
     head = HeaderText({"keepwarm": said}, table)
     head.metadata["digest"] = head.digest(said)
-    text = (head if seal is None else head.sealed(seal)).padded()
+    text = (head if cipher is None else head.sealed(cipher)).padded()
     return [struct.pack("<Q", len(text)), text, *(data for data, _ in stored)]
 
 
-def open_record(file: BinaryIO, file_bytes: int | None, seal: Seal | None = None) -> VerifiedHeader:
+def open_record(
+    file: BinaryIO, file_bytes: int | None, cipher: Cipher | None = None
+) -> VerifiedHeader:
     """Read and verify the header; raises BadRecord with the reason. None: the header alone says how
     many bytes the file has.
 
@@ -202,11 +204,11 @@ def open_record(file: BinaryIO, file_bytes: int | None, seal: Seal | None = None
         head = HeaderText.parse(text)
         if text != head.padded():  # duplicate names, for example: readers differ in which they take
             raise BadRecord("the header is not canonical")
-        head = head.opened(seal)
+        head = head.opened(cipher)
         said = head.metadata["keepwarm"]
         if head.digest(said) != head.metadata["digest"]:
             raise BadRecord("the header does not match its digest")
-        return _parse(from_json(said), head.entries, 8 + n_header, file_bytes, seal)
+        return _parse(from_json(said), head.entries, 8 + n_header, file_bytes, cipher)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadRecord(f"the header cannot be read ({type(error).__name__})") from error
 
@@ -258,16 +260,16 @@ class _Data:
     """The data of an open record, tensor by tensor."""
 
     def __init__(self, file: BinaryIO, opened: VerifiedHeader) -> None:
-        self.seal = opened.seal
+        self.cipher = opened.cipher
         self._file, self._opened = file, opened
         self._at = -1  # the file's position in the data; -1 if unknown
 
     def read(self, entry: TensorEntry, buffer: ReadBuffer) -> memoryview:
         memory = buffer.take(entry.end - entry.start)
         self.read_verified(entry, [memory])
-        if self.seal is None:
+        if self.cipher is None:
             return memory
-        return memoryview(self.seal.open(_sealed_name(self._opened.header, entry), memory))
+        return memoryview(self.cipher.open(_sealed_name(self._opened.header, entry), memory))
 
     def read_verified(self, entry: TensorEntry, pieces: Sequence[Any]) -> None:
         """The bytes as stored, encrypted or not."""
@@ -276,7 +278,7 @@ class _Data:
         self._at = -1
         _fill_all(pieces, entry.end - entry.start, self._file)
         self._at = entry.end
-        is_whole = entry.fits(pieces) if self.seal is None else _tag(pieces[0]) == entry.digest
+        is_whole = entry.fits(pieces) if self.cipher is None else _tag(pieces[0]) == entry.digest
         if not is_whole:
             raise BadRecord(f"{entry.name} does not match its digest")
 
@@ -288,10 +290,10 @@ class _Payload(NamedTuple):
     digest: str
 
 
-def _stored(header: Header, tensor: HasBytes, seal: Seal | None) -> _Payload:
-    if seal is None:
+def _stored(header: Header, tensor: HasBytes, cipher: Cipher | None) -> _Payload:
+    if cipher is None:
         return _Payload(tensor.data, tensor_digest(tensor))
-    data = seal.seal(_sealed_name(header, tensor), tensor.data)
+    data = cipher.seal(_sealed_name(header, tensor), tensor.data)
     return _Payload(data, _tag(data))
 
 
@@ -306,7 +308,7 @@ def _tag(data: bytes | memoryview) -> str:
 
 
 def _parse(
-    said: dict[str, Any], table: str, data_start: int, n_file: int | None, seal: Seal | None
+    said: dict[str, Any], table: str, data_start: int, n_file: int | None, cipher: Cipher | None
 ) -> VerifiedHeader:
     version = whole(said["version"], least=1)
     if version > FORMAT_VERSION:
@@ -323,9 +325,9 @@ def _parse(
         extra=extra,
         version=version,
     )
-    places, digests = parse_table(table, 0 if seal is None else OVERHEAD), said["digests"]
+    places, digests = parse_table(table, 0 if cipher is None else OVERHEAD), said["digests"]
     entries = tuple(TensorEntry(*place, digests[place.name]) for place in places)
-    opened = VerifiedHeader(header, entries, data_start, seal)
+    opened = VerifiedHeader(header, entries, data_start, cipher)
     if n_file not in (None, opened.n_bytes):
         raise BadRecord(f"the file has {n_file} bytes, its header says {opened.n_bytes}")
     return opened

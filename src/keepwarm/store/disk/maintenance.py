@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
+from keepwarm.errors import NewerFormat
 from keepwarm.prefix.blocks import BlockKey
+from keepwarm.records.record import Part
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.names import WHY, is_quarantined, size_of
 from keepwarm.store.tier import BlockTree, as_store_errors
@@ -23,8 +25,8 @@ def no_progress(done: int, total: int) -> None:
 
 def file_path(disk: DiskTier, directory: str, name: str) -> Path:
     """The path of a small file; in a sealed store its name reveals nothing."""
-    seal = disk.seal
-    stem = name if seal is None else seal.hidden(directory, name.encode()).hex()
+    cipher = disk.cipher
+    stem = name if cipher is None else cipher.hidden(directory, name.encode()).hex()
     return disk.root / directory / f"{stem}.json"
 
 
@@ -33,7 +35,9 @@ def write_file(disk: DiskTier, path: Path, data: bytes) -> None:
     with as_store_errors(disk, f"write {path.name}"):
         disk.ensure_directory(path.parent)
         temp = disk.scratch.new()
-        disk.files.write(temp, [data if disk.seal is None else disk.seal.seal(_label(path), data)])
+        disk.files.write(
+            temp, [data if disk.cipher is None else disk.cipher.seal(_label(path), data)]
+        )
         disk.files.publish(temp, path)
 
 
@@ -41,14 +45,14 @@ def read_file(disk: DiskTier, path: Path) -> bytes:
     """The content of a small file; raises BadRecord if it is sealed and does not open."""
     with disk.files.open(path) as file:
         data = file.read()
-    return data if disk.seal is None else disk.seal.open(_label(path), data)
+    return data if disk.cipher is None else disk.cipher.open(_label(path), data)
 
 
 def _label(path: Path) -> bytes:
     return f"{path.parent.name}/{path.name}".encode()
 
 
-def delete_traceless(
+def secure_delete(
     disk: DiskTier, keys: Sequence[BlockKey], progress: Progress = no_progress
 ) -> int:
     """Delete blocks; how many there were. Afterwards their tokens are in neither the index, its log
@@ -110,3 +114,52 @@ def _remove(disk: DiskTier, path: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+class RecordCheck(NamedTuple):
+    """One record and what is wrong with it; None if nothing is, or if it cannot be judged."""
+
+    key: BlockKey
+    part: Part
+    n_bytes: int
+    wrong: str | None = None
+    newer: bool = False
+    quarantined: bool = False
+
+
+def total_bytes(disk: DiskTier) -> int:
+    """Bytes of all records."""
+    with as_store_errors(disk, "list its blocks"):
+        return disk.index.lookups.n_bytes()
+
+
+def verify(disk: DiskTier, fix: bool = False) -> Iterator[RecordCheck]:
+    """Check every record; with `fix`, bad ones are quarantined with the reason.
+
+    A record that cannot be read may be good: it is reported and stays.
+    """
+    for stored in disk.walk():
+        for part, n_bytes in stored.n_bytes.items():
+            checked = _check(disk, RecordCheck(stored.key, part, n_bytes), fix)
+            if checked is not None:
+                yield checked
+
+
+def _check(disk: DiskTier, record: RecordCheck, fix: bool) -> RecordCheck | None:
+    """None if it was deleted meanwhile."""
+    key, part = record.key, record.part
+    try:
+        wrong = disk.records.find_fault(key, part)
+    except NewerFormat:
+        return record._replace(newer=True)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return record._replace(wrong=f"could not be read: {error.strerror or error}")
+    if wrong is not None and fix:
+        disk.read(key, part)  # reading a bad record quarantines it
+        disk.records.repair()
+        return record._replace(
+            wrong=wrong, quarantined=not disk.records.path_of(key, part).exists()
+        )
+    return record._replace(wrong=wrong)

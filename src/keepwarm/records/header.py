@@ -15,7 +15,7 @@ import xxhash
 from pydantic_core import from_json, to_json
 
 from keepwarm.errors import BadRecord
-from keepwarm.store.seal import Seal
+from keepwarm.records.cipher import Cipher
 
 MAX_KNOWN_TABLE = 1 << 15  # characters; 300 tensors
 MAX_COUNT = (1 << 47) - 1  # no file is longer, and no array has more items
@@ -68,7 +68,7 @@ class LazyTensors(Sequence[HasBytes], ABC):
         return self._made[index]
 
 
-class TensorPlace(NamedTuple):
+class TensorSpan(NamedTuple):
     """The position of a tensor in the data, and what its digest has in front of its bytes."""
 
     name: str
@@ -108,16 +108,16 @@ class HeaderText:
     def digest(self, said: str) -> str:
         return xxhash.xxh3_128(f"{said}\n{self.entries}".encode()).hexdigest()
 
-    def sealed(self, seal: Seal) -> HeaderText:
+    def sealed(self, cipher: Cipher) -> HeaderText:
         """Tensors by number, as bytes; everything else is in one sealed string."""
         spans = (entry["data_offsets"] for entry in self.table.values())
         table = {str(n): entry_json("U8", (b - a,), a, b) for n, (a, b) in enumerate(spans)}
-        sealed = seal.seal(dumps(table).encode(), self.text().encode())
+        sealed = cipher.seal(dumps(table).encode(), self.text().encode())
         return HeaderText({"sealed": b64encode(sealed).decode()}, table)
 
-    def opened(self, seal: Seal | None) -> HeaderText:
+    def opened(self, cipher: Cipher | None) -> HeaderText:
         """The header before it was sealed."""
-        if seal is None:
+        if cipher is None:
             if "sealed" in self.metadata:
                 raise PermissionError("it is encrypted, and no key is given")
             return self
@@ -126,16 +126,16 @@ class HeaderText:
         sealed = b64decode(self.metadata["sealed"], validate=True)
         if b64encode(sealed).decode() != self.metadata["sealed"]:
             raise BadRecord("the header is not canonical")
-        return HeaderText.parse(seal.open(self.entries.encode(), sealed))
+        return HeaderText.parse(cipher.open(self.entries.encode(), sealed))
 
 
-def parse_table(table: str, overhead: int) -> tuple[TensorPlace, ...]:
+def parse_table(table: str, overhead: int) -> tuple[TensorSpan, ...]:
     """The tensors of a record; `overhead` is what encrypting adds to each."""
     parse = _known_table if len(table) <= MAX_KNOWN_TABLE else _parsed
     return parse(table, overhead)
 
 
-def _parsed(table: str, overhead: int) -> tuple[TensorPlace, ...]:
+def _parsed(table: str, overhead: int) -> tuple[TensorSpan, ...]:
     return tuple(_places(from_json(table), overhead))
 
 
@@ -144,14 +144,14 @@ def _parsed(table: str, overhead: int) -> tuple[TensorPlace, ...]:
 _known_table = lru_cache(maxsize=256)(_parsed)
 
 
-def _places(table: Mapping[str, Any], overhead: int) -> Iterator[TensorPlace]:
+def _places(table: Mapping[str, Any], overhead: int) -> Iterator[TensorSpan]:
     at = 0
     for name, entry in table.items():
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         end = at + math.prod(map(whole, shape)) * ITEM_BYTES[dtype] + overhead
         if [*map(whole, entry["data_offsets"])] != [at, end]:
             raise BadRecord(f"the offsets of {name} do not match its shape")
-        yield TensorPlace(name, dtype, shape, at, end, label(name, dtype, shape))
+        yield TensorSpan(name, dtype, shape, at, end, label(name, dtype, shape))
         at = end
 
 

@@ -18,7 +18,7 @@ def today() -> str:
     return datetime.now(UTC).date().isoformat()
 
 
-class Wear:
+class WriteBudget:
     """Bytes written by day, in a small file beside the blocks."""
 
     def __init__(

@@ -6,8 +6,11 @@ exchanged. The keys for bytes and for names are derived from the given key.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import os
+from base64 import b64decode
+from collections.abc import Mapping
 from typing import TypeAlias
 
 from keepwarm.errors import BadInput, BadRecord
@@ -16,12 +19,13 @@ from keepwarm.prefix.blocks import Namespace
 KEY_BYTES = 32
 NONCE_BYTES = 12
 TAG_BYTES = 16
+MIN_PASSPHRASE = 12  # characters
 OVERHEAD = NONCE_BYTES + TAG_BYTES  # bytes that sealing adds
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
 
-class Seal:
+class Cipher:
     """Encrypts and decrypts with one key. Thread-safe."""
 
     def __init__(self, key: bytes) -> None:
@@ -55,13 +59,13 @@ class Seal:
         return hmac.digest(self._names, kind.encode() + b"\0" + value, "sha256")
 
 
-def stored_namespace(seal: Seal | None, name: Namespace) -> Namespace:
+def stored_namespace(cipher: Cipher | None, name: Namespace) -> Namespace:
     """The namespace of a store's keys.
 
     In a sealed store it is secret: without it no one can hash a prompt and test whether the store
     has it.
     """
-    return name if seal is None else Namespace(seal.hidden("namespace", name))
+    return name if cipher is None else Namespace(cipher.hidden("namespace", name))
 
 
 def _derive(key: bytes, use: bytes) -> bytes:
@@ -71,3 +75,22 @@ def _derive(key: bytes, use: bytes) -> bytes:
     if len(key) != KEY_BYTES:
         raise ValueError(f"a key has {KEY_BYTES} bytes")
     return HKDF(SHA256(), KEY_BYTES, salt=None, info=use).derive(key)
+
+
+def derive_key(secret: str, salt: bytes, scrypt: Mapping[str, int]) -> bytes:
+    """Base64 of 32 bytes is the key itself; anything else is a passphrase for scrypt."""
+    try:
+        key = b64decode(secret, altchars=b"-_" if {"-", "_"} & set(secret) else None, validate=True)
+    except ValueError:
+        key = b""
+    if len(key) == KEY_BYTES:
+        return key
+    if len(secret) < MIN_PASSPHRASE:
+        raise BadInput(
+            f"The encryption key is shorter than {MIN_PASSPHRASE} characters; "
+            "use a longer passphrase, or base64 of 32 random bytes."
+        )
+    return hashlib.scrypt(
+        secret.encode(), salt=salt, maxmem=1 << 28, dklen=KEY_BYTES,
+        n=scrypt["n"], r=scrypt["r"], p=scrypt["p"],
+    )  # fmt: skip

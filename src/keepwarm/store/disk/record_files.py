@@ -13,13 +13,8 @@ from typing import BinaryIO, NamedTuple, TypeAlias, TypeVar
 
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BlockKey
-from keepwarm.store.atomic import Files, SharedLock
-from keepwarm.store.disk.pages import Pages
-from keepwarm.store.index.database import is_damage
-from keepwarm.store.index.index import Index
-from keepwarm.store.index.opening import note_damage
-from keepwarm.store.names import OtherFiles, path_of
-from keepwarm.store.record import (
+from keepwarm.records.cipher import Cipher
+from keepwarm.records.record import (
     Part,
     ReadBuffer,
     Record,
@@ -31,8 +26,55 @@ from keepwarm.store.record import (
     read_tensors,
     view_record,
 )
-from keepwarm.store.seal import Seal
+from keepwarm.store.atomic import Files, SharedLock
+from keepwarm.store.index.database import is_damage
+from keepwarm.store.index.index import Index, note_damage
+from keepwarm.store.names import OtherFiles, path_of
 from keepwarm.store.tier import ReadFault, TierCounts, default_on_io_error, is_busy
+
+MAX_KNOWN = 1 << 16  # files
+
+
+class Pages:
+    """Which files are dropped from the page cache, in one process.
+
+    Restored rows live on as arrays, so the cached pages of their file would hold them twice. A file
+    that was not cached and is restored for the first time is dropped again, which frees its pages
+    for the next one. A file that is restored again, by another agent with the same prefix or
+    because the arrays were released, stays cached.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._brought: set[str] = set()  # cached by us, for the first time
+        self._known: set[str] = set()  # restored before
+
+    def opened(self, file: BinaryIO) -> None:
+        """The file is about to be read."""
+        name = os.fspath(file.name)
+        if name not in self._known and not self._files.is_cached(file):
+            _add(name, self._brought)
+
+    def done(self, file: BinaryIO) -> None:
+        """The whole file was restored."""
+        name = os.fspath(file.name)
+        if name in self._brought:
+            self._brought.discard(name)
+            self._files.drop_cached_pages(file)
+        _add(name, self._known)
+
+    def forget(self) -> None:
+        """As after a start."""
+        self._brought.clear()
+        self._known.clear()
+
+
+def _add(name: str, names: set[str]) -> None:
+    """Remember a file. Forgets all at the limit: that only costs some time."""
+    if len(names) >= MAX_KNOWN:
+        names.clear()
+    names.add(name)
+
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -54,11 +96,11 @@ class Repair(NamedTuple):
 class RecordFiles:
     """The record files of one directory, and the index of them."""
 
-    def __init__(self, root: Path, files: Files, index: Index, seal: Seal | None) -> None:
+    def __init__(self, root: Path, files: Files, index: Index, cipher: Cipher | None) -> None:
         self.root = root
         self.files = files
         self.index = index
-        self.seal = seal
+        self.cipher = cipher
         self.counts = TierCounts()
         self.others = OtherFiles(root)
         self.pages = Pages(files)
@@ -138,17 +180,17 @@ class RecordFiles:
         if path.is_dir() and not path.is_symlink():
             raise BadRecord("it is a directory")
         with self.files.open(path) as file:
-            opened = open_record(file, os.fstat(file.fileno()).st_size, self.seal)
+            opened = open_record(file, os.fstat(file.fileno()).st_size, self.cipher)
             check_identity(opened.header, key, part)
             return use(file, opened)
 
     def _note_repair(self, repair: Repair) -> None:
         """Repair now if no lock is held by others, for which a reader does not wait."""
         self._repairs[repair] = None
-        self.mend(wait_s=0.0)
+        self.repair(wait_s=0.0)
 
     @default_on_io_error(lambda: None)
-    def mend(self, wait_s: float | None = None) -> None:
+    def repair(self, wait_s: float | None = None) -> None:
         """Do the repairs that readers have noted."""
         for repair in list(self._repairs):
             try:

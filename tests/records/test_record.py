@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BlockKey, pack, unpack
 from keepwarm.prefix.fingerprint import FORMAT_VERSION
-from keepwarm.store.header import ITEM_BYTES, _known_table, label
-from keepwarm.store.record import (
+from keepwarm.records.header import ITEM_BYTES, _known_table, label
+from keepwarm.records.record import (
     MAX_HEADER_BYTES,
     Header,
     Part,

@@ -1,0 +1,4 @@
+"""The file format of a block: header, tensors, digests, encryption.
+
+Imports `prefix`.
+"""
