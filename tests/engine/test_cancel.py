@@ -66,8 +66,8 @@ def cancelled_at(
 
 
 def test_a_prompt_is_prefilled_no_further_than_its_slice(engine):
-    """Cancelled in the third of thirty slices."""
-    module, prompt = engine.model.module, prompt_of(30 * SLICE)
+    """Cancelled in the third of eight slices."""
+    module, prompt = engine.model.module, prompt_of(8 * SLICE)
     _, after = cancelled_at(engine, lambda _: len(module.shapes) == 3, ask(prompt, 5))
     assert len(after) <= 1
     assert sum(length for _, length in after) <= SLICE

@@ -11,7 +11,7 @@ from keepwarm.text.request import Delta
 from tests.kit.engines import Exam, Models, ask, engine_on, tokens_of
 from tests.kit.runs import prompt_of
 
-LONG = prompt_of(1000, seed=5)
+SHORT, LONG = prompt_of(600, seed=4), prompt_of(1000, seed=5)
 
 
 @pytest.fixture(autouse=True)
@@ -19,20 +19,20 @@ def _as_on_cuda(monkeypatch):
     monkeypatch.setattr(SlabPool, "if_cuda", classmethod(lambda cls: cls()))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
 def test_turns_and_restarts_are_exact(architecture: str, models: Models, tmp_path: Path) -> None:
     exam = Exam(models.module(architecture))
     with engine_on(models.of(architecture), tmp_path) as engine:
-        first = engine.submit(ask(LONG, 40, policy=Policy.DURABLE)).result().choices[0]
-        exam.add(LONG, first)
-        turn = [*LONG, *tokens_of(first), *prompt_of(50, seed=6)]
+        first = engine.submit(ask(SHORT, 10, policy=Policy.DURABLE)).result().choices[0]
+        exam.add(SHORT, first)
+        turn = [*SHORT, *tokens_of(first), *prompt_of(50, seed=6)]
         engine.call(engine.live.clear).result()
         second = engine.submit(ask(turn, policy=Policy.DURABLE)).result()
-        assert second.receipt.reused.get("memory", 0) >= len(LONG)
+        assert second.receipt.reused.get("memory", 0) >= len(SHORT)
         exam.add(turn, second.choices[0])
     with engine_on(models.of(architecture), tmp_path) as engine:
         third = engine.submit(ask([*turn, 1])).result()
-        assert third.receipt.reused.get("disk", 0) >= len(LONG)
+        assert third.receipt.reused.get("disk", 0) >= len(SHORT)
         exam.add([*turn, 1], third.choices[0])
     exam.check()
 

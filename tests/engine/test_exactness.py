@@ -19,18 +19,14 @@ from keepwarm.prefix.policy import Policy
 from keepwarm.store.eviction import NEAR
 from keepwarm.text.request import KVOptions, Receipt
 from tests.kit.engines import Exam, Models, ask, engine_on, held, memory, tokens_of
-from tests.kit.models import ARCHITECTURES
+from tests.kit.models import ARCHITECTURES, LAYER_KINDS
 from tests.kit.runs import prompt_of
 
 N = 5  # tokens an answer
-ROWS = ("llama", "qwen3", "deepseek_v3", "deepseek_v32", "llama4")  # restored at any token
-WINDOWS = ("gemma3_text", "gpt_oss", "gemma4_text")  # at any token whose window is still there
-STATES = ("mamba", "mamba2", "deepseek_v41", "falcon_h1")  # where a turn or a prompt ended
-THINNED = ("qwen3_next", "recurrent_gemma")  # there too, but large: only the last are kept
 # In a batch of another width its sums are taken in another order, and its gate sharpens that.
 TOLERANCE = {"deepseek_v3": 1.7e-4, "deepseek_v32": 1.7e-4}
 
-each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
+each_kind = pytest.mark.parametrize("architecture", LAYER_KINDS)
 
 
 @dataclass
@@ -82,7 +78,7 @@ def fresh(turn: int, salt: int = 0) -> list[int]:
 # -- conversations --------------------------------------------------------------------------------
 
 
-@each_architecture
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_twenty_turns_with_a_restart_in_the_middle(talk_of, tmp_path, architecture):
     """From turn 2 on only what is new is fed, also just after
     everything was closed and opened again."""
@@ -101,7 +97,7 @@ def test_twenty_turns_with_a_restart_in_the_middle(talk_of, tmp_path, architectu
     assert talk.exam.check() == 20 * N
 
 
-@each_architecture
+@each_kind
 def test_fork_rewind_and_edit(talk_of, tmp_path, architecture):
     """What a conversation shares with its past is known, and nothing else of it.
 
@@ -127,17 +123,17 @@ def test_fork_rewind_and_edit(talk_of, tmp_path, architecture):
 def n_known(architecture: str, n_common: int, kept: int, last_kept: int) -> tuple[int, int]:
     """How much of a conversation is known that parts from its past after so many tokens: at least
     and at most. Of large states those near another one are deleted."""
-    if architecture in ROWS:
+    if architecture == "llama":  # restored at any token
         return n_common, n_common
-    if architecture in WINDOWS:
+    if architecture == "gemma3_text":  # at any token whose window is still there
         return (n_common, n_common) if kept else (0, 0)
-    if architecture in STATES:
+    if architecture in ("mamba2", "falcon_h1"):  # where a turn or a prompt ended
         return kept, kept
-    assert architecture in THINNED
+    assert architecture == "qwen3_next"  # there too, but large: only the last are kept
     return (kept - NEAR if kept >= last_kept else 0), kept
 
 
-@each_architecture
+@each_kind
 def test_with_next_to_no_room(talk_of, tmp_path, architecture):
     """Eviction in every tier costs tokens, never an answer."""
     talk = talk_of(architecture)
@@ -156,7 +152,7 @@ def test_with_next_to_no_room(talk_of, tmp_path, architecture):
 # -- neighbours -----------------------------------------------------------------------------------
 
 
-@each_architecture
+@each_kind
 def test_neighbours_that_join_and_leave(models, tmp_path, architecture):
     """Conversations of unlike lengths, side by side, each answered as if it were alone."""
     model = models.of(architecture)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-import time
 import weakref
 from contextlib import suppress
 from dataclasses import replace
@@ -16,8 +15,7 @@ import psutil
 import pytest
 
 from keepwarm.device.limits import MemoryScopes
-from keepwarm.device.memory import MIB, trim_heap
-from keepwarm.device.pressure import Watcher
+from keepwarm.device.memory import MIB
 from keepwarm.errors import Cancelled, EngineFailed
 from keepwarm.prefix.policy import Policy
 from tests.engine.test_gates import FAULT, FaultyTokenizer
@@ -74,55 +72,10 @@ def rss():
     return psutil.Process().memory_info().rss
 
 
-def full_of_holes(n_arrays=3000):
-    """Every hundredth of many small arrays; the others are freed, and their pages kept."""
-    arrays = [mx.full((5000,), number) for number in range(n_arrays)]
-    mx.eval(arrays)
-    kept = arrays[::100]
-    del arrays
-    mx.clear_cache()
-    return kept
-
-
-def alone(function):
-    """Run `function` in a process of its own: the watchers of other engines free pages too."""
-    program = f"from {function.__module__} import {function.__name__} as run; run()"
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
-
-
 @keeps_pages
-def test_freed_pages_go_back():
-    """What was freed is freed for the system too."""
-    alone(trim_a_heap)
-
-
-def trim_a_heap():
-    kept = full_of_holes()
-    before = rss()
-    trim_heap()
-    assert before - rss() > 20 * MIB
-    assert [int(array[0]) for array in kept] == list(range(0, 3000, 100))
-
-
-@keeps_pages
-def test_an_engine_that_rests_gives_back():
-    """And one that runs does not, for it would want the pages again."""
-    alone(work_and_rest)
-
-
-def work_and_rest():
-    scopes = MemoryScopes()
-    with scopes.join(memory()), Watcher([], became_idle=scopes.became_idle, interval_s=0.01):
-        with scopes.active(memory()):
-            kept = full_of_holes()
-            start = rss()
-            time.sleep(0.1)
-            assert start - rss() < 10 * MIB
-        deadline = time.monotonic() + 300
-        while start - rss() < 20 * MIB and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert start - rss() > 20 * MIB
-    assert kept
+def test_freed_pages_go_back_to_the_system():
+    """In a process of its own: the watchers of other engines free pages too."""
+    subprocess.run([sys.executable, "-m", "tests.engine.freed_pages"], cwd=ROOT, check=True)
 
 
 def test_a_rest_is_told_once():

@@ -37,8 +37,7 @@ ROOT = Path(__file__).parents[2]
 TALKS = 8
 AT_ONCE = 6
 LONGEST = 400  # tokens of a conversation, before it starts anew
-CACHE = ("keepwarm.cache", "keepwarm.kv", "keepwarm.store", "keepwarm.engine.keeper",
-         "keepwarm.engine.lane")  # fmt: skip
+CACHE = ("keepwarm.cache", "keepwarm.kv", "keepwarm.store", "keepwarm.engine.lane")
 FAULT = MARKER
 ENDING = ("prompt", "rule", "text")  # faults that end their own request
 FAULTS = (*ENDING, "step")  # and one that everybody survives
@@ -250,7 +249,7 @@ def hold(tmp_path: Path, architecture: str, n_requests: int) -> None:
 
 def test_mixed_requests(tmp_path):
     """The gates of the long run, over fewer requests."""
-    hold(tmp_path, "qwen3_next", 320)
+    hold(tmp_path, "gemma3_text", 320)
 
 
 @pytest.mark.soak

@@ -10,14 +10,14 @@ from keepwarm.engine.engine import Engine
 from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import KVOptions, Result
 from tests.kit.engines import Exam, ask, engine_on, tokens_of
-from tests.kit.models import ARCHITECTURES
+from tests.kit.models import LAYER_KINDS
 from tests.kit.runs import prompt_of
 
 EARLY = 191  # a state of qwen3_next is as large as 228 rows
 PARTING = 391  # inside a block, and at no sparse point
 TOLERANCE = {"deepseek_v3": 1.7e-4, "deepseek_v32": 1.7e-4}  # as in test_exactness
 
-each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
+each_kind = pytest.mark.parametrize("architecture", LAYER_KINDS)
 
 
 def branch(number: int, n_tokens: int = 120, parting: int = PARTING) -> list[int]:
@@ -42,7 +42,7 @@ class Asked:
         self._exam.check()
 
 
-@each_architecture
+@each_kind
 def test_the_third_that_parts_at_a_place_recomputes_only_what_is_new(
     models, tmp_path, architecture
 ):
@@ -61,7 +61,7 @@ def test_the_third_that_parts_at_a_place_recomputes_only_what_is_new(
     asked.check()
 
 
-@each_architecture
+@each_kind
 def test_a_place_is_learned_over_restarts(models, tmp_path, architecture):
     """Each prompt comes to a process that has only the disk."""
     model, asked = models.of(architecture), Asked(models.module(architecture), architecture)

@@ -209,3 +209,6 @@ def _build(name: str, **changes: Any) -> Model:
 
 
 ARCHITECTURES: dict[str, Callable[..., Model]] = {name: partial(_build, name) for name in CONFIGS}
+# One model of each combination of layer kinds: rows, windows, states, states and rows together, and
+# the same with states so large that only the last are kept.
+LAYER_KINDS = ("llama", "gemma3_text", "mamba2", "falcon_h1", "qwen3_next")
