@@ -1,6 +1,7 @@
 """Only the new messages are rendered, behind the tokens that are known."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -21,7 +22,7 @@ from tests.server import test_thinking
 from tests.text import test_template as shapes
 from tests.text.formats import CLOCK, WEATHER
 from tests.text.test_past_answers import spelled
-from tests.text.test_special_tokens import every, pairs  # noqa: F401
+from tests.text.test_special_tokens import pairs, some  # noqa: F401
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 ASK = {"role": "user", "content": "What is the quick brown fox?"}
@@ -74,18 +75,25 @@ class Talk:
         return self.prompter.render(Request(messages=new, agent="ops", history=history, **asked))
 
 
-@every
-@pytest.mark.parametrize("first", [[ASK], [SYSTEM, ASK]], ids=["plain", "system"])
-@pytest.mark.parametrize("stops", [True, False], ids=["stopped", "cut"])
-def test_the_tokens_are_those_of_the_whole_conversation(pairs, kind, template, first, stops):  # noqa: F811
-    talk = Talk(pairs(kind, template).real, first).answer(stops=stops)
-    prompt = talk.continued(NEXT)
-    assert prompt.tokens == talk.whole([NEXT]).tokens
-    assert bool(prompt.n_before) == (template in BY_TOKENS)
-    if prompt.n_before:
-        assert common_prefix(prompt.tokens, talk.tokens) >= len(talk.tokens) - 1
-        assert prompt.text.count("Askprobe") == prompt.text.count("fox") == 0
-        assert prompt.end_of(0) == talk.whole([NEXT]).end_of(len(talk.messages))
+@some
+def test_continued_prompt_has_the_tokens_of_the_whole_conversation(pairs, kind, template):  # noqa: F811
+    check_continued(pairs(kind, template).real, template)
+
+
+def check_continued(tokenizer, template):
+    for first, stops in product(([ASK], [SYSTEM, ASK]), (True, False)):
+        talk = Talk(tokenizer, first).answer(stops=stops)
+        prompt = talk.continued(NEXT)
+        assert prompt.tokens == talk.whole([NEXT]).tokens
+        assert bool(prompt.n_before) == (template in BY_TOKENS)
+        if prompt.n_before:
+            check_suffix(talk, prompt)
+
+
+def check_suffix(talk, prompt):
+    assert common_prefix(prompt.tokens, talk.tokens) >= len(talk.tokens) - 1
+    assert prompt.text.count("Askprobe") == prompt.text.count("fox") == 0
+    assert prompt.end_of(0) == talk.whole([NEXT]).end_of(len(talk.messages))
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from keepwarm.text.tokenize_incremental import (
 from tests.kit.checkpoints import CHATML, SPECIALS, make_tokenizer
 from tests.text import test_past_answers as makers
 from tests.text import test_special_tokens as kinds
-from tests.text.test_special_tokens import EVERY, Lines, pairs  # noqa: F401 (a fixture)
+from tests.text.test_special_tokens import Lines, pairs  # noqa: F401 (a fixture)
 
 START, END = "<|im_start|>", "<|im_end|>"
 WORDS = [
@@ -315,10 +315,13 @@ class Watching(TokenCache):
         return found
 
 
-@pytest.mark.parametrize(("kind", "template"), EVERY)
-def test_a_prompt_has_the_tokens_and_cuts_that_it_has_without(pairs, kind, template):  # noqa: F811
+@kinds.some
+def test_incremental_prompt_has_the_tokens_and_cuts_of_a_whole_one(pairs, kind, template):  # noqa: F811
+    check_incremental(pairs(kind, template).real)
+
+
+def check_incremental(tokenizer):
     """All conversations of one tokenizer are remembered together, masked and not."""
-    tokenizer = pairs(kind, template).real
     known = Watching()
     prompter, whole = Prompter(tokenizer, known=known), Prompter(tokenizer)
 
@@ -331,7 +334,7 @@ def test_a_prompt_has_the_tokens_and_cuts_that_it_has_without(pairs, kind, templ
             assert mine.cuts == theirs.cuts
 
     kinds.property_of(check, kinds.hostile_words)()
-    assert bool(known.new) == (template != "none")
+    assert bool(known.new) == tokenizer.has_chat_template
 
 
 def talk_of(n_turns, seed=0, words=("the", "quick", "fox", "naïve", "e\u0301", "🦊", "\n")):
