@@ -129,6 +129,7 @@ def test_responses_stream_with_a_tool(watched):
     check_growth(watched, 2)
 
 
+@pytest.mark.soak
 def test_responses_remember(watched):
     """With it: each request names the answer before."""
     tools = [{"type": "function", **FUNCTION}]
@@ -162,6 +163,7 @@ def test_the_tool_runner_of_anthropic(watched):
     check_growth(watched, 2)
 
 
+@pytest.mark.soak
 def test_the_tool_runner_of_anthropic_streams(watched):
     async def counts(tree: str) -> str:
         return count_leaves(tree)

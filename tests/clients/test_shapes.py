@@ -1,14 +1,13 @@
 """Replays the structure of coding agents' requests; see `shapes/README.md`."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 import pytest
+
+from keepwarm.cli.launch import launch
 
 SHAPES = Path(__file__).parent / "shapes"
 PAGE = Path(__file__).parent.parent.parent / "docs" / "clients.md"
@@ -129,7 +128,13 @@ def test_from_the_second_request_on_only_what_is_new_is_computed(watching, name)
     assert {turn.receipt.scrubbed for turn in turns} == {tuple(shape["scrubbed"])}
 
 
-@pytest.mark.parametrize("name", CLIENTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "claude-code",
+        *(pytest.param(each, marks=pytest.mark.soak) for each in ("codex", "opencode")),
+    ],
+)
 def test_a_title_request_between_turns_is_beside_the_conversation(watching, name):
     """One id for all: the head is the conversation, and its next turn is as warm as without.
 
@@ -153,6 +158,7 @@ def test_a_title_request_between_turns_is_beside_the_conversation(watching, name
     assert len(agent["branches"][1:]) == 2 * len(shape["turns"]) - len(turns)
 
 
+@pytest.mark.soak
 def test_without_scrubbing_the_beginning_changes(watching):
     """The control: the changing line is there, and would cost."""
     shape = shape_of("claude-code")
@@ -184,9 +190,8 @@ def test_a_client_may_look_first_whether_there_is_a_server(idle):
 
 
 @pytest.mark.parametrize("client", ["claude", "codex", "opencode", "qwen", "aider", "any"])
-def test_the_page_shows_what_is_printed(idle, client):
-    launch = (sys.executable, "-m", "keepwarm", "launch", client, "--url", idle.url)
-    environ = {**os.environ, "KEEPWARM_HOME": str(idle.live.settings.home)}
-    printed = subprocess.run(launch, env=environ, capture_output=True, text=True, check=True).stdout
-    shown = printed.replace(idle.url, "http://127.0.0.1:8181")
+def test_docs_page_shows_what_launch_prints(idle, client, capsys, monkeypatch):
+    monkeypatch.setenv("KEEPWARM_HOME", str(idle.live.settings.home))
+    launch(client, url=idle.url)
+    shown = capsys.readouterr().out.replace(idle.url, "http://127.0.0.1:8181")
     assert re.sub(r"\btiny\b", "org/model", shown) in PAGE.read_text()

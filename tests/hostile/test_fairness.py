@@ -92,4 +92,4 @@ def test_every_path_that_takes_turns_is_a_route():
     assert posts >= PATHS - {"/mcp"}  # which is added where the setting says so
     managing = ("agents", "admin", "cancel", "conversations")  # no prompt comes there
     others = {path for path in posts - PATHS if not any(word in path for word in managing)}
-    assert others == {"/v1/cache/clear", "/v1/agents/verify", "/api/show", "/api/pull"}
+    assert others == {"/v1/cache/clear", "/v1/cache/verify", "/api/show", "/api/pull"}

@@ -87,7 +87,7 @@ OPERATIONS = [
     ("POST", "/v1/cache/prefill/messages"),
     ("POST", "/v1/cache/prefill/responses"),
     ("POST", "/v1/cache/clear"),
-    ("POST", "/v1/agents/verify"),
+    ("POST", "/v1/cache/verify"),
     ("GET", "/metrics"),
     ("GET", "/v1/dashboard/now"),
     ("GET", "/v1/dashboard/requests"),

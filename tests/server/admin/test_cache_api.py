@@ -200,8 +200,8 @@ def test_verify_finds_what_is_damaged(serving):
     """The server can check its records."""
     with serving(admin_key="admin") as live:
         ask(live, prompt(), **{"X-Keepwarm-Cache": "durable"})
-        assert live.post("/v1/agents/verify", {}).status_code == 403
-        good = live.post("/v1/agents/verify", {}, **ADMIN).json()
+        assert live.post("/v1/cache/verify", {}).status_code == 403
+        good = live.post("/v1/cache/verify", {}, **ADMIN).json()
         assert good["records"] > 0
         assert good["bad"] == []
         record = next(live.settings.store.glob("blocks/*/*.safetensors"))
@@ -209,10 +209,10 @@ def test_verify_finds_what_is_damaged(serving):
         data[-1] ^= 1
         record.chmod(0o600)
         record.write_bytes(data)
-        (bad,) = live.post("/v1/agents/verify", {"fix": True}, **ADMIN).json()["bad"]
+        (bad,) = live.post("/v1/cache/verify", {"fix": True}, **ADMIN).json()["bad"]
         assert bad["record"] in record.name
         assert bad["quarantined"] is True
-        assert live.post("/v1/agents/verify", {}, **ADMIN).json()["bad"] == []
+        assert live.post("/v1/cache/verify", {}, **ADMIN).json()["bad"] == []
 
 
 @pytest.mark.parametrize("path", ["lookup", "warm", "lookup/messages", "warm/responses"])

@@ -131,7 +131,7 @@ def test_verify_says_the_same_by_http_and_by_command(serving, tmp_path):
         damaged = sorted(live.settings.store.glob("blocks/*/*.safetensors"))[:2]
         for path in damaged:
             path.write_bytes(path.read_bytes()[:-1] + b"?")
-        told = live.post("/v1/agents/verify", {}, **ADMIN).json()
+        told = live.post("/v1/cache/verify", {}, **ADMIN).json()
     done = keepwarm("cache", "verify", "--json", home=tmp_path)
     by_name = json.loads(done.stdout)
     assert done.returncode == 1

@@ -49,14 +49,14 @@ def slow_drive(live):
 def test_a_stream_says_how_far_it_is(serving):
     options = {"json": {"stream": True}, "headers": ADMIN, "timeout": 300}
     with serving(admin_key="admin") as live, slow_drive(live) as drive:
-        with httpx.stream("POST", f"{live.url}/v1/agents/verify", **options) as answer:
+        with httpx.stream("POST", f"{live.url}/v1/cache/verify", **options) as answer:
             assert answer.headers["content-type"].startswith("text/event-stream")
             lines = (line for line in answer.iter_lines() if line)
             events = (json.loads(line.removeprefix("data: ")) for line in lines)
             under_way = next(event for event in events if event["n_bytes"])
             drive.spin()
             *_, result = events
-        whole = live.post("/v1/agents/verify", {}, **ADMIN).json()
+        whole = live.post("/v1/cache/verify", {}, **ADMIN).json()
     assert under_way["object"] == "cache.verify.progress"
     assert 0 < under_way["n_bytes"] < under_way["total_bytes"] == whole["n_bytes"]
     assert result == whole

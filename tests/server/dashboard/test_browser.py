@@ -350,7 +350,7 @@ def test_verify_waits_for_the_key_and_for_itself(browser, serving):
         page.evaluate("sessionStorage.setItem('keepwarm-key', 'admin')")
         page.reload()
         held = []
-        page.route("**/v1/agents/verify", lambda route: held.insert(0, route))
+        page.route("**/v1/cache/verify", lambda route: held.insert(0, route))
         verify.click()
         page.get_by_text("Checking every record").wait_for()
         with page.expect_response("**/v1/dashboard/now"):

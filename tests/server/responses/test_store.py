@@ -150,12 +150,12 @@ def response_store(store, **options):
     made.close()
 
 
-def put(responses, name, items=ITEMS, n_given=1, tenant="", *, size=0, **options):
+def put(responses, name, items=ITEMS, n_input=1, tenant="", *, size=0, **options):
     """Store a response with this id and one message of this size."""
     message = {"type": "message", "id": f"msg_{name}", "role": "assistant", "content": "x" * size}
     response = {"id": name, "created_at": time.time(), "output": [message]}
     since = options.pop("since", responses.generation())
-    responses.put(tenant, response, items, n_given, since=since, **options)
+    responses.put(tenant, response, items, n_input, since=since, **options)
 
 
 IN_MEMORY_AND_ON_DISK = pytest.mark.parametrize("to_disk", [False, True], ids=["memory", "disk"])
@@ -171,7 +171,7 @@ def test_stored_response_has_the_whole_conversation_and_goes_alone(tmp_path, to_
         await responses.delete("", "a")
         second = await responses.get("", "b")
         assert [item.content for item in second.items] == ["Hi", "x" * 10, "Why?", "x" * 3]
-        assert [item.content for item in second.given] == ["Why?"]
+        assert [item.content for item in second.input] == ["Why?"]
         for touch in (responses.get, responses.delete):
             with pytest.raises(UnknownResponse, match="id 'a' not found"):
                 await touch("", "a")

@@ -103,25 +103,25 @@ def _structured(wanted: StructuredOutputs | None) -> Format | None:
         "grammar": None if wanted.grammar is None else Format(grammar=wanted.grammar),
         "json_object": Format(json=True) if wanted.json_object else None,
     }
-    given = [each for each in forms.values() if each is not None]
-    if len(given) != 1:
+    present = [each for each in forms.values() if each is not None]
+    if len(present) != 1:
         raise BadField(
             f"structured_outputs needs exactly one of {', '.join(forms)}.", "structured_outputs"
         )
-    return given[0]
+    return present[0]
 
 
-def _schema(given: dict[str, object] | str) -> dict[str, object]:
-    if isinstance(given, dict):
-        return given
+def _schema(schema: dict[str, object] | str) -> dict[str, object]:
+    if isinstance(schema, dict):
+        return schema
     where = "structured_outputs.json"
     try:
-        read = json.loads(given)
+        parsed = json.loads(schema)
     except (ValueError, RecursionError) as error:
         raise BadField(f"{where} is not a JSON schema ({error}); change it.", where) from error
-    if not isinstance(read, dict):
+    if not isinstance(parsed, dict):
         raise BadField(f"{where} is not a JSON schema; send an object.", where)
-    return read
+    return parsed
 
 
 def _matching(regex: str) -> str:

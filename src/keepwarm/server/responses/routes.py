@@ -89,13 +89,13 @@ class TenantResponses:
         self,
         request: engine_request.Request,
         items: Sequence[Item],
-        n_given: int,
+        n_input: int,
         since: int,
         response: Fields,
     ) -> None:
         if response["store"]:
             self.store.put(
-                *(self.tenant, response, items, n_given),
+                *(self.tenant, response, items, n_input),
                 since=since,
                 agent=request.agent or "",
                 to_disk=request.policy.to_disk,
@@ -253,8 +253,8 @@ async def cancel_response(response_id: str, answers: Answers) -> Fields:
 @router.get("/{response_id}/input_items")
 async def list_input_items(response_id: str, answers: Answers) -> Fields:
     """The input items of a response's request, last first."""
-    given = (await answers.get(response_id)).given
-    data = [item.model_dump(exclude_none=True) for item in reversed(given)]
+    own = (await answers.get(response_id)).input
+    data = [item.model_dump(exclude_none=True) for item in reversed(own)]
     ids = [item.get("id") for item in data] or [None]
     return {
         "object": "list",

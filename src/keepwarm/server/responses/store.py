@@ -27,7 +27,7 @@ T = TypeVar("T")
 class StoredResponse(NamedTuple):
     response: dict[str, Any]
     items: Sequence[Item]  # the whole conversation, this answer included
-    given: Sequence[Item]  # the input of the request itself
+    input: Sequence[Item]  # the input of the request itself
 
 
 class _InMemory(NamedTuple):
@@ -70,17 +70,17 @@ class ResponseStore:
         tenant: str,
         response: dict[str, Any],
         items: Sequence[Item],
-        n_given: int,
+        n_input: int,
         *,
         since: int,
         agent: str = "",
         to_disk: bool = True,
     ) -> None:
-        """Store the response to the last `n_given` items, unless its agent is deleted since then:
+        """Store the response to the last `n_input` items, unless its agent is deleted since then:
         the generation in which the request began.
         """
         name = _name(tenant, response["id"])
-        fields = {"agent": agent, "response": response, "items": items, "n_given": n_given}
+        fields = {"agent": agent, "response": response, "items": items, "n_input": n_input}
         to_disk = to_disk and self._ttl_s > 0
         self._thread.submit(self._write, self._store(), since, name, fields, to_disk)
 
@@ -153,8 +153,8 @@ class ResponseStore:
             response = fields["response"]
             items = [Item.model_validate(item) for item in fields["items"]]
             output = [Item.model_validate(item) for item in response["output"]]
-            given = items[len(items) - fields["n_given"] :]
-            return StoredResponse(response, [*items, *output], given)
+            own = items[len(items) - fields["n_input"] :]
+            return StoredResponse(response, [*items, *output], own)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             LOG.warning("a stored response could not be read: %s", error)
             return None
