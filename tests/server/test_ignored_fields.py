@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from typing_extensions import is_typeddict
 
 from keepwarm.server.anthropic.shapes import MessagesRequest
-from keepwarm.server.http.body import MAX_IGNORED, UNHEEDED, ignored_fields
+from keepwarm.server.http.body import IGNORED, MAX_IGNORED, ignored_fields
 from keepwarm.server.ollama.shapes import (
     OllamaChatRequest,
     OllamaEmbedRequest,
@@ -89,7 +89,7 @@ def heeded(model: type[BaseModel]) -> dict[str, Any]:
     return {
         field.alias or name: field.annotation
         for name, field in model.model_fields.items()
-        if UNHEEDED not in field.metadata
+        if IGNORED not in field.metadata
     }
 
 
@@ -99,7 +99,7 @@ def fields_of(published: Any) -> dict[str, Any]:
     return {name: field.annotation for name, field in published.model_fields.items()}
 
 
-def unheeded(published: Any, model: type[BaseModel], at: tuple[str, ...] = ()) -> Iterator[Any]:
+def ignored_in(published: Any, model: type[BaseModel], at: tuple[str, ...] = ()) -> Iterator[Any]:
     """The fields of a published type that our model does not have, in options as well."""
     known = heeded(model)
     for name, annotation in fields_of(published).items():
@@ -109,7 +109,7 @@ def unheeded(published: Any, model: type[BaseModel], at: tuple[str, ...] = ()) -
         elif where in OPTIONS:
             for inner in objects(annotation):
                 for of in models(known[name]):
-                    yield from unheeded(inner, of, where)
+                    yield from ignored_in(inner, of, where)
 
 
 def body_with(base: dict[str, Any], where: tuple[str, ...]) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def body_with(base: dict[str, Any], where: tuple[str, ...]) -> dict[str, Any]:
 
 def missing(path: str) -> list[tuple[str, ...]]:
     model, _, published = SCHEMAS[path]
-    return sorted(set(unheeded(published, model)))
+    return sorted(set(ignored_in(published, model)))
 
 
 @every_api
@@ -221,7 +221,7 @@ def test_names_are_few_and_plain():
 
 
 def test_every_field_of_our_models_is_read():
-    """What a model has and no code reads would be silent: it must be marked as unheeded."""
+    """What a model has and no code reads would be silent: it must be marked as ignored."""
     trees = [ast.parse(path.read_text()) for path in SERVER.rglob("*.py")]
     read = {
         node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)
@@ -240,6 +240,6 @@ def test_every_field_of_our_models_is_read():
         f"{model.__name__}.{name}"
         for model in found
         for name, field in model.model_fields.items()
-        if name not in read and UNHEEDED not in field.metadata and model.__name__ not in DUMPED
+        if name not in read and IGNORED not in field.metadata and model.__name__ not in DUMPED
     }
     assert silent == HELD

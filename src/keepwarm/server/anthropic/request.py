@@ -19,7 +19,7 @@ from keepwarm.server.anthropic.shapes import (
     MessagesRequest,
 )
 from keepwarm.server.http.body import token_limit
-from keepwarm.server.http.content import Unread, decode_text, titled
+from keepwarm.server.http.content import SkippedContent, decode_text, titled
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.text.request import (
     Breakpoint,
@@ -58,7 +58,7 @@ def request_of(body: CountRequest, fields: RequestFields, settings: Settings) ->
     if isinstance(body, MessagesRequest) and body.thread:
         raise NoThreads(NO_THREADS, "thread")
     expanded = expand_tool_references(body)
-    unread = Unread("" if settings.skip_unreadable else _newest(expanded))
+    unread = SkippedContent("" if settings.skip_unreadable else _newest(expanded))
     converted = [*_system(body, unread)]
     converted += [each for i, m in enumerate(expanded) for each in _convert(m, i, unread)]
     messages, is_partial = _split_partial([each.message for each in converted])
@@ -128,12 +128,12 @@ def _newest(messages: Sequence[MessageIn]) -> str:
     return "" if has_result else f"messages[{turns[-1]}]"
 
 
-def _system(body: CountRequest, unread: Unread) -> Iterator[EngineMessage]:
+def _system(body: CountRequest, unread: SkippedContent) -> Iterator[EngineMessage]:
     if body.system:
         yield _text_message("system", body.system, "system", unread)
 
 
-def _convert(message: MessageIn, index: int, unread: Unread) -> Iterator[EngineMessage]:
+def _convert(message: MessageIn, index: int, unread: SkippedContent) -> Iterator[EngineMessage]:
     where = f"messages[{index}].content"
     if message.role == "assistant":
         yield _assistant(message.content, where, unread)
@@ -144,7 +144,11 @@ def _convert(message: MessageIn, index: int, unread: Unread) -> Iterator[EngineM
 
 
 def _text_message(
-    role: str, content: str | Sequence[ContentBlock], where: str, unread: Unread, first: int = 0
+    role: str,
+    content: str | Sequence[ContentBlock],
+    where: str,
+    unread: SkippedContent,
+    first: int = 0,
 ) -> EngineMessage:
     """A message of text only. Blocks are not joined: scrubbing rules apply to each block."""
     if isinstance(content, str):
@@ -157,7 +161,9 @@ def _text_message(
     return EngineMessage({"role": role, "content": parts}, _longest_ttl(content))
 
 
-def _user(blocks: Sequence[ContentBlock], where: str, unread: Unread) -> Iterator[EngineMessage]:
+def _user(
+    blocks: Sequence[ContentBlock], where: str, unread: SkippedContent
+) -> Iterator[EngineMessage]:
     """Tool results become messages of their own; the order is kept."""
     texts: list[ContentBlock] = []
     for index, block in enumerate(blocks):
@@ -172,7 +178,7 @@ def _user(blocks: Sequence[ContentBlock], where: str, unread: Unread) -> Iterato
         yield _text_message("user", texts, where, unread, len(blocks) - len(texts))
 
 
-def _tool_result(block: ContentBlock, where: str, unread: Unread) -> EngineMessage:
+def _tool_result(block: ContentBlock, where: str, unread: SkippedContent) -> EngineMessage:
     if block.tool_use_id is None:
         raise BadField(f"{where}.tool_use_id is required but missing.", f"{where}.tool_use_id")
     content = _joined(block.content, f"{where}.content", unread)
@@ -181,7 +187,9 @@ def _tool_result(block: ContentBlock, where: str, unread: Unread) -> EngineMessa
     return EngineMessage(message, block.cache_control)
 
 
-def _assistant(content: str | Sequence[ContentBlock], where: str, unread: Unread) -> EngineMessage:
+def _assistant(
+    content: str | Sequence[ContentBlock], where: str, unread: SkippedContent
+) -> EngineMessage:
     """Past thinking becomes `reasoning_content`; the template uses it or drops it."""
     if isinstance(content, str):
         return EngineMessage({"role": "assistant", "content": content})
@@ -215,13 +223,15 @@ def _tool_call(block: ContentBlock, where: str) -> Mapping[str, Any]:
     }
 
 
-def _joined(content: str | Sequence[ContentBlock] | None, where: str, unread: Unread) -> str:
+def _joined(
+    content: str | Sequence[ContentBlock] | None, where: str, unread: SkippedContent
+) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(_text(block, f"{where}[{i}]", unread) for i, block in enumerate(content))
 
 
-def _text(block: ContentBlock, where: str, unread: Unread) -> str:
+def _text(block: ContentBlock, where: str, unread: SkippedContent) -> str:
     if block.type == "text":
         if block.text is None:
             raise BadField(f"{where}.text is required but missing.", f"{where}.text")
@@ -237,7 +247,7 @@ def _text(block: ContentBlock, where: str, unread: Unread) -> str:
     return unread.note(block.type, where) if text is None else titled(block.title, text)
 
 
-def _document_text(source: DocumentSource, where: str, unread: Unread) -> str | None:
+def _document_text(source: DocumentSource, where: str, unread: SkippedContent) -> str | None:
     """The text of a document; None if it is something else, as a PDF."""
     if source.type == "content":
         return _joined(source.content, f"{where}.content", unread)

@@ -30,7 +30,7 @@ TO_THE_END = -1  # of the context, as llama.cpp and vLLM write it
 MAX_IGNORED = 32  # names in a receipt, which is a header too
 EMPTY: tuple[object, ...] = ("", [], {})  # ask for nothing
 MEDIA = ("image", "audio", "video")  # in the types of parts that a receipt names as unread
-UNHEEDED = "unheeded"  # marks a field that is checked, shown perhaps, and has no effect
+IGNORED = "ignored"  # marks a field that is checked, shown perhaps, and has no effect
 _FIELD_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -40,7 +40,7 @@ class JsonInput(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
-    def unheeded(self) -> Iterable[str]:
+    def ignored(self) -> Iterable[str]:
         """Fields that are read and, with the values that they have, change nothing."""
         return ()
 
@@ -128,7 +128,7 @@ def _looked_into(
     if not (isinstance(read, BaseModel) and isinstance(given, dict)) or _is_media(given):
         return
     if isinstance(read, JsonInput):
-        found.update(_inside_of(path, name) for name in read.unheeded())
+        found.update(_inside_of(path, name) for name in read.ignored())
     names = known.get(type(read)) or known.setdefault(type(read), _names(type(read)))
     for name, value in given.items():
         where = _inside_of(path, name if _FIELD_NAME.fullmatch(name) else "?")
@@ -150,7 +150,7 @@ def _is_media(given: dict[str, object]) -> bool:
 
 def _names(model: type[BaseModel]) -> dict[str, str]:
     fields = model.model_fields.items()
-    return {field.alias or name: name for name, field in fields if UNHEEDED not in field.metadata}
+    return {field.alias or name: name for name, field in fields if IGNORED not in field.metadata}
 
 
 def api_router(

@@ -52,7 +52,7 @@ class ContentPart(FileData):
 Content: TypeAlias = str | Sequence[ContentPart] | None
 
 
-class Unread:
+class SkippedContent:
     """Parts that a text model cannot read: a note in their place, and their kinds in the receipt.
 
     The note is the same every time, so that the prompt keeps its prefix.
@@ -82,14 +82,14 @@ class Unread:
         return NOTE.format(word)
 
 
-def text_of(content: Content, where: str, unread: Unread) -> str:
+def text_of(content: Content, where: str, unread: SkippedContent) -> str:
     """The text of a message, one part per line."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(_texts(content, where, unread))
 
 
-def content_of(content: Content, where: str, unread: Unread) -> str | list[dict[str, str]]:
+def content_of(content: Content, where: str, unread: SkippedContent) -> str | list[dict[str, str]]:
     """The content as it was sent. Parts are not joined: scrubbing rules apply to each part."""
     if content is None or isinstance(content, str):
         return content or ""
@@ -110,11 +110,11 @@ def decode_text(data: str, media_type: str | None) -> str | None:
         return None
 
 
-def _texts(parts: Sequence[ContentPart], where: str, unread: Unread) -> list[str]:
+def _texts(parts: Sequence[ContentPart], where: str, unread: SkippedContent) -> list[str]:
     return [_part(part, f"{where}[{index}]", unread) for index, part in enumerate(parts)]
 
 
-def _part(part: ContentPart, where: str, unread: Unread) -> str:
+def _part(part: ContentPart, where: str, unread: SkippedContent) -> str:
     if part.type in FILE_PARTS:
         text = _file_text(part.file or part)
         return unread.note(part.type, where) if text is None else text

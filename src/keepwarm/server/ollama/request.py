@@ -10,7 +10,7 @@ from typing import Any
 
 from keepwarm.config import Settings
 from keepwarm.errors import BadField
-from keepwarm.server.http.content import Unread
+from keepwarm.server.http.content import SkippedContent
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.ollama.shapes import (
     BaseOllamaRequest,
@@ -39,7 +39,7 @@ def chat_request(
     settings: Settings,
 ) -> Request:
     """`messages` are those of the body, or the newer ones of them."""
-    unread = Unread("" if settings.skip_unreadable else _newest(messages))
+    unread = SkippedContent("" if settings.skip_unreadable else _newest(messages))
     return Request(
         messages=list(_messages(messages, unread)),
         partial_answer=_is_partial(messages),
@@ -64,7 +64,7 @@ def generate_request(
         return Request(prompt=fill_in().prompt(prompt, body.suffix), **common)
     if body.raw:
         return Request(prompt=prompt, **common)
-    unread = Unread("" if settings.skip_unreadable else "images")
+    unread = SkippedContent("" if settings.skip_unreadable else "images")
     texts = [prompt, *_notes(body.images or (), "images", unread)]
     system = [{"role": "system", "content": body.system}] if body.system else []
     messages = [*system, {"role": "user", "content": "\n".join(texts)}]
@@ -180,7 +180,7 @@ def _is_partial(messages: Sequence[OllamaMessage]) -> bool:
     return last.role == "assistant" and bool(last.content) and not last.tool_calls
 
 
-def _messages(messages: Sequence[OllamaMessage], unread: Unread) -> Iterator[Message]:
+def _messages(messages: Sequence[OllamaMessage], unread: SkippedContent) -> Iterator[Message]:
     """Calls without ids get some, the same every time; results belong to calls in their order."""
     n_calls = 0
     waiting: list[tuple[str, str]] = []  # calls without a result: name and id
@@ -203,7 +203,7 @@ def _messages(messages: Sequence[OllamaMessage], unread: Unread) -> Iterator[Mes
         yield fields
 
 
-def _notes(images: Sequence[str], where: str, unread: Unread) -> list[str]:
+def _notes(images: Sequence[str], where: str, unread: SkippedContent) -> list[str]:
     return [unread.note("image", f"{where}[{index}]") for index in range(len(images))]
 
 

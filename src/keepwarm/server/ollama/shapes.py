@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from keepwarm.server.http.body import UNHEEDED, Checked, JsonInput, Members, TopK, TopP, Whole
+from keepwarm.server.http.body import IGNORED, Checked, JsonInput, Members, TopK, TopP, Whole
 from keepwarm.server.http.request_fields import PromptBody
 from keepwarm.server.openai.shapes import MAX_STOPS, Function
 
@@ -31,7 +31,7 @@ class OllamaOptions(JsonInput):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 
-    def unheeded(self) -> Iterable[str]:
+    def ignored(self) -> Iterable[str]:
         """A penalty looks at all tokens, or none."""
         return () if self.repeat_last_n in (None, 0, -1) else ("repeat_last_n",)
 
@@ -126,13 +126,13 @@ class OllamaOldEmbedRequest(NamedOllamaRequest):
 class OllamaShowRequest(JsonInput):
     model: str | None = None
     name: str | None = Field(default=None, description="The same, for older clients.")
-    verbose: Annotated[bool | None, UNHEEDED] = Field(
+    verbose: Annotated[bool | None, IGNORED] = Field(
         default=None, description="Ignored: the tokenizer's tables are not shown."
     )
 
 
 class OllamaPullRequest(OllamaShowRequest):
     stream: bool | None = Field(default=None, description="Lines of JSON, unless false.")
-    insecure: Annotated[bool | None, UNHEEDED] = Field(
+    insecure: Annotated[bool | None, IGNORED] = Field(
         default=None, description="Ignored: certificates are always checked."
     )

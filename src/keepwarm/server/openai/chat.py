@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from keepwarm.config import Settings
 from keepwarm.errors import BadField
-from keepwarm.server.http.content import Unread, content_of
+from keepwarm.server.http.content import SkippedContent, content_of
 from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.openai.common import (
@@ -71,7 +71,7 @@ def request_of(body: ChatRequest, fields: RequestFields, settings: Settings) -> 
     if body.reasoning_effort is not None:
         options["reasoning_effort"] = body.reasoning_effort
         thinking = body.reasoning_effort not in NOT_THINKING if thinking is None else thinking
-    unread = Unread("" if settings.skip_unreadable else _newest(body.messages))
+    unread = SkippedContent("" if settings.skip_unreadable else _newest(body.messages))
     return Request(
         messages=[_message(message, i, unread) for i, message in enumerate(body.messages)],
         partial_answer=is_partial,
@@ -121,7 +121,7 @@ def _newest(messages: Sequence[ChatMessage]) -> str:
     return f"messages[{turns[-1]}]" if turns and messages[turns[-1]].role == "user" else ""
 
 
-def _message(message: ChatMessage, index: int, unread: Unread) -> Message:
+def _message(message: ChatMessage, index: int, unread: SkippedContent) -> Message:
     """A message for the chat template; the role `developer` becomes `system`."""
     role = "system" if message.role == "developer" else message.role
     content = content_of(message.content, f"messages[{index}].content", unread)

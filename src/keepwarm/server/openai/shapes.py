@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from keepwarm.server.http.body import (
+    IGNORED,
     MAX_MEMBERS,
-    UNHEEDED,
     Checked,
     JsonInput,
     Members,
@@ -67,7 +67,7 @@ class Function(JsonInput):
     name: str = Field(min_length=1, max_length=128)
     description: str | None = None
     parameters: dict[str, Any] | None = Field(default=None, description="JSON schema.")
-    strict: Annotated[bool | None, UNHEEDED] = Field(
+    strict: Annotated[bool | None, IGNORED] = Field(
         default=None, description="Arguments follow the schema where a tool is forced."
     )
 
@@ -87,7 +87,7 @@ class Custom(JsonInput):
     description: str | None = None
     format: Any = Field(default=None, description="A grammar is not enforced.")
 
-    def unheeded(self) -> Iterable[str]:
+    def ignored(self) -> Iterable[str]:
         return ("format",) if has_grammar(self.format) else ()
 
 
@@ -173,7 +173,7 @@ class BaseCompletionRequest(PromptBody):
         default=None, max_length=MAX_MEMBERS, description="Keys are token ids."
     )
     prompt_cache_key: str | None = Field(default=None, description="Names the conversation.")
-    user: Annotated[str | None, UNHEEDED] = None
+    user: Annotated[str | None, IGNORED] = None
     grammar: str | None = Field(default=None, description="Grammar of the answer, in GBNF or Lark.")
     json_schema: dict[str, Any] | None = Field(default=None, description="As llama.cpp takes it.")
     structured_outputs: StructuredOutputs | None = Field(
@@ -184,7 +184,7 @@ class BaseCompletionRequest(PromptBody):
     def wants_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def unheeded(self) -> Iterable[str]:
+    def ignored(self) -> Iterable[str]:
         return ("stream_options",) if self.wants_usage and not self.stream else ()
 
 

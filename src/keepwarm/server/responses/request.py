@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from keepwarm.config import Settings
 from keepwarm.errors import BadField
 from keepwarm.server.http.body import token_limit
-from keepwarm.server.http.content import ContentPart, Unread, content_of, text_of
+from keepwarm.server.http.content import ContentPart, SkippedContent, content_of, text_of
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.openai.chat import NOT_THINKING, custom_call, custom_function
 from keepwarm.server.responses.shapes import (
@@ -58,7 +58,7 @@ def request_of(
 ) -> Request:
     """The engine request; `items` includes those of previous responses."""
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    unread = Unread("" if settings.skip_unreadable else _newest(items))
+    unread = SkippedContent("" if settings.skip_unreadable else _newest(items))
     messages = [*instructions, *messages_of(items, unread)]
     if not messages:
         raise BadField("input is empty; send at least one item.", "input")
@@ -126,7 +126,7 @@ def _newest(items: Sequence[Item]) -> str:
     return "" if is_own else f"input[{turns[-1]}]"
 
 
-def messages_of(items: Sequence[Item], unread: Unread) -> list[Message]:
+def messages_of(items: Sequence[Item], unread: SkippedContent) -> list[Message]:
     """The items as messages; the items of one assistant turn become one message."""
     messages: list[dict[str, Any]] = []
     last = -1  # rank of the previous item in the assistant's turn
@@ -162,7 +162,7 @@ def _rank(item: Item) -> int | None:
     return RANKS.get(kind, RANKS["message"] if kind.endswith("_call") else None)
 
 
-def _add(message: dict[str, Any], item: Item, where: str, unread: Unread) -> None:
+def _add(message: dict[str, Any], item: Item, where: str, unread: SkippedContent) -> None:
     match _kind(item):
         case "reasoning":
             if reasoning := _reasoning(item):
@@ -196,7 +196,7 @@ def _call(item: Item, where: str) -> Mapping[str, Any]:
     return {"id": item.call_id, "type": "function", "function": function}
 
 
-def _other(item: Item, where: str, unread: Unread) -> dict[str, Any]:
+def _other(item: Item, where: str, unread: SkippedContent) -> dict[str, Any]:
     """A message that is not the assistant's, the output of a function, or a note."""
     kind = _kind(item)
     if kind in READ_OUTPUTS:
@@ -217,7 +217,7 @@ def _other(item: Item, where: str, unread: Unread) -> dict[str, Any]:
     return {"role": item.role, "content": content_of(item.content, f"{where}.content", unread)}
 
 
-def _output(item: Item, where: str, unread: Unread) -> str:
+def _output(item: Item, where: str, unread: SkippedContent) -> str:
     output, where = item.output, f"{where}.output"
     parts = [] if output is None or isinstance(output, str) else output
     if not isinstance(parts, list) or not all(isinstance(part, ContentPart) for part in parts):

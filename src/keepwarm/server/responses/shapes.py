@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from keepwarm.server.http.body import UNHEEDED, JsonInput, Members, TokenCount, TopP
+from keepwarm.server.http.body import IGNORED, JsonInput, Members, TokenCount, TopP
 from keepwarm.server.http.content import ContentPart
 from keepwarm.server.http.request_fields import PromptBody
 from keepwarm.server.openai.shapes import has_grammar
@@ -60,7 +60,7 @@ class ResponseTool(JsonInput):
     format: Any = Field(default=None, description="A grammar is not enforced.")
     tools: Members[ResponseTool] | None = None
 
-    def unheeded(self) -> Iterable[str]:
+    def ignored(self) -> Iterable[str]:
         return ("format",) if has_grammar(self.format) else ()
 
 
@@ -119,7 +119,7 @@ class ResponsesRequest(InputRequest):
     background: bool | None = Field(
         default=None, description="Return at once; the response is generated in the background."
     )
-    service_tier: Annotated[str | None, UNHEEDED] = Field(
+    service_tier: Annotated[str | None, IGNORED] = Field(
         default=None, description="There is one: `default`."
     )
     safety_identifier: str | None = None
@@ -131,7 +131,7 @@ class ResponsesRequest(InputRequest):
     )
     user: str | None = None
 
-    def unheeded(self) -> Iterable[str]:
+    def ignored(self) -> Iterable[str]:
         return () if HEEDED_INCLUDES.issuperset(self.include or ()) else ("include",)
 
 
