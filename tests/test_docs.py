@@ -24,7 +24,7 @@ from keepwarm.cli import main
 from keepwarm.config import Settings
 from keepwarm.kv.kinds import KINDS
 from keepwarm.models.choices import all_choices
-from keepwarm.server.apis import ROUTERS
+from keepwarm.server.app import ROUTERS
 from tests.kit import generated
 from tests.kit.checkpoints import write_checkpoint
 from tests.server.processes import served

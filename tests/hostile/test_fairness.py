@@ -86,7 +86,7 @@ def test_endless_requests_of_one_key_keep_no_other_waiting(live):
 
 
 def test_every_path_that_takes_turns_is_a_route():
-    from keepwarm.server.apis import ROUTERS
+    from keepwarm.server.app import ROUTERS
 
     posts = {route.path for router in ROUTERS for route in router.routes if "POST" in route.methods}
     assert posts >= PATHS - {"/mcp"}  # which is added where the setting says so

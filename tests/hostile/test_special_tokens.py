@@ -9,7 +9,7 @@ import pytest
 
 from keepwarm import config
 from keepwarm.models.load import load
-from keepwarm.server.host import EngineHost
+from keepwarm.server.models.host import EngineHost
 from tests.kit.agent_model import TOOLS_CHATML
 from tests.kit.checkpoints import SPECIALS, make_tokenizer, write_checkpoint
 from tests.server.conftest import serve

@@ -15,8 +15,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from keepwarm.engine.engine import Engine
-from keepwarm.server.host import EngineHost, ObservedAnswer
 from keepwarm.server.http.permits import PrepareSlot
+from keepwarm.server.models.host import EngineHost, ObservedAnswer
 from keepwarm.text.parsing import Markup
 from keepwarm.text.request import Format, Request, Tool, ToolChoice
 from keepwarm.text.tool_grammar import call_grammar

@@ -19,7 +19,7 @@ import pytest
 
 from keepwarm import config
 from keepwarm.config import Settings
-from keepwarm.server.host import EngineHost, start_engine
+from keepwarm.server.models.host import EngineHost, start_engine
 from keepwarm.server.models.models import Models
 from keepwarm.text.request import Format, Request
 from tests.kit.checkpoints import write_checkpoint

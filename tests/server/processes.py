@@ -99,7 +99,7 @@ def main(checkpoint: str) -> None:
     from keepwarm.engine.engine import Engine
     from keepwarm.models.load import load
     from keepwarm.server.app import create_app
-    from keepwarm.server.host import EngineHost
+    from keepwarm.server.models.host import EngineHost
     from keepwarm.server.models.models import Models
     from keepwarm.server.process import address_of, bind, serve
 

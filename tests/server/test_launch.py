@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from keepwarm import config
-from keepwarm.server.clients import CLIENTS, ServerInfo
+from keepwarm.server.http.clients import CLIENTS, ServerInfo
 from tests.server.conftest import serve
 
 SECRET = "secret$'key\""

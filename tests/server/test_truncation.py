@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from keepwarm import config
 from keepwarm.models.load import load
+from keepwarm.server.models.truncation import STEPS, truncate
 from keepwarm.server.responses.shapes import Item
-from keepwarm.server.truncation import STEPS, truncate
 from tests.kit.checkpoints import write_checkpoint
 from tests.server.conftest import serve
 

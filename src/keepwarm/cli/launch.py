@@ -21,7 +21,7 @@ import typer
 from keepwarm import config
 from keepwarm.cli.options import first_key
 from keepwarm.errors import BadInput, Refused, Unreachable
-from keepwarm.server.clients import CLIENTS, KEY_VARIABLE, NO_KEY, ClientSetup, ServerInfo
+from keepwarm.server.http.clients import CLIENTS, KEY_VARIABLE, NO_KEY, ClientSetup, ServerInfo
 
 TIMEOUT_S = 10
 

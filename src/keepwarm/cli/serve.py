@@ -80,7 +80,7 @@ def _serve(settings: Settings) -> None:
     usual = gc.get_threshold()
     gc.set_threshold(*RARELY)  # what is imported and loaded stays; traversing it takes time
     from keepwarm.server.http.limits import check_binding
-    from keepwarm.server.models.names import check_models
+    from keepwarm.server.models.models import check_models
     from keepwarm.server.process import address_of, bind
     from keepwarm.server.process import serve as serve_app
 
@@ -122,7 +122,7 @@ def _greeting(settings: Settings, names: str, address: str) -> str:
 
 
 def _other_clients() -> list[str]:
-    from keepwarm.server.clients import CLIENTS
+    from keepwarm.server.http.clients import CLIENTS
 
     return [name for name in CLIENTS if name != "claude"]
 

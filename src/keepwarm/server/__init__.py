@@ -1,6 +1,6 @@
-"""The HTTP server: its process, its application, and the engine of a model.
+"""The HTTP server: its process, its application, KV events, and MCP.
 
-Imports `agents`, `cache`, `device`, `engine`, `models`, `prefix`, `server.admin`,
-`server.anthropic`, `server.dashboard`, `server.events`, `server.http`, `server.mcp`,
-`server.models`, `server.ollama`, `server.openai`, `server.responses`, `store`, `text`.
+Imports `agents`, `cache`, `engine`, `models`, `prefix`, `records`, `server.admin`,
+`server.anthropic`, `server.dashboard`, `server.http`, `server.models`, `server.ollama`,
+`server.openai`, `server.responses`, `store`.
 """

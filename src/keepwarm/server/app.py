@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 
 from fastapi import FastAPI, Request, Response
@@ -13,34 +13,54 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.routing import BaseRoute
 
 from keepwarm import __version__
 from keepwarm.agents.signing import BundleKeys
 from keepwarm.config import Settings
 from keepwarm.errors import KeepwarmError
 from keepwarm.models.catalog import locate
+from keepwarm.server.admin import agent_chat, agents, cache, monitoring, prompts
+from keepwarm.server.admin import models as admin_models
 from keepwarm.server.admin.bundles import Transfers
 from keepwarm.server.admin.monitoring import Metrics, RequestCounter
-from keepwarm.server.admin.monitoring import router as monitoring
-from keepwarm.server.aliases import Aliases
+from keepwarm.server.anthropic import routes as anthropic
+from keepwarm.server.dashboard import page as dashboard_page
+from keepwarm.server.dashboard import routes as dashboard
 from keepwarm.server.dashboard.state import DashboardState
-from keepwarm.server.events.publisher import EventPublisher, event_publisher
+from keepwarm.server.http.keys import ApiKeys
 from keepwarm.server.http.limits import Limits, origin_pattern
+from keepwarm.server.http.logs import REQUEST_ID_HEADERS, RecentLines, RequestLog
 from keepwarm.server.http.permits import PrepareLimiter
 from keepwarm.server.http.problems import http_problem, problem_of, respond, validation_problem
-from keepwarm.server.http.receipts import RECEIPT_HEADER
-from keepwarm.server.keys import ApiKeys
-from keepwarm.server.late_route import LateRoutes
-from keepwarm.server.mcp.endpoint import McpEndpoint, memory_endpoint
+from keepwarm.server.http.sse import RECEIPT_HEADER
+from keepwarm.server.kv_events import EventPublisher, event_publisher
+from keepwarm.server.mcp import McpEndpoint, memory_endpoint
 from keepwarm.server.models.models import Models
+from keepwarm.server.ollama import routes as ollama
 from keepwarm.server.ollama.models import Pulls
 from keepwarm.server.openai import routes as openai
-from keepwarm.server.request_log import REQUEST_ID_HEADERS, RecentLines, RequestLog
+from keepwarm.server.responses import routes as responses
+from keepwarm.server.responses.background import BackgroundResponses
+from keepwarm.server.responses.store import ResponseStore
 
 ABOUT = (
     "Local LLM agents that never compute the same prompt twice. Every answer has a receipt: "
     f"how much of its prompt was reused (header `{RECEIPT_HEADER}`, field `keepwarm`)."
+)
+ROUTERS = (
+    monitoring.router,
+    openai.router,
+    responses.router,
+    responses.conversations,
+    anthropic.router,
+    ollama.router,
+    agents.router,
+    agents.admin_router,
+    agent_chat.router,
+    cache.router,
+    prompts.router,
+    admin_models.router,
+    dashboard.router,
 )
 
 log = logging.getLogger(__name__)
@@ -61,7 +81,6 @@ def create_app(models: Models, settings: Settings) -> FastAPI:
     app.state.settings = settings
     app.state.bundle_keys = BundleKeys.of(settings)
     app.state.transfers = Transfers()
-    app.state.closing = AsyncExitStack()
     app.state.pulls = Pulls(partial(locate, settings=settings, refresh=True))
     app.state.metrics = Metrics(models)
     app.state.keys = ApiKeys(settings)
@@ -69,24 +88,20 @@ def create_app(models: Models, settings: Settings) -> FastAPI:
     app.state.events = event_publisher(models, settings)
     lines = RecentLines()
     app.state.dashboard = DashboardState(models, settings, lines)
-    for router in (monitoring, openai.router):
+    app.state.resident = admin_models.ResidentModel(models, settings)
+    app.state.responses = ResponseStore(lambda: models.store, settings.response_ttl_s)
+    app.state.background = BackgroundResponses(app.state.responses)
+    for router in (*ROUTERS, dashboard_page.make_router()):
         app.router.routes.extend(router.routes)  # `include_router` builds each a second time
-    app.router.routes.append(LateRoutes(app.router, partial(_later_routes, app)))
+    if app.state.mcp is not None:
+        app.router.routes.append(app.state.mcp.route)
     _add_error_handlers(app)
     app.add_middleware(PrepareLimiter, settings=settings)
     app.add_middleware(Limits, settings=settings, keys=app.state.keys)
     _add_cors(app, settings)
     app.add_middleware(RequestLog, recent=lines)
     app.add_middleware(RequestCounter, metrics=app.state.metrics)
-    app.add_middleware(Aliases)  # outermost
     return app
-
-
-def _later_routes(app: FastAPI) -> list[BaseRoute]:
-    from keepwarm.server.apis import later_routes  # see there
-
-    endpoint: McpEndpoint | None = app.state.mcp
-    return [*later_routes(app), *([endpoint.route] if endpoint else [])]
 
 
 @asynccontextmanager
@@ -103,7 +118,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     unloading.cancel()
     saving.cancel()
     app.state.transfers.close()
-    await app.state.closing.aclose()
+    await app.state.background.close()
+    await run_in_threadpool(app.state.responses.close)
     await run_in_threadpool(models.close)
     await run_in_threadpool(app.state.dashboard.history.save)  # with what ended until now
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from platformdirs import user_cache_path
 
-from keepwarm.server.clients import CLIENTS, ServerInfo
+from keepwarm.server.http.clients import CLIENTS, ServerInfo
 from tests.clients.coders.model import FILE
 from tests.clients.coders.page import NAMES
 from tests.kit.agent_model import N_CONTEXT

@@ -9,7 +9,7 @@ import pytest
 
 from keepwarm import config
 from keepwarm.server.app import create_app
-from keepwarm.server.host import EngineHost
+from keepwarm.server.models.host import EngineHost
 from keepwarm.server.models.models import Models
 from tests.kit.waiting import no_collection, wait_until
 

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from keepwarm import config
 from keepwarm.server.admin import monitoring
 from keepwarm.server.app import create_app
-from keepwarm.server.host import EngineHost
+from keepwarm.server.models.host import EngineHost
 from keepwarm.server.models.models import Models
 from keepwarm.server.openai.shapes import MAX_ANSWERS
 from tests.kit.waiting import wait_until

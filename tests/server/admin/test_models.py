@@ -12,7 +12,7 @@ from keepwarm.cache.store import Store
 from keepwarm.errors import Busy
 from keepwarm.models.load import load
 from keepwarm.server.admin.models import ResidentModel
-from keepwarm.server.host import EngineHost, start_engine
+from keepwarm.server.models.host import EngineHost, start_engine
 from keepwarm.server.models.models import Models
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.waiting import wait_until

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 
 from keepwarm.server.app import create_app
-from keepwarm.server.host import EngineHost
+from keepwarm.server.models.host import EngineHost
 from keepwarm.server.models.models import Models
 from tests.kit.engines import Exam, ask, engine_on
 from tests.kit.runs import prompt_of

@@ -25,8 +25,8 @@ from keepwarm.cache.store import Budgets
 from keepwarm.engine.engine import Engine
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.server.app import create_app
-from keepwarm.server.events.publisher import INTERVAL_S, REMIND_S
-from keepwarm.server.host import EngineHost
+from keepwarm.server.kv_events import INTERVAL_S, REMIND_S
+from keepwarm.server.models.host import EngineHost
 from keepwarm.server.models.models import Models
 from tests.kit import engines
 from tests.kit.redis_server import free_port

@@ -8,11 +8,10 @@ import pytest
 from keepwarm.config import load
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import chain
+from keepwarm.server import kv_events as publisher
 from keepwarm.server.app import create_app
-from keepwarm.server.events import publisher
-from keepwarm.server.events.blocks import HeldBlock
-from keepwarm.server.events.schema import block_hash
-from keepwarm.server.host import EngineHost
+from keepwarm.server.kv_events import HeldBlock, block_hash
+from keepwarm.server.models.host import EngineHost
 from keepwarm.server.models.models import Models
 from tests.kit.engines import ask, engine_on
 from tests.kit.redis_server import free_port

@@ -7,8 +7,8 @@ import pytest
 
 from keepwarm import config
 from keepwarm.errors import BadInput, Refused
-from keepwarm.server import keys
-from keepwarm.server.keys import ApiKeys
+from keepwarm.server.http import keys
+from keepwarm.server.http.keys import ApiKeys
 
 KEYS = ("first", "second", "third")
 SETTINGS = config.load({}, api_keys=",".join(KEYS), admin_key="root")

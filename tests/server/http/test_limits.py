@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 from keepwarm import config
 from keepwarm.errors import BadInput, Busy
 from keepwarm.server.app import create_app
-from keepwarm.server.host import EngineHost
+from keepwarm.server.http.keys import ApiKeys
 from keepwarm.server.http.limits import (
     BodyBudget,
     BodyShare,
@@ -19,7 +19,7 @@ from keepwarm.server.http.limits import (
     RateLimit,
     check_binding,
 )
-from keepwarm.server.keys import ApiKeys
+from keepwarm.server.models.host import EngineHost
 from keepwarm.server.models.models import Models
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from keepwarm import config
 from keepwarm.errors import Stopping
-from keepwarm.server.host import EngineHost
+from keepwarm.server.http.keys import ApiKeys
 from keepwarm.server.http.limits import Limits
 from keepwarm.server.http.permits import LONG_BODY, FairSemaphore, PrepareLimiter, PrepareSlot
-from keepwarm.server.keys import ApiKeys
+from keepwarm.server.models.host import EngineHost
 from keepwarm.server.models.models import Models
 from keepwarm.text.sandbox.deadline import PrepareDeadline
 

@@ -5,7 +5,7 @@ import json
 import httpx
 import pytest
 
-from keepwarm.server.apis import ROUTERS
+from keepwarm.server.app import ROUTERS
 from keepwarm.server.http.body import MAX_DEPTH, check_json
 
 MAX_BYTES = 1 << 17

@@ -7,7 +7,7 @@ import pytest
 
 from keepwarm import config
 from keepwarm.errors import BadInput
-from keepwarm.server.models.names import NamedModel, configured
+from keepwarm.server.models.models import NamedModel, configured
 from tests.kit.engines import held
 from tests.kit.waiting import wait_until
 from tests.server.dashboard.browsers import chromium, watched

@@ -268,8 +268,7 @@ def test_a_pinned_model_stays(alone):
 def test_nothing_without_a_key(keyed):
     """Nor from web pages elsewhere; errors have the form of the API."""
     posts = [f"/api/{name}" for name in ("chat", "generate", "embed", "show", "pull")]
-    posts += ["/chat/completions", "/completions", "/responses"]
-    gets = [*(f"/api/{name}" for name in ("tags", "ps", "version")), "/models"]
+    gets = [f"/api/{name}" for name in ("tags", "ps", "version")]
     foreign = {"Origin": "https://elsewhere.example", **A}
     with httpx.Client(base_url=keyed.url, verify=False) as client:
         for method, path in [
@@ -278,7 +277,7 @@ def test_nothing_without_a_key(keyed):
         ]:
             answer = client.request(method, path, json={"model": "tiny"})
             assert answer.status_code == 401, path
-            assert isinstance(answer.json()["error"], str) == path.startswith("/api/")
+            assert isinstance(answer.json()["error"], str)
             refused = client.request(method, path, json={"model": "tiny"}, headers=foreign)
             assert refused.status_code == 403, path
 
@@ -340,28 +339,12 @@ def test_downloads_come_one_by_one():
         pulls.start("org/elm").result(300)
 
 
-# Paths of OpenAI without /v1.
+def test_model_name_with_ollamas_tag_is_found_by_openais_list(live):
+    assert live.get("/v1/models/tiny:latest").json()["id"] == "tiny"
 
 
-def test_openai_without_v1(live):
-    body = {"model": "tiny", "messages": [ASK], "max_tokens": 4, "temperature": 0}
-    answers = [live.post(f"{v}/chat/completions", body).json() for v in ("/v1", "")]
-    assert answers[0]["choices"] == answers[1]["choices"]
-    text = {"model": "tiny", "prompt": "Once", "max_tokens": 4, "temperature": 0}
-    texts = [live.post(f"{v}/completions", text).json() for v in ("/v1", "")]
-    assert texts[0]["choices"] == texts[1]["choices"]
-    response = live.post("/responses", {"input": "Once", "max_output_tokens": 4}).json()
-    assert live.get(f"/responses/{response['id']}").json()["id"] == response["id"]
-    vector = live.post("/embeddings", {"model": "tiny", "input": "Once"}).json()
-    assert len(vector["data"]) == 1
-    assert live.get("/models").json() == live.get("/v1/models").json()
-    for path in ("/models/tiny", "/models/tiny:latest", "/v1/models/tiny:latest"):
-        assert live.get(path).json()["id"] == "tiny"
-    wrong = live.post("/chat/completions", {"messages": []})
-    assert wrong.json()["error"]["param"] == "messages"
-
-
-def test_other_paths_have_no_second_name(live):
+def test_paths_have_no_second_name(live):
     """Nor may a path lead around the checks of another."""
-    for path in ("/admin/unload", "/agents", "/cache/clear", "/v1/v1/models", "/modelsx"):
+    second = ("/chat/completions", "/admin/unload", "/agents", "/cache/clear", "/v1/v1/models")
+    for path in second:
         assert live.post(path, {}).status_code == 404, path

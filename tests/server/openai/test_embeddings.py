@@ -17,8 +17,8 @@ from keepwarm.errors import Cancelled
 from keepwarm.models.load import load
 from keepwarm.prefix.blocks import common_prefix
 from keepwarm.prefix.policy import Policy
-from keepwarm.server import embedding
 from keepwarm.server.http.request_fields import RequestFields
+from keepwarm.server.models import embedding
 from keepwarm.text.request import KVOptions
 from tests.kit.checkpoints import SPECIALS, make_tokenizer, write_checkpoint
 from tests.kit.engines import held

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 from keepwarm import config
 from keepwarm.errors import BadField
 from keepwarm.prefix.policy import Policy
-from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.request_fields import RequestFields, agent_id
+from keepwarm.server.http.sse import receipt_dict
 from keepwarm.server.openai import chat, completions
 from keepwarm.server.openai.chat import ChatStream
 from keepwarm.server.openai.common import CompletionMeta

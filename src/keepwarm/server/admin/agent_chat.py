@@ -17,9 +17,9 @@ from keepwarm.server.anthropic.routes import create_message
 from keepwarm.server.anthropic.shapes import MessagesRequest
 from keepwarm.server.http.body import JsonInput, api_router
 from keepwarm.server.http.problems import AnthropicErrorOut, error_docs
-from keepwarm.server.http.receipts import ReceiptOut, receipt_dict
-from keepwarm.server.http.request_fields import Call, request_fields
-from keepwarm.server.http.sse import answer_docs
+from keepwarm.server.http.request_fields import request_fields
+from keepwarm.server.http.sse import ReceiptOut, answer_docs, receipt_dict
+from keepwarm.server.models.calls import Call
 from keepwarm.server.openai.routes import create_chat_completion
 from keepwarm.server.openai.shapes import ChatRequest
 from keepwarm.session.compaction import MAX_TOKENS, Compaction

@@ -27,7 +27,9 @@ from keepwarm.engine.import_check import EXTENT, ImportCheck
 from keepwarm.errors import BadField, UnknownAgent
 from keepwarm.server.admin.bundles import TAR, ExportResponse, Transfers, UploadedFile
 from keepwarm.server.http.body import JsonInput, api_router
-from keepwarm.server.http.request_fields import AGENT_ID, Config, Served, tenant_agent_id
+from keepwarm.server.http.keys import tenant_agent_id
+from keepwarm.server.http.request_fields import AGENT_ID, Config
+from keepwarm.server.models.calls import Served
 from keepwarm.store.index.forgotten import Forgotten
 
 RAW_BODY = {

@@ -19,10 +19,10 @@ from keepwarm.agents.verify import verify_store
 from keepwarm.engine.stats import Stats
 from keepwarm.errors import Cancelled, Forbidden
 from keepwarm.server.http.body import JsonInput, api_router
+from keepwarm.server.http.keys import require_totals
 from keepwarm.server.http.problems import openai_body, problem_of
-from keepwarm.server.http.request_fields import Served
 from keepwarm.server.http.sse import STREAM_HEADERS, answer_docs, frame
-from keepwarm.server.http.viewer import require_totals
+from keepwarm.server.models.calls import Served
 from keepwarm.store.counts import PromptCounts
 
 PROGRESS_S = 1.0  # between two events of a check

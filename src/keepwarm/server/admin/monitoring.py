@@ -24,9 +24,9 @@ from typing_extensions import TypedDict
 from keepwarm.engine.stats import Stats
 from keepwarm.errors import Stopping
 from keepwarm.server.http.body import api_router
+from keepwarm.server.http.keys import CurrentViewer
 from keepwarm.server.http.problems import OpenAIErrorOut
-from keepwarm.server.http.request_fields import Served
-from keepwarm.server.http.viewer import CurrentViewer
+from keepwarm.server.models.calls import Served
 from keepwarm.server.models.models import Models
 
 Values: TypeAlias = Mapping[str, float]  # by label value; "" without a label

@@ -19,12 +19,11 @@ from keepwarm.cache.restore.restorer import Restorer
 from keepwarm.errors import BadField, BadInput
 from keepwarm.server.anthropic.routes import message_request
 from keepwarm.server.anthropic.shapes import CountRequest
-from keepwarm.server.host import EngineHost, ObservedAnswer
 from keepwarm.server.http.body import api_router
 from keepwarm.server.http.permits import PrepareSlot
-from keepwarm.server.http.receipts import ReceiptOut, receipt_dict
-from keepwarm.server.http.request_fields import Call
-from keepwarm.server.http.sse import WholeAnswer
+from keepwarm.server.http.sse import ReceiptOut, WholeAnswer, receipt_dict
+from keepwarm.server.models.calls import Call
+from keepwarm.server.models.host import EngineHost, ObservedAnswer
 from keepwarm.server.openai.routes import chat_request, completion_requests
 from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest
 from keepwarm.server.responses.routes import Answers, prepare_response

@@ -1,4 +1,4 @@
 """Anthropic's messages.
 
-Imports `server`, `server.http`, `text`.
+Imports `server.http`, `server.models`, `text`.
 """

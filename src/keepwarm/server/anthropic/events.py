@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from keepwarm.server.http.problems import Problem, anthropic_body
-from keepwarm.server.http.receipts import receipt_dict
-from keepwarm.server.http.sse import frame, progress_json
+from keepwarm.server.http.sse import frame, progress_json, receipt_dict
 from keepwarm.text.request import (
     Choice,
     Delta,

@@ -16,11 +16,11 @@ from keepwarm.server.anthropic.events import (
     message,
 )
 from keepwarm.server.anthropic.shapes import CountRequest, MessagesRequest
-from keepwarm.server.host import ObservedAnswer
 from keepwarm.server.http.body import api_router
 from keepwarm.server.http.problems import AnthropicErrorOut
-from keepwarm.server.http.request_fields import ApiCall, Call
 from keepwarm.server.http.sse import EventStream, WholeAnswer, answer_docs, new_id
+from keepwarm.server.models.calls import ApiCall, Call
+from keepwarm.server.models.host import ObservedAnswer
 from keepwarm.text import request as engine_request
 
 router = api_router(prefix="/v1/messages", tags=["Anthropic"], errors=AnthropicErrorOut)

@@ -1,5 +1,5 @@
 """The dashboard: its page, and the JSON it shows.
 
-Imports `agents`, `cache`, `engine`, `prefix`, `server`, `server.admin`, `server.http`,
+Imports `agents`, `cache`, `engine`, `prefix`, `server.admin`, `server.http`,
 `server.models`, `store`, `telemetry`, `text`.
 """

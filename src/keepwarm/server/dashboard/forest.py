@@ -13,7 +13,7 @@ from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import BlockKey, Namespace
 from keepwarm.prefix.fingerprint import tenant_of
 from keepwarm.server.dashboard.totals import JsonObject
-from keepwarm.server.http.viewer import Viewer
+from keepwarm.server.http.keys import Viewer
 from keepwarm.store.tier import StoredBlock
 
 ID_DIGITS = 16

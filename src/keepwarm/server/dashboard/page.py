@@ -12,7 +12,7 @@ from pathlib import Path
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse
 
-from keepwarm.server.late_route import LateRoute
+from keepwarm.server.http.body import LateRoute
 
 PATH = "/dashboard"
 DOCS_PATH = "/docs"

@@ -20,7 +20,6 @@ from keepwarm.config import SECRETS
 from keepwarm.engine.stats import MemoryUse
 from keepwarm.errors import UnknownRequest
 from keepwarm.server.admin.agents import agent_out
-from keepwarm.server.clients import CLIENTS, KEY_VARIABLE, ServerInfo
 from keepwarm.server.dashboard.forest import NamespaceOwners, forest_out
 from keepwarm.server.dashboard.state import Dashboard
 from keepwarm.server.dashboard.totals import (
@@ -33,9 +32,11 @@ from keepwarm.server.dashboard.totals import (
     totals_out,
 )
 from keepwarm.server.http.body import api_router
-from keepwarm.server.http.receipts import receipt_dict
-from keepwarm.server.http.request_fields import Config, Served
-from keepwarm.server.http.viewer import CurrentViewer, Viewer, require_totals
+from keepwarm.server.http.clients import CLIENTS, KEY_VARIABLE, ServerInfo
+from keepwarm.server.http.keys import CurrentViewer, Viewer, require_totals
+from keepwarm.server.http.request_fields import Config
+from keepwarm.server.http.sse import receipt_dict
+from keepwarm.server.models.calls import Served
 from keepwarm.server.models.models import Models
 from keepwarm.telemetry.ledger import RequestRecord
 from keepwarm.telemetry.misses import PrefixMiss

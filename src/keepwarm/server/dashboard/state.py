@@ -13,8 +13,8 @@ from fastapi import Depends, Request
 
 from keepwarm.config import Settings
 from keepwarm.engine.stats import Stats
+from keepwarm.server.http.logs import RecentLines
 from keepwarm.server.models.models import Models
-from keepwarm.server.request_log import RecentLines
 from keepwarm.telemetry.history import History
 
 SAVE_EVERY_S = 60.0

@@ -1,4 +1,4 @@
-"""What all APIs share: bodies, limits, errors, streams, receipts, logs, scrubbing.
+"""What all APIs share: bodies, keys, limits, permits, errors, streams, receipts, logs, scrubbing.
 
-Imports `engine`, `prefix`, `server`, `server.models`, `text`.
+Imports `cache`, `engine`, `prefix`, `store`, `text`.
 """

@@ -1,22 +1,24 @@
-"""JSON that comes in: rejects what a JSON parser accepts and later code cannot handle."""
+"""Routes, and JSON that comes in: refuses what a parser accepts and later code cannot handle."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from enum import Enum
-from typing import Annotated, TypeAlias, TypeVar
+from functools import partial
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 from fastapi import APIRouter, Depends, Request
+from fastapi.routing import APIRoute
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from starlette.routing import compile_path
 
 from keepwarm.errors import BadInput, TooLarge
 from keepwarm.server.http.limits import UPLOADS
 from keepwarm.server.http.problems import OpenAIErrorOut, error_docs
-from keepwarm.server.late_route import LateRoute
 
 MAX_DEPTH = 100  # levels; schema parsers give up at 128
 NESTED = (dict, list)
@@ -33,6 +35,8 @@ MEDIA = ("image", "audio", "video")  # in the types of parts that a receipt name
 IGNORED = "ignored"  # marks a field that is checked, shown perhaps, and has no effect
 _FIELD_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+ANALYSED = frozenset(APIRoute.__annotations__) | {"app"}
 
 
 class JsonInput(BaseModel):
@@ -153,8 +157,33 @@ def _names(model: type[BaseModel]) -> dict[str, str]:
     return {field.alias or name: name for name, field in fields if IGNORED not in field.metadata}
 
 
+class LateRoute(APIRoute):
+    """Analysed at its first request, or for the API's schema.
+
+    FastAPI builds validators for all models of a route: a few milliseconds for each, but a third
+    of a second for all of them, while a server starts. Until then a route can only be matched.
+    """
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        self.path, self.endpoint = path, endpoint
+        self.path_regex, self.path_format, self.param_convertors = compile_path(path)
+        self.methods = set(options["methods"] or ["GET"])
+        self._analyse = partial(super().__init__, path, endpoint, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        """What FastAPI finds out about a route; Python calls this for what is not there yet."""
+        if name not in ANALYSED:
+            raise AttributeError(f"A route has no attribute {name!r}.")
+        self._analyse()
+        return vars(self)[name]
+
+
 def api_router(
-    prefix: str = "", *, tags: list[str | Enum], errors: type = OpenAIErrorOut
+    prefix: str = "",
+    *,
+    tags: list[str | Enum],
+    errors: type = OpenAIErrorOut,
+    route_class: type[APIRoute] = LateRoute,
 ) -> APIRouter:
     """A router that checks the bodies it gets; `errors` is the form of its error responses."""
     return APIRouter(
@@ -162,7 +191,7 @@ def api_router(
         tags=tags,
         responses=error_docs(errors),
         dependencies=[Depends(check_json)],
-        route_class=LateRoute,
+        route_class=route_class,
     )
 
 

@@ -22,8 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from keepwarm.config import Settings
 from keepwarm.errors import BadInput, Busy, Forbidden, KeepwarmError, Overloaded, SlowBody, TooLarge
+from keepwarm.server.http.keys import ApiKeys
 from keepwarm.server.http.problems import problem_of, respond
-from keepwarm.server.keys import ApiKeys
 
 BODIES = 8  # of the largest size, in memory at once
 BODIES_OF_ONE_KEY = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Literal, NamedTuple
 
 from fastapi import Depends, Request
@@ -13,13 +13,9 @@ from pydantic import Field
 from keepwarm.config import Settings
 from keepwarm.errors import BadField
 from keepwarm.prefix.policy import Policy
-from keepwarm.server.clients import AGENT_HEADER
-from keepwarm.server.host import EngineHost
-from keepwarm.server.http import scrub
 from keepwarm.server.http.body import JsonInput, given_body, ignored_fields
-from keepwarm.server.http.permits import PrepareSlot
-from keepwarm.server.models.models import Models
-from keepwarm.text import request as engine_request
+from keepwarm.server.http.clients import AGENT_HEADER
+from keepwarm.server.http.keys import tenant_agent_id
 from keepwarm.text.request import KVOptions
 
 CACHE_HEADER = "x-keepwarm-cache"
@@ -94,12 +90,6 @@ class RequestFields(NamedTuple):
     ignored_fields: tuple[str, ...] = ()
 
 
-async def models_of(request: Request) -> Models:
-    """A coroutine: FastAPI runs a plain function in a thread, for every request."""
-    models: Models = request.app.state.models
-    return models
-
-
 def settings_of(request: Request) -> Settings:
     settings: Settings = request.app.state.settings
     return settings
@@ -109,40 +99,6 @@ async def _config(request: Request) -> Settings:
     return settings_of(request)
 
 
-class ApiCall:
-    """One request to an API, on its way to the engine."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.settings = settings_of(request)
-        self.models: Models = request.app.state.models
-        self.turn: PrepareSlot = request.state.slot
-        self._rules = scrub.rules_for(self.settings.scrub, request.headers)
-
-    async def host(self, model: str | None) -> EngineHost:
-        """The model with this name, loaded."""
-        return await self.models.use(model, self.turn)
-
-    def fields(self, body: PromptBody, hint: str | None = None) -> RequestFields:
-        return request_fields(self.request, body.keepwarm, hint, body)
-
-    def scrubbed(self, request: engine_request.Request) -> engine_request.Request:
-        return scrub.scrub_request(request, self._rules)
-
-    async def prepare(
-        self, model: str | None, make: Callable[[], engine_request.Request]
-    ) -> tuple[EngineHost, engine_request.Request]:
-        """The model, and the request for it that `make` returns, scrubbed."""
-        host = await self.host(model)
-        return host, await self.turn.build(lambda: self.scrubbed(make()))
-
-
-async def _call(request: Request) -> ApiCall:
-    return ApiCall(request)
-
-
-Call = Annotated[ApiCall, Depends(_call)]
-Served = Annotated[Models, Depends(models_of)]
 Config = Annotated[Settings, Depends(_config)]
 
 
@@ -211,11 +167,6 @@ def agent_id(hint: str | None) -> str | None:
     if not hint or AGENT_ID.fullmatch(hint):
         return hint or None
     return f"key-{hashlib.blake2s(hint.encode(errors='replace')).hexdigest()[:32]}"
-
-
-def tenant_agent_id(tenant: str, agent: str) -> str:
-    """The id under which a tenant's agent is stored: two tenants may use the same name."""
-    return f"{tenant}.{agent}" if tenant else agent
 
 
 def _policy(headers: Mapping[str, str], options: KeepwarmOptions) -> Policy:

@@ -1,5 +1,4 @@
-"""Which models a server has: their names, the engines of those that are loaded, who uses them.
+"""Which models a server has: names, engines, leases; and what is asked of one on its way there.
 
-Imports `cache`, `device`, `engine`, `models`, `server`, `server.http`,
-`telemetry`, `text`.
+Imports `cache`, `device`, `engine`, `models`, `prefix`, `server.http`, `telemetry`, `text`.
 """

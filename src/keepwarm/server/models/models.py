@@ -9,8 +9,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 from starlette.concurrency import run_in_threadpool
 
@@ -18,16 +20,24 @@ from keepwarm.config import Settings
 from keepwarm.errors import (
     BadInput,
     InsufficientResources,
+    KeepwarmError,
     StillLoading,
     Stopping,
     UnknownModel,
 )
-from keepwarm.models.catalog import read_config
-from keepwarm.server.host import EngineHost
-from keepwarm.server.models.listing import ListedModel
-from keepwarm.server.models.names import NamedModel, OnDemand, configured, key_of, plain
+from keepwarm.models import builtin, hub
+from keepwarm.models.catalog import (
+    check_name,
+    find,
+    find_local,
+    n_context,
+    read_config,
+    read_generation_config,
+)
+from keepwarm.server.models.host import EngineHost
 from keepwarm.server.models.slots import Slot, Slots
 from keepwarm.telemetry.ledger import Ledger
+from keepwarm.text.sampling_rules import DrawRules, default_rules
 
 if TYPE_CHECKING:
     from keepwarm.cache.restore.writing import WriteStats
@@ -35,6 +45,122 @@ if TYPE_CHECKING:
     from keepwarm.engine.engine import Engine
     from keepwarm.engine.stats import Stats
     from keepwarm.server.http.permits import PrepareSlot
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ListedModel:
+    """One name that requests may use."""
+
+    name: str
+    created: int
+    is_loaded: bool
+    n_context: int | None  # None: its files do not say before it is loaded
+    sampling: DrawRules  # where a request is silent
+    shares_batches: bool | None = None
+    path: Path | None = None  # of its files, once they are found
+
+    @classmethod
+    def of_slot(cls, name: str, slot: Slot, settings: Settings) -> Self:
+        engine = slot.host.loaded
+        if engine is None:
+            found = cls.on_disk(name, slot.host.created, slot.path, settings)
+            return replace(found, n_context=slot.n_context or found.n_context)
+        context, batches = engine.model.n_context, engine.stats().shares_batches
+        rules = engine.sampling
+        return cls(name, slot.host.created, True, context, rules, batches, slot.path)
+
+    @classmethod
+    def on_disk(cls, name: str, created: int, path: Path | None, settings: Settings) -> Self:
+        rules = default_rules(read_generation_config(path) if path else {}, settings)
+        return cls(name, created, False, _context(path, settings), rules, path=path)
+
+
+def _context(path: Path | None, settings: Settings) -> int | None:
+    """Of a directory; a .gguf file takes long to read."""
+    if path is None or not path.is_dir():
+        return None
+    try:
+        own = n_context(read_config(path))
+    except KeepwarmError as error:
+        LOG.info("%s", error)
+        return None
+    return min(own, settings.context or own)
+
+
+LATEST = ":latest"  # Ollama writes it behind names that have no other tag
+
+
+def plain(name: str) -> str:
+    return name.removesuffix(LATEST)
+
+
+class NamedModel(NamedTuple):
+    """A model by the name that requests use, and by what it is found."""
+
+    name: str
+    source: str
+
+    @classmethod
+    def parse(cls, text: str) -> NamedModel:
+        """`name=model`, or a model that is its own name; a path may have an equals sign."""
+        name, equals, source = map(str.strip, text.partition("="))
+        is_named = equals and name and source and "/" not in name
+        return cls(name, source) if is_named else cls(text, text)
+
+
+def key_of(source: str) -> str:
+    """The same for every way to write a model's path."""
+    path = None if source in builtin.BUILTINS else find_local(source)
+    return source if path is None else str(path.resolve())
+
+
+def configured(settings: Settings) -> list[NamedModel]:
+    """The models that the settings name, the first one first."""
+    texts = [settings.model, *settings.listed("more_models")]
+    models = list(dict.fromkeys(map(NamedModel.parse, texts)))
+    names = [model.name for model in models]
+    for name in names:
+        if names.count(name) > 1:
+            raise BadInput(f"Two models are called {name!r}; give one another name: NAME=MODEL.")
+    for name in settings.listed("pinned_models"):
+        if name not in names:
+            known = ", ".join(map(repr, names))
+            raise BadInput(f"pinned_models names {name!r}, and the server has {known}; choose one.")
+    return models
+
+
+def check_models(settings: Settings) -> None:
+    """Refuse names that can be no model, before anything is started for them."""
+    for model in configured(settings):
+        check_name(model.source)
+
+
+class OnDemand:
+    """Models on this machine that the operator lets requests load. Reads files; never downloads."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._patterns = settings.listed("on_demand")
+
+    def allows(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self._patterns)
+
+    def find(self, name: str) -> Path | None:
+        if not self.allows(name):
+            return None
+        path = find(name, self._settings)
+        if path is None and self._settings.allow_model_paths and name.startswith(("/", "~")):
+            path = find_local(name)
+        return path and path.resolve()
+
+    def names(self) -> Iterator[str]:
+        """Those that have a name; a path is none."""
+        if self._patterns:
+            known = [name for name in builtin.BUILTINS if find(name, self._settings)]
+            yield from filter(self.allows, [*known, *hub.all_cached()])
+
 
 LOG = logging.getLogger(__name__)
 OnThread: TypeAlias = Callable[..., Awaitable[Any]]

@@ -30,7 +30,7 @@ from keepwarm.errors import (
     Stopping,
 )
 from keepwarm.models.catalog import locate
-from keepwarm.server.host import EngineHost, start_engine
+from keepwarm.server.models.host import EngineHost, start_engine
 from keepwarm.telemetry.ledger import Ledger
 from keepwarm.units import format_bytes
 

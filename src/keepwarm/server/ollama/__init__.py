@@ -1,4 +1,4 @@
 """Ollama's API.
 
-Imports `engine`, `models`, `server`, `server.http`, `server.models`, `server.openai`, `text`.
+Imports `engine`, `models`, `server.http`, `server.models`, `server.openai`, `text`.
 """

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, TypeAlias
 
-from keepwarm.server.embedding import Embeddings, shortened
 from keepwarm.server.http.problems import Problem, ollama_body
-from keepwarm.server.http.receipts import receipt_dict
-from keepwarm.server.http.sse import line
+from keepwarm.server.http.sse import line, receipt_dict
+from keepwarm.server.models.embedding import Embeddings, shortened
 from keepwarm.server.openai.logprobs import Pieces, chat_logprobs
 from keepwarm.text.request import (
     Delta,

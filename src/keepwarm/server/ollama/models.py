@@ -21,9 +21,7 @@ from keepwarm.models import builtin, hub
 from keepwarm.models.catalog import read_config
 from keepwarm.server.http.problems import ollama_body, problem_of
 from keepwarm.server.http.sse import line
-from keepwarm.server.models.listing import ListedModel
-from keepwarm.server.models.models import Models
-from keepwarm.server.models.names import LATEST, plain
+from keepwarm.server.models.models import LATEST, ListedModel, Models, plain
 from keepwarm.server.openai.completions import fill_in_of
 
 if TYPE_CHECKING:

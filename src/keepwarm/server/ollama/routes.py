@@ -10,16 +10,21 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.datastructures import MutableHeaders
+from starlette.types import Receive, Scope, Send
+from typing_extensions import override
 
 from keepwarm import __version__
 from keepwarm.errors import BadField, Forbidden
-from keepwarm.server.embedding import WholeEmbeddings, embed
-from keepwarm.server.host import EngineHost
-from keepwarm.server.http.body import api_router
+from keepwarm.server.http.body import LateRoute, api_router
 from keepwarm.server.http.problems import OllamaErrorOut
-from keepwarm.server.http.request_fields import ApiCall, Call, Config, Served
+from keepwarm.server.http.request_fields import Config
 from keepwarm.server.http.sse import STREAM_HEADERS, LineStream, WholeAnswer
+from keepwarm.server.models.calls import ApiCall, Call, Served
+from keepwarm.server.models.embedding import WholeEmbeddings, embed
+from keepwarm.server.models.host import EngineHost
 from keepwarm.server.models.models import Models
+from keepwarm.server.models.truncation import submit_shortened
 from keepwarm.server.ollama import models as catalog
 from keepwarm.server.ollama import request as requests
 from keepwarm.server.ollama.events import (
@@ -47,7 +52,6 @@ from keepwarm.server.ollama.shapes import (
 )
 from keepwarm.server.openai.completions import required_fill_in
 from keepwarm.server.openai.logprobs import Pieces
-from keepwarm.server.truncation import submit_shortened
 from keepwarm.text import request as engine_request
 
 UNLOADS = "keep_alive 0 unloads the model for all"
@@ -63,7 +67,21 @@ ANSWER: dict[int | str, dict[str, Any]] = {
     }
 }
 
-router = api_router(prefix="/api", tags=["Ollama"], errors=OllamaErrorOut)
+
+class JsonRoute(LateRoute):
+    """Takes every body for JSON, as Ollama does: curl calls it a form.
+
+    That a web page can send such a body without asking first is harmless: its origin is checked.
+    """
+
+    @override
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope = {**scope, "headers": list(scope["headers"])}
+        MutableHeaders(scope=scope)["content-type"] = "application/json"
+        await super().handle(scope, receive, send)
+
+
+router = api_router(prefix="/api", tags=["Ollama"], errors=OllamaErrorOut, route_class=JsonRoute)
 
 
 # Answers

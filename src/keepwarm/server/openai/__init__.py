@@ -1,4 +1,4 @@
 """OpenAI's chat completions and text completions.
 
-Imports `engine`, `prefix`, `server`, `server.http`, `server.models`, `text`.
+Imports `engine`, `prefix`, `server.http`, `server.models`, `text`.
 """

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from keepwarm.config import Settings
 from keepwarm.errors import BadField
 from keepwarm.server.http.content import SkippedContent, content_of
-from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.request_fields import RequestFields
+from keepwarm.server.http.sse import receipt_dict
 from keepwarm.server.openai.common import (
     Chunks,
     CompletionMeta,

@@ -13,8 +13,7 @@ from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadField
 from keepwarm.server.http.body import token_limit
 from keepwarm.server.http.problems import Problem, openai_body
-from keepwarm.server.http.receipts import receipt_dict
-from keepwarm.server.http.sse import comment, frame
+from keepwarm.server.http.sse import comment, frame, receipt_dict
 from keepwarm.server.openai.shapes import (
     BaseCompletionRequest,
     ChatRequest,

@@ -11,10 +11,9 @@ from keepwarm.config import Settings
 from keepwarm.engine.answer import sum_receipts, sum_usages
 from keepwarm.errors import BadField, KeepwarmError
 from keepwarm.prefix.policy import Policy
-from keepwarm.server.host import ObservedAnswer
-from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.request_fields import RequestFields
-from keepwarm.server.http.sse import wait_for_start
+from keepwarm.server.http.sse import receipt_dict, wait_for_start
+from keepwarm.server.models.host import ObservedAnswer
 from keepwarm.server.openai.common import (
     Chunks,
     CompletionMeta,

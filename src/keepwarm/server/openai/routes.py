@@ -13,14 +13,12 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 from fastapi import Query, Request, Response
 
 from keepwarm.errors import BadField
-from keepwarm.server.embedding import Embeddings, WholeEmbeddings, embed, shortened
-from keepwarm.server.host import EngineHost
 from keepwarm.server.http.body import api_router
-from keepwarm.server.http.receipts import receipt_dict
-from keepwarm.server.http.request_fields import ApiCall, Call, Served
-from keepwarm.server.http.sse import EventStream, WholeAnswer, answer_docs, new_id
-from keepwarm.server.models.listing import ListedModel
-from keepwarm.server.models.names import plain
+from keepwarm.server.http.sse import EventStream, WholeAnswer, answer_docs, new_id, receipt_dict
+from keepwarm.server.models.calls import ApiCall, Call, Served
+from keepwarm.server.models.embedding import Embeddings, WholeEmbeddings, embed, shortened
+from keepwarm.server.models.host import EngineHost
+from keepwarm.server.models.models import ListedModel, plain
 from keepwarm.server.openai import chat, completions
 from keepwarm.server.openai.chat import ChatStream, call_style_of
 from keepwarm.server.openai.common import CompletionMeta, system_fingerprint

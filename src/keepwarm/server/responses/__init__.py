@@ -1,5 +1,5 @@
 """OpenAI's responses.
 
-Imports `agents`, `cache`, `cache.restore`, `server`, `server.http`, `server.openai`, `session`,
-`text`.
+Imports `agents`, `cache`, `cache.restore`, `server.http`, `server.models`, `server.openai`,
+`session`, `text`.
 """

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from keepwarm.errors import BadInput
 from keepwarm.server.http.problems import Problem
-from keepwarm.server.http.receipts import receipt_dict
-from keepwarm.server.http.sse import frame, new_id, progress_json
+from keepwarm.server.http.sse import frame, new_id, progress_json, receipt_dict
 from keepwarm.server.openai.chat import custom_input
 from keepwarm.server.openai.logprobs import Pieces, chat_logprobs
 from keepwarm.server.responses.request import OfferedTools, QualifiedName, encode_reasoning

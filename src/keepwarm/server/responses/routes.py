@@ -11,11 +11,12 @@ from fastapi import Depends, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from keepwarm.errors import BadField, ContextTooLong, UnknownResponse
-from keepwarm.server.host import EngineHost
 from keepwarm.server.http.body import api_router
 from keepwarm.server.http.problems import problem_of
-from keepwarm.server.http.request_fields import ApiCall, Call
 from keepwarm.server.http.sse import STREAM_HEADERS, EventStream, WholeAnswer, answer_docs
+from keepwarm.server.models.calls import ApiCall, Call
+from keepwarm.server.models.host import EngineHost
+from keepwarm.server.models.truncation import submit_shortened
 from keepwarm.server.openai.logprobs import Pieces
 from keepwarm.server.responses.background import BackgroundResponses, RunningResponse
 from keepwarm.server.responses.events import (
@@ -38,7 +39,6 @@ from keepwarm.server.responses.shapes import (
     ResponsesRequest,
 )
 from keepwarm.server.responses.store import ResponseStore, StoredResponse
-from keepwarm.server.truncation import submit_shortened
 from keepwarm.session.compaction import Compaction
 from keepwarm.text import request as engine_request
 

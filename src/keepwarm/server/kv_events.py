@@ -11,16 +11,130 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
+from keepwarm.cache.restore.restorer import Restorer
+from keepwarm.cache.store import Store
+from keepwarm.engine.live import Live
 from keepwarm.errors import BadInput
-from keepwarm.prefix.blocks import unpack
-from keepwarm.server.events import schema
-from keepwarm.server.events.blocks import BlockView, HeldBlock, Holdings, Medium
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, chain_packed, unpack
+from keepwarm.records.record import Part
+from keepwarm.store.tier import TierStats
 
 if TYPE_CHECKING:
     from keepwarm.config import Settings
     from keepwarm.server.models.models import Models
+
+Medium: TypeAlias = Literal["GPU", "CPU", "DISK", "EXTERNAL"]
+Change: TypeAlias = tuple[int, ...]
+TIERS: dict[str, Medium] = {"memory": "CPU", "disk": "DISK"}
+LOOKS = 20  # after which a tier is walked though nothing seems to have changed: others delete, too
+MAX_SHARED = 1 << 17  # blocks that are remembered as shared
+
+
+class HeldBlock(NamedTuple):
+    key: BlockKey
+    parent: BlockKey
+    number: int  # in its prompt
+
+
+Blocks: TypeAlias = dict[BlockKey, HeldBlock]
+Holdings: TypeAlias = dict[Medium, Blocks]
+
+
+class BlockView:
+    """The blocks of one model that requests without a tenant and KV options find.
+
+    It only looks: nothing that runs a request tells it anything, or waits for it.
+    """
+
+    def __init__(self, restorer: Restorer, live: Live, store: Store) -> None:
+        self.restorer, self._live, self._store = restorer, live, store
+        self._walked: dict[str, Blocks] = {}
+        self._changes: dict[str, Change] = {}
+        self._shared: Blocks = {}
+        self._n_looks = 0
+
+    def look(self) -> Holdings:
+        self._n_looks += 1
+        stats = self._store.tier_stats()
+        found: Holdings = {"GPU": dict(self._in_live())}
+        for tier, medium in TIERS.items():
+            if tier in stats:
+                found[medium] = self._in_tier(tier, stats[tier])
+        found["EXTERNAL"] = self._in_shared(found)
+        return found
+
+    def tokens_of(self, key: BlockKey) -> bytes:
+        """The packed token ids of a block, or nothing if it is gone."""
+        for _, tier in self.restorer.tiers.local.named:
+            if (record := tier.read(key, self._part, ())) is not None:
+                return record.header.tokens
+        return b""
+
+    @property
+    def _part(self) -> Part:
+        return Part.DELTA if self.restorer.needs.delta else Part.WINDOW
+
+    def _in_live(self) -> Iterator[tuple[BlockKey, HeldBlock]]:
+        for namespace, packed in self._live.held():
+            if namespace == self.restorer.namespace:
+                for ref in chain_packed(namespace, packed):
+                    if ref.n_tokens == BLOCK_TOKENS:
+                        yield ref.key, HeldBlock(ref.key, ref.parent, ref.number)
+
+    def _in_tier(self, tier: str, stats: TierStats) -> Blocks:
+        change = stats.blocks, stats.n_bytes, stats.puts, stats.evicted
+        if self._changes.get(tier) != change or self._n_looks % LOOKS == 0:
+            self._changes[tier] = change
+            self._walked[tier] = {
+                block.key: HeldBlock(block.key, block.parent, block.number)
+                for block in self._store.blocks()[tier]
+                if block.namespace == self.restorer.namespace
+                and block.n_tokens == BLOCK_TOKENS
+                and self._part in block.n_bytes
+            }
+        return self._walked[tier]
+
+    def _in_shared(self, here: Holdings) -> Blocks:
+        """Blocks of this machine that were put into a shared tier or found there. That another
+        machine, or the place itself, has deleted one since is not known.
+        """
+        known = {key: block for blocks in here.values() for key, block in blocks.items()}
+        for tier in self.restorer.tiers.shared:
+            self._shared |= {key: known[key] for key in tier.have(known.keys() - self._shared)}
+        while len(self._shared) > MAX_SHARED:
+            del self._shared[next(iter(self._shared))]
+        return dict(self._shared)
+
+
+Event: TypeAlias = list[Any]
+
+
+def block_hash(key: BlockKey) -> int:
+    """Indexers take 64-bit integers: the key's first 8 bytes."""
+    return int.from_bytes(key[:8], "big")
+
+
+def stored_event(block: HeldBlock, medium: Medium, token_ids: Sequence[int]) -> Event:
+    parent = None if block.number == 0 else block_hash(block.parent)
+    lora_id = None
+    key = block_hash(block.key)
+    return ["BlockStored", [key], parent, list(token_ids), BLOCK_TOKENS, lora_id, medium]
+
+
+def removed_event(keys: Sequence[BlockKey], medium: Medium) -> Event:
+    return ["BlockRemoved", [block_hash(key) for key in keys], medium]
+
+
+def cleared_event() -> Event:
+    return ["AllBlocksCleared"]
+
+
+def batch_message(events: Sequence[Event]) -> list[Any]:
+    """One message: when, what, and the rank of the engine."""
+    return [time.time(), list(events), 0]
+
 
 LOG = logging.getLogger(__name__)
 INTERVAL_S = 0.25
@@ -90,30 +204,30 @@ class EventPublisher:
         if before is None or len(self._messages) >= MAX_MESSAGES:
             self._messages.clear()
             before = {}
-            self._send([schema.all_cleared()])
-        events: list[schema.Event] = []
+            self._send([cleared_event()])
+        events: list[Event] = []
         for medium in {**before, **found}:  # a model that is loaded anew may have others
             told, blocks = before.get(medium, {}), found.get(medium, {})
             new = sorted((blocks[key] for key in blocks.keys() - told), key=_number)
             events += (self._stored(block, medium) for block in new)
             gone = sorted((told[key] for key in told.keys() - blocks), key=_number, reverse=True)
             if gone:
-                events.append(schema.removed([block.key for block in gone], medium))
+                events.append(removed_event([block.key for block in gone], medium))
         self._told = found
         for start in range(0, len(events), MAX_EVENTS):
             self._send(events[start : start + MAX_EVENTS])
         if time.monotonic() - self._sent_at >= REMIND_S:
             self._remind()
 
-    def _stored(self, block: HeldBlock, medium: Medium) -> schema.Event:
+    def _stored(self, block: HeldBlock, medium: Medium) -> Event:
         tokens = self._view.tokens_of(block.key) if self._view and self._token_ids else b""
-        return schema.stored(block, medium, unpack(tokens))
+        return stored_event(block, medium, unpack(tokens))
 
-    def _send(self, events: Sequence[schema.Event]) -> None:
+    def _send(self, events: Sequence[Event]) -> None:
         import msgspec
 
         number = self._number.to_bytes(8, "big")
-        message = msgspec.msgpack.encode(schema.batch(events))
+        message = msgspec.msgpack.encode(batch_message(events))
         self._number += 1
         self._messages.append((number, message))
         self._events.send_multipart([b"", number, message])

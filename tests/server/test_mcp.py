@@ -11,7 +11,7 @@ from mcp.client.streamable_http import streamable_http_client
 
 from keepwarm import config
 from keepwarm.errors import BadInput
-from keepwarm.server.mcp.endpoint import memory_endpoint
+from keepwarm.server.mcp import memory_endpoint
 
 ONE, TWO = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
 SAFE = ["list_agents", "show_agent", "pin_agent", "fork_agent", "rewind_agent", "explain_last_miss"]

@@ -18,11 +18,10 @@ from starlette.types import Receive, Scope, Send
 from keepwarm.errors import BadField, Cancelled, ContextTooLong, EngineFailed
 from keepwarm.prefix.blocks import common_prefix
 from keepwarm.prefix.policy import Policy
-from keepwarm.server.host import EngineHost, ObservedAnswer
 from keepwarm.server.http.permits import PrepareSlot
-from keepwarm.server.http.receipts import receipt_headers
 from keepwarm.server.http.request_fields import RequestFields
-from keepwarm.server.http.sse import cancel_on_disconnect
+from keepwarm.server.http.sse import cancel_on_disconnect, receipt_headers
+from keepwarm.server.models.host import EngineHost, ObservedAnswer
 from keepwarm.text.detokenize import decode
 from keepwarm.text.request import Receipt, Request, Result, Sampling, Usage, Vector
 

@@ -16,8 +16,8 @@ from keepwarm.text.request import SYSTEM_ROLES, Request
 
 if TYPE_CHECKING:
     from keepwarm.engine.engine import Engine
-    from keepwarm.server.host import EngineHost, ObservedAnswer
     from keepwarm.server.http.permits import PrepareSlot
+    from keepwarm.server.models.host import EngineHost, ObservedAnswer
     from keepwarm.text.sandbox.deadline import PrepareDeadline
 
 STEPS = 4  # a step is this fraction of the context
