@@ -26,9 +26,9 @@ from keepwarm.records.record import Header, Part, Record, Tensor, encode_record
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.backend import Backend
 from keepwarm.remote.compression import memory_for
-from keepwarm.remote.names import RecordPlace, RemoteNames
-from keepwarm.remote.question import Question
+from keepwarm.remote.records import RemoteNames, RemoteRecord
 from keepwarm.remote.tier import RemoteTier
+from keepwarm.store.tier import RemoteLookup
 
 THREADS = 3  # as many as read a prompt
 PATIENT = 1e6  # bytes a second that are expected: deadlines are not measured here
@@ -98,7 +98,7 @@ def measure(place: str, url: str, size: RecordSize, rounds: int) -> list[Ratio]:
         def ask() -> None:
             tier.speed.bytes_per_s = PATIENT
             tier.look_up(
-                Question(namespace, refs, len(refs), 0, True, 0, False), CallDeadline(SOON)
+                RemoteLookup(namespace, refs, len(refs), 0, True, 0, False), CallDeadline(SOON)
             )
 
         def restore(number: int) -> None:
@@ -212,8 +212,7 @@ def _tier(backend: Backend) -> Iterator[RemoteTier]:
 
 
 def _name(header: Header) -> str:
-    place = RecordPlace(header.namespace, header.parent, header.key, header.part)
-    return RemoteNames(CLASS).of(place)
+    return RemoteNames(CLASS).of(RemoteRecord.of(header))
 
 
 def _record(namespace: Namespace, ref: BlockRef, record: RecordSize) -> Record:

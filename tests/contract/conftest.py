@@ -15,7 +15,7 @@ DATABASES = count()
 def patience(monkeypatch):
     """Deadlines that a busy machine keeps too, and an absence that no test outlasts."""
     monkeypatch.setattr("keepwarm.remote.tier.MIN_READ_S", SOON)
-    monkeypatch.setattr("keepwarm.remote.known.ABSENT_S", 3600.0)
+    monkeypatch.setattr("keepwarm.remote.lookup.ABSENT_S", 3600.0)
 
 
 @pytest.fixture(scope="package")

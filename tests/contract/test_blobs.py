@@ -10,7 +10,7 @@ import pytest
 from keepwarm.concurrency import CallError
 from keepwarm.errors import BadInput, BadRecord
 from keepwarm.remote.addresses import open_backend
-from keepwarm.remote.backend import Listed, Near
+from keepwarm.remote.backend import BESIDE, FolderRange
 from tests.contract.shared import exemption_of
 from tests.kit.places import FUSE, KINDS
 
@@ -49,8 +49,8 @@ def put(blobs, name, data=b"bytes", **how):
     return blobs.put(name, [data], SOON, **how)
 
 
-def names(blobs, folder, near=b""):
-    return {listed.name for listed in blobs.list_names(folder, SOON, near)}
+def names(blobs, folder):
+    return {listed.name for listed in blobs.list_names(folder, SOON)}
 
 
 def test_what_is_fetched_is_used_by_the_thread_that_has_read_it(blobs, folder):
@@ -104,7 +104,7 @@ def test_what_is_not_there_is_missing_and_no_error(blobs, folder):
     assert read(blobs, f"{folder}/a.d") is None
     assert read(blobs, f"{folder}/a.d", n_bytes=9) is None
     assert names(blobs, f"{folder}/none") == set()
-    blobs.delete([Listed(some[0])], SOON)
+    blobs.delete([some[0]], SOON)
     blobs.touch(some, SOON)
 
 
@@ -143,7 +143,7 @@ def test_of_two_puts_at_the_same_time_one_stores(request, blobs, folder):
 def test_what_is_deleted_is_gone(blobs, folder):
     put(blobs, f"{folder}/x.d")
     put(blobs, f"{folder}/y.d")
-    blobs.delete([Listed(f"{folder}/x.d")], SOON)
+    blobs.delete([f"{folder}/x.d"], SOON)
     assert names(blobs, folder) == {f"{folder}/y.d"}
     assert blobs.sizes([f"{folder}/x.d", f"{folder}/y.d"], SOON) == [None, 5]
     assert put(blobs, f"{folder}/x.d", b"again")
@@ -157,20 +157,21 @@ def test_a_folder_lists_its_own_names(blobs, folder):
     assert names(blobs, f"{folder}/one") == {f"{folder}/one/{n}" for n in ("a.d", "a.s", "b.d")}
 
 
-def test_sizes_and_lists_are_looked_up_at_once(blobs, folder):
-    """A list tells sizes too."""
-    put(blobs, f"{folder}/one/a.d", b"12345")
-    put(blobs, f"{folder}/one/a.w", b"1")
-    put(blobs, f"{folder}/one/a.w", b"123", replace=True)
-    put(blobs, f"{folder}/two/b.d", b"1234567")
-    places = [Near(f"{folder}/{name}") for name in ("two", "none", "one")]
-    sizes, lists = blobs.look([f"{folder}/one/a.d", f"{folder}/one/b.d"], places, SOON)
-    assert sizes == [5, None]
-    found = [{(one.name, one.n_bytes) for one in listed} for listed in lists]
-    one = {(f"{folder}/one/a.d", 5), (f"{folder}/one/a.w", 3)}
-    assert found == [{(f"{folder}/two/b.d", 7)}, set(), one]
-    assert [len(listed) for listed in lists] == [1, 0, 2]
-    assert blobs.look([], [], SOON) == ([], [])
+def test_a_look_lists_what_begins_with_a_stem_and_some_others(blobs, folder):
+    for name, data in (("one/a.d", b"12345"), ("one/a.w", b"123"), ("two/b.d", b"1234567")):
+        put(blobs, f"{folder}/{name}", data)
+    for number in range(2 * BESIDE):
+        put(blobs, f"{folder}/three/a{number:03d}.d", b"1")
+    put(blobs, f"{folder}/three/b.d", b"12")
+    ranges = [FolderRange(f"{folder}/{name}", "b.") for name in ("two", "none", "one", "three")]
+    two, none, one, three = blobs.look(ranges, SOON)
+    assert [(found.name, found.n_bytes) for found in two] == [(f"{folder}/two/b.d", 7)]
+    assert none == []
+    both = {(f"{folder}/one/a.d", 5), (f"{folder}/one/a.w", 3)}
+    assert {(found.name, found.n_bytes) for found in one} == both
+    assert (f"{folder}/three/b.d", 2) in {(found.name, found.n_bytes) for found in three}
+    assert f"{folder}/three/a000.d" in {found.name for found in three}
+    assert blobs.look([], SOON) == []
 
 
 def test_readers_see_whole_blobs(blobs, folder):

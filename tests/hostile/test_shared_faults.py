@@ -33,9 +33,9 @@ from keepwarm.prefix.policy import Policy
 from keepwarm.records.record import Part
 from keepwarm.remote import directory
 from keepwarm.remote.addresses import open_backend
-from keepwarm.remote.backend import Listed, Looked, Near
-from keepwarm.remote.known import PRESENT_S
-from keepwarm.remote.names import RecordPlace, RemoteNames
+from keepwarm.remote.backend import FolderRange, Listed
+from keepwarm.remote.lookup import PRESENT_S
+from keepwarm.remote.records import RemoteNames, RemoteRecord
 from keepwarm.remote.tier import RemoteTier
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tiers import Tiers
@@ -76,14 +76,12 @@ class Haunted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def look(self, names: list[str], places: list[Near], timeout_s: float) -> Looked:
-        sizes, listed = self._backend.look(names, places, timeout_s)
-        return Looked(
-            sizes, [[*one, *self._of(place)] for place, one in zip(places, listed, strict=True)]
-        )
+    def look(self, ranges: list[FolderRange], timeout_s: float) -> list[list[Listed]]:
+        lists = self._backend.look(ranges, timeout_s)
+        return [[*listed, *self._of(one)] for one, listed in zip(ranges, lists, strict=True)]
 
-    def _of(self, place: Near) -> list[Listed]:
-        return [one for one in self.ghosts if one.name.startswith(place.folder + "/")]
+    def _of(self, one: FolderRange) -> list[Listed]:
+        return [ghost for ghost in self.ghosts if ghost.name.startswith(one.folder + "/")]
 
 
 class Computed:
@@ -153,17 +151,16 @@ class Scene:
         self._computed.compare(prompt, restored)
         return restored.n_tokens
 
-    def name(self, number: int) -> Listed:
+    def name(self, number: int) -> str:
         ref = list(chain(NAME, PROMPT))[number]
-        place = RecordPlace(NAME, ref.parent, ref.key, Part.DELTA)
-        return Listed(RemoteNames(self._class).of(place), ref.tokens)
+        record = RemoteRecord(NAME, ref.parent, ref.key, Part.DELTA, ref.n_tokens)
+        return RemoteNames(self._class).of(record)
 
     def value(self, number: int) -> bytes:
-        return bytes(self.place.read(self.name(number).name, take, SOON))
+        return bytes(self.place.read(self.name(number), take, SOON))
 
     def write(self, number: int, data: bytes) -> None:
-        name, order, *_ = self.name(number)
-        assert self.place.put(name, [data], SOON, order, replace=True)
+        assert self.place.put(self.name(number), [data], SOON, replace=True)
 
     def delete(self, number: int) -> None:
         self.place.delete([self.name(number)], SOON)
@@ -328,7 +325,7 @@ def swapped(scene: Scene) -> Undo:
 
 
 def stale(scene: Scene) -> Undo:
-    scene.there.ghosts = [scene.name(2)]
+    scene.there.ghosts = [Listed(scene.name(2), 1 << 20)]
     scene.delete(2)
     return scene.there.ghosts.clear
 

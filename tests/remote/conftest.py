@@ -74,8 +74,8 @@ def machine(address, clock):
     """A tier over the place, as every machine has one."""
     opened = []
 
-    def opener(numerics=CLASS, **options):
-        tier = RemoteTier(open_backend(address), numerics, clock=clock, **options)
+    def opener(compute_class=CLASS, **options):
+        tier = RemoteTier(open_backend(address), compute_class, clock=clock, **options)
         opened.append(tier)
         assert tier.wait_until_tried(SOON) or tier.refused
         return tier

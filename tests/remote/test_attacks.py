@@ -8,9 +8,10 @@ from keepwarm.concurrency import CallDeadline
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import Part, encode_record
-from keepwarm.remote.janitor import LEASE, LEASE_S, Janitor, PlaceLimits
-from keepwarm.remote.known import KnownRecord, KnownRecords
-from keepwarm.remote.names import CLASSES, RecordPlace, RemoteNames, list_classes
+from keepwarm.remote.deleter import erase_from_tier
+from keepwarm.remote.janitor import LEASE, LEASE_S, Janitor, RemoteLimits
+from keepwarm.remote.lookup import KnownRecords
+from keepwarm.remote.records import CLASSES, RemoteNames, RemoteRecord, list_classes
 from keepwarm.remote.tier import MAX_CLASSES
 from keepwarm.store.tier import NamedBlock
 from tests.remote.conftest import CLASS, SOON
@@ -22,8 +23,8 @@ ONE, TWO = record(FIRST), record(SECOND)
 SEAL = Cipher(b"k" * 32)
 
 
-def name_of(ref, numerics=CLASS):
-    return RemoteNames(numerics).of(RecordPlace.of(record(ref).header))
+def name_of(ref, compute_class=CLASS):
+    return RemoteNames(compute_class).of(RemoteRecord.of(record(ref).header))
 
 
 def found(tier, ref=FIRST):
@@ -35,8 +36,7 @@ def test_names_that_lead_back_to_where_they_began_end(clock):
     """A file `<key>/<key>.delta` is easily made, and losing a block loses all that follows it."""
     known = KnownRecords(clock)
     for parent, ref in ((FIRST, FIRST), (FIRST, SECOND), (SECOND, FIRST)):
-        place = RecordPlace(NAMESPACE, parent.key, ref.key, Part.DELTA)
-        known.add([KnownRecord(place, ref.tokens, 1)])
+        known.add([RemoteRecord(NAMESPACE, parent.key, ref.key, Part.DELTA, 256, 0, 1)])
     lost = threading.Thread(target=known.lose, args=(FIRST.key,), daemon=True)
     lost.start()
     lost.join(SOON)
@@ -48,8 +48,8 @@ def test_names_in_the_wrong_folder_are_left(machine, place):
     assert machine().put(ONE).stored
     folder = RemoteNames(CLASS).folder(NAMESPACE, FIRST.key)
     for name in (
-        f"{folder}/{FIRST.key.hex()}.{Part.DELTA.value}",
-        f"{folder}/{SECOND.key.hex()}.{Part.DELTA.value}",
+        f"{folder}/256.{FIRST.key.hex()}.d.0",
+        f"{folder}/256.{SECOND.key.hex()}.d.0",
     ):
         assert place.put(name, encode_record(ONE), SOON)
     tier = machine()
@@ -77,12 +77,12 @@ def test_other_files_beside_the_classes_do_not_stop_anything(machine, place, add
         key = b"keepwarm:classes/"
         for member in (b"", b"!", b"zz!x", b"!a b", b"!../x", b"\xff!x", b"00!.x", b"!a/b/c/d/e/f"):
             place._call([[b"ZADD", key, b"0", member]], SOON)
-    tier = machine(any_numerics=True)
-    assert len(tier._asker.looks.other_classes) == MAX_CLASSES
+    tier = machine(any_class=True)
+    assert len(tier._finder.other_classes) == MAX_CLASSES
     assert content(found(tier)) == content(ONE)
     assert "cuda-mlx-0.1" in list_classes(place, SOON)
     block = NamedBlock(FIRST.key, FIRST.parent, BLOCK_TOKENS)
-    assert tier.erase([NAMESPACE], [block], ())
+    assert erase_from_tier(tier, [NAMESPACE], [block], ())
     assert place.sizes([name_of(FIRST, "cuda-mlx-0.1")], SOON) == [None]
 
 
@@ -97,7 +97,7 @@ def test_a_janitor_deletes_records_only(machine, place, clock):
     sparse.parent.mkdir()
     with sparse.open("wb") as file:
         file.truncate(1 << 42)
-    janitor = Janitor(place, PlaceLimits(n_bytes=1), clock)
+    janitor = Janitor(place, RemoteLimits(n_bytes=1), clock)
     assert janitor.sweep() == 0, "of another holder"
     clock.now += LEASE_S
     assert janitor.sweep() == 1

@@ -6,12 +6,11 @@ from keepwarm.concurrency import CallDeadline
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import Part, Record, encode_record
-from keepwarm.remote.compression import MAGIC, undo_code
-from keepwarm.remote.janitor import Janitor, PlaceLimits, surplus
-from keepwarm.remote.known import ABSENT_S
-from keepwarm.remote.names import RecordPlace, RemoteNames
-from keepwarm.remote.question import HEADER_GUESS
-from keepwarm.remote.trust import FleetKey
+from keepwarm.remote.compression import MAGIC, memory_for, undo_code
+from keepwarm.remote.deleter import erase_from_tier
+from keepwarm.remote.janitor import Janitor, RemoteLimits, surplus
+from keepwarm.remote.lookup import ABSENT_S
+from keepwarm.remote.records import HEADER_GUESS, FleetKey, RemoteNames, RemoteRecord
 from keepwarm.store.tier import NamedBlock
 from tests.remote.conftest import CLASS, SOON
 from tests.remote.test_compression import alike, with_front
@@ -30,7 +29,7 @@ def numbers(ref, part=Part.DELTA, n_tensors=2, n_items=20_000, **options):
 
 
 def name_of(made):
-    return RemoteNames(CLASS).of(RecordPlace.of(made.header))
+    return RemoteNames(CLASS).of(RemoteRecord.of(made.header))
 
 
 def bytes_of(place, made):
@@ -113,7 +112,7 @@ def test_the_writer_knows_how_many_bytes_it_sent(slow, place):
 def test_sealed_records_are_not_coded_nor_read_as_such(slow, place, monkeypatch):
     calls = []
     monkeypatch.setattr("keepwarm.remote.tier.code_record", lambda *_: calls.append("code"))
-    monkeypatch.setattr("keepwarm.remote.trust.undo_code", lambda *_: calls.append("undo"))
+    monkeypatch.setattr("keepwarm.remote.records.undo_code", lambda *_: calls.append("undo"))
     made, cipher = numbers(REF), Cipher(b"s" * 32)
     tier = slow(cipher=cipher)
     assert tier.put(made).n_saved == 0
@@ -137,9 +136,10 @@ def test_a_mac_is_of_the_bytes_that_are_sent_and_checked_before_they_are_decoded
     assert content(found(slow(fleet_key=KEY))) == content(made)
     there = slow(fleet_key=KEY)
     ask(there)
-    place.put(name_of(made), [bytes_of(place, made) + b"x"], SOON, REF.tokens, replace=True)
+    name = f"{name_of(made)}.mac"
+    place.put(name, [bytes(place.read(name, memory_for, SOON)), b"x"], SOON, replace=True)
     calls = []
-    monkeypatch.setattr("keepwarm.remote.trust.undo_code", calls.append)
+    monkeypatch.setattr("keepwarm.remote.records.undo_code", calls.append)
     assert there.read(REF.key, Part.DELTA) is None
     assert calls == []
     assert there.take_fault(REF.key, Part.DELTA) == "damaged"
@@ -167,7 +167,7 @@ BAD = {
 def test_bad_bytes_are_a_miss_and_deleted_when_they_are_bad_twice(slow, place, clock, change):
     made, there = numbers(REF), slow(FAST)
     assert slow().put(made).n_saved
-    place.put(name_of(made), [change(bytes_of(place, made))], SOON, REF.tokens, replace=True)
+    place.put(name_of(made), [change(bytes_of(place, made))], SOON, replace=True)
     before = there.speed.bytes_per_s
     for n_left in (1, 0):
         assert found(there) is None
@@ -183,7 +183,7 @@ def test_a_newer_code_is_a_miss_that_stays(slow, place, clock):
     made, there = numbers(REF), slow()
     slow().put(made)
     newer = with_front(bytes_of(place, made), version=2)
-    place.put(name_of(made), [newer], SOON, REF.tokens, replace=True)
+    place.put(name_of(made), [newer], SOON, replace=True)
     for _ in range(3):
         assert found(there) is None
         assert there.take_fault(REF.key, Part.DELTA) == "newer"
@@ -193,32 +193,16 @@ def test_a_newer_code_is_a_miss_that_stays(slow, place, clock):
     assert there.is_trusted
 
 
-@pytest.mark.parametrize("address", ["directory"], indirect=True)
 @pytest.mark.parametrize("n_tensors", [2, 1000])
-def test_tokens_are_told_by_the_header_of_a_coded_record(slow, place, n_tensors):
-    """One that is longer than what is read at first too."""
-    made, there = numbers(REF, n_tensors=n_tensors, n_items=2000), slow()
-    assert slow().put(made).n_saved
-    assert (len(encode_record(made)[1]) > HEADER_GUESS) is (n_tensors > 2)
-    ask(there, 100)
-    assert there.children(REF.parent, REF.tokens[:400]) == [(REF.key, 100)]
-
-
-def test_windows_are_not_coded(slow, place):
-    """Their bytes tell their rows."""
-    made = numbers(REF, Part.WINDOW, w_rows=40)
-    assert slow().put(made).n_saved == 0
-    assert bytes_of(place, made) == encode(made)
-
-
-def test_coded_records_are_erased_with_their_copies(slow, place):
-    """Which of them are copies is told by their headers, where no name tells tokens."""
-    tier = slow()
-    short, long = (numbers(ref) for ref in (refs_of(1, n_last=50)[0], REF))
+def test_coded_records_are_erased_with_their_copies(slow, place, n_tensors):
+    """Their headers tell tokens, also one that is longer than what is read at first."""
+    tier, refs = slow(), (refs_of(1, n_last=50)[0], REF)
+    short, long = (numbers(ref, n_tensors=n_tensors, n_items=2000) for ref in refs)
+    assert (len(encode_record(long)[1]) > HEADER_GUESS) is (n_tensors > 2)
     for made in (short, long):
         assert tier.put(made).n_saved
-    block = NamedBlock(REF.key, REF.parent, BLOCK_TOKENS)
-    assert tier.erase([long.header.namespace], [block], ())
+    block = NamedBlock(short.header.key, REF.parent, 50)
+    assert erase_from_tier(tier, [long.header.namespace], [block], ())
     assert place.sizes([name_of(short), name_of(long)], SOON) == [None, None]
 
 
@@ -229,9 +213,9 @@ def test_a_janitor_counts_the_bytes_that_are_there(slow, place):
         tier.put(each)
     n_bytes = sum(len(bytes_of(place, each)) for each in made)
     assert n_bytes < 0.75 * sum(each.n_bytes for each in made)
-    listed = list(Janitor(place, PlaceLimits())._walk())
-    assert list(surplus(listed, PlaceLimits(n_bytes), 0.0)) == []
-    (end,) = surplus(listed, PlaceLimits(n_bytes - 1), 0.0)
+    listed = list(Janitor(place, RemoteLimits())._walk())
+    assert list(surplus(listed, RemoteLimits(n_bytes), 0.0)) == []
+    (end,) = surplus(listed, RemoteLimits(n_bytes - 1), 0.0)
     assert end.name == name_of(made[-1])
 
 
@@ -244,7 +228,7 @@ def test_decoding_is_a_part_of_the_rate(slow, clock, monkeypatch):
         clock.now += 2.0
         return undo_code(data)
 
-    monkeypatch.setattr("keepwarm.remote.trust.undo_code", slowly)
+    monkeypatch.setattr("keepwarm.remote.records.undo_code", slowly)
     there.speed.begin_anew()
     assert content(found(there)) == content(made)
     assert there.speed.load_s(there.have([REF.key])[REF.key].n_bytes) == pytest.approx(2.0, rel=0.1)

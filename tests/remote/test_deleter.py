@@ -10,7 +10,7 @@ from keepwarm.agents.agent_store import AgentStore
 from keepwarm.prefix.blocks import BLOCK_TOKENS, pack, unpack
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.deleter import DeleterThread, RemoteDeleter, erase_at_once, erase_from
-from keepwarm.remote.names import RecordPlace, RemoteNames
+from keepwarm.remote.records import RemoteNames, RemoteRecord
 from keepwarm.remote.tier import RemoteTier
 from keepwarm.store.disk.disk import DiskLimits
 from tests.store.kit import NAMESPACE, record, refs_of, tokens_of
@@ -60,7 +60,7 @@ def store(open_store, place):
 
 def shared(place):
     names = RemoteNames(CLASS)
-    found = (place / names.of(RecordPlace.of(record(ref).header)) for ref in REFS)
+    found = (place / names.of(RemoteRecord.of(record(ref).header)) for ref in REFS)
     return [path.exists() for path in found]
 
 

@@ -9,8 +9,8 @@ import pytest
 from keepwarm.concurrency import MAX_WORKERS, CallError
 from keepwarm.errors import BadInput
 from keepwarm.remote.addresses import open_backend
-from keepwarm.remote.backend import Listed
-from keepwarm.remote.directory import PAGE, DirectoryBackend
+from keepwarm.remote.backend import BESIDE, FolderRange
+from keepwarm.remote.directory import DirectoryBackend
 
 SOON = 30.0
 
@@ -77,18 +77,21 @@ def test_a_folder_goes_with_its_last_file(tmp_path, blobs):
     """One is made for each block: they would be more than a file system has."""
     for name in ("a/b/x.d", "a/b/y.d", "a/b/x.d"):
         assert blobs.put(name, [b"x"], SOON)
-        blobs.delete([Listed("a/b/x.d")], SOON)
+        blobs.delete(["a/b/x.d"], SOON)
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["y.d"]
-    blobs.delete([Listed("a/b/y.d"), Listed("a/b/y.d")], SOON)
+    blobs.delete(["a/b/y.d", "a/b/y.d"], SOON)
     assert list((tmp_path / "a").iterdir()) == []
 
 
-def test_a_folder_of_very_many_is_listed_in_part_unless_all_are_wanted(tmp_path, blobs):
+def test_a_look_lists_the_wanted_and_some_others_of_very_many(tmp_path, blobs):
     (tmp_path / "a").mkdir()
-    for number in range(PAGE + 1):
-        (tmp_path / "a" / f"{number}.d").touch()
-    assert len(blobs.list_names("a", SOON)) == PAGE
-    assert len(blobs.list_names("a", SOON, None)) == PAGE + 1
+    for number in range(1000, 1000 + 2 * BESIDE):
+        (tmp_path / "a" / f"{number}.d").write_bytes(b"x")
+    wanted = f"{999 + 2 * BESIDE}.d"
+    (found,) = blobs.look([FolderRange("a", wanted)], SOON)
+    assert [one.name for one in found[:2]] == [f"a/{wanted}", "a/1000.d"]
+    assert len(found) == BESIDE + 1
+    assert len(blobs.list_names("a", SOON)) == 2 * BESIDE
 
 
 def test_a_share_that_is_not_mounted_is_not_made(tmp_path):

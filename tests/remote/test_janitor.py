@@ -8,10 +8,9 @@ import pytest
 
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.backend import Listed
-from keepwarm.remote.janitor import LEASE_S, Janitor, PlaceLimits, surplus
-from keepwarm.remote.names import RecordPlace, RemoteNames
+from keepwarm.remote.janitor import LEASE_S, Janitor, RemoteLimits, surplus
+from keepwarm.remote.records import FleetKey, RemoteNames, RemoteRecord
 from keepwarm.remote.tier import RemoteTier
-from keepwarm.remote.trust import FleetKey
 from tests.remote.conftest import CLASS, REAL, SOON
 from tests.store.kit import record, refs_of
 
@@ -20,7 +19,7 @@ KEY = FleetKey(b"k" * 32)
 
 
 def name_of(ref):
-    return RemoteNames(CLASS).of(RecordPlace.of(record(ref).header))
+    return RemoteNames(CLASS).of(RemoteRecord.of(record(ref).header))
 
 
 @pytest.fixture
@@ -51,10 +50,10 @@ def left(place):
 
 def test_bytes_go_ends_first(place, clock):
     (size,) = place.sizes([name_of(LONG[0])], SOON)
-    assert Janitor(place, PlaceLimits(n_bytes=6 * size + 600), clock).sweep() == 0
-    assert Janitor(place, PlaceLimits(n_bytes=3 * size + 600), clock).sweep() == 0, "a lease"
+    assert Janitor(place, RemoteLimits(n_bytes=6 * size + 600), clock).sweep() == 0
+    assert Janitor(place, RemoteLimits(n_bytes=3 * size + 600), clock).sweep() == 0, "a lease"
     clock.now += LEASE_S
-    late = Janitor(place, PlaceLimits(n_bytes=3 * size + 600), clock)
+    late = Janitor(place, RemoteLimits(n_bytes=3 * size + 600), clock)
     late.sweep()
     clock.now += LEASE_S
     assert late.sweep() == 3
@@ -63,7 +62,7 @@ def test_bytes_go_ends_first(place, clock):
 
 def test_age_goes_by_the_clock_of_the_place(place, clock):
     """The end of the short prompt is the oldest, its beginning is 100 seconds younger."""
-    assert Janitor(place, PlaceLimits(age_s=950), clock).sweep() == 1
+    assert Janitor(place, RemoteLimits(age_s=950), clock).sweep() == 1
     assert left(place) == [*LONG, SHORT[0]]
 
 
@@ -77,13 +76,13 @@ def test_what_was_left_unfinished_goes_after_a_day(place, share, clock):
         (path := share / folder / name).parent.mkdir(exist_ok=True)
         path.write_bytes(b"x")
         os.utime(path, (now - age_s, now - age_s))
-    assert Janitor(place, PlaceLimits(n_bytes=1 << 40), clock).sweep() == 2
+    assert Janitor(place, RemoteLimits(n_bytes=1 << 40), clock).sweep() == 2
     assert [path.name for path in (share / "tmp").iterdir()] == ["new"]
     assert not (share / "trial").exists()
 
 
 def test_one_machine_at_a_time(place, clock):
-    first, second = (Janitor(place, PlaceLimits(age_s=10), clock) for _ in range(2))
+    first, second = (Janitor(place, RemoteLimits(age_s=10), clock) for _ in range(2))
     assert first._hold_lease()
     assert not second._hold_lease()
     clock.now += LEASE_S - 1
@@ -97,18 +96,18 @@ def test_one_machine_at_a_time(place, clock):
 
 def test_a_beginning_stays_as_long_as_something_follows_it():
     def blob(last, parent, used, n_bytes=10):
-        return Listed(f"c/n/{parent}/{last}", b"", n_bytes, used)
+        return Listed(f"c/n/{parent}/256.{last}", n_bytes, used)
 
-    old_root, fresh_end = blob("aa.d", "root", 1.0), blob("bb.d", "aa", 99.0)
-    assert list(surplus([old_root, fresh_end], PlaceLimits(age_s=50), 100.0)) == []
-    mac, other = blob("bb.d.mac", "aa", 2.0), blob("bb.d", "xx", 1.0)
-    listed = [old_root, fresh_end, mac, other]
-    assert list(surplus(listed, PlaceLimits(n_bytes=25), 100.0)) == [fresh_end, mac, other]
+    old_root, fresh_end = blob("aa.d.0", "root", 1.0), blob("bb.d.0", "aa", 99.0)
+    assert list(surplus([old_root, fresh_end], RemoteLimits(age_s=50), 100.0)) == []
+    window, other = blob("bb.w.0", "aa", 2.0), blob("bb.d.0", "xx", 1.0)
+    listed = [old_root, fresh_end, window, other]
+    assert list(surplus(listed, RemoteLimits(n_bytes=25), 100.0)) == [fresh_end, window, other]
 
 
 def wait_for_its_clock(bucket):
     """Until what is put is younger than what is there: buckets tell seconds."""
-    before = max(one.used for one in Janitor(bucket, PlaceLimits())._walk())
+    before = max(one.used for one in Janitor(bucket, RemoteLimits())._walk())
     until = time.monotonic() + SOON
     while True:
         bucket.put("probe/x", [b"1"], SOON, replace=True)
@@ -133,12 +132,12 @@ def test_a_bucket_keeps_beginnings_and_goes_by_its_own_clock(machine, address, c
         wait_for_its_clock(bucket)  # beginnings are older
         for ref in (*LONG[1:], *SHORT[1:]):
             assert tier.put(record(ref)).stored
-        names = [one.name for one in Janitor(bucket, PlaceLimits())._walk()]
+        names = [one.name for one in Janitor(bucket, RemoteLimits())._walk()]
         assert len(names) == 6 * (1 if fleet_key is None else 2)
         n_bytes = sum(bucket.sizes(names, SOON))
-        assert Janitor(bucket, PlaceLimits(n_bytes, age_s=3600), clock).sweep() == 0
+        assert Janitor(bucket, RemoteLimits(n_bytes, age_s=3600), clock).sweep() == 0
         clock.now += LEASE_S
-        late = Janitor(bucket, PlaceLimits(n_bytes // 2), clock)
+        late = Janitor(bucket, RemoteLimits(n_bytes // 2), clock)
         assert late.sweep() == 0, "another's lease, seen for the first time"
         clock.now += LEASE_S
         assert late.sweep() == len(names) // 2
@@ -153,5 +152,5 @@ def test_a_bucket_keeps_beginnings_and_goes_by_its_own_clock(machine, address, c
 def test_redis_needs_none(redis):
     with closing(open_backend(f"{redis.url}/999")) as backend:
         tier = RemoteTier(backend, CLASS)
-        assert tier.keep_within(PlaceLimits(n_bytes=1)) is None
+        assert tier.keep_within(RemoteLimits(n_bytes=1)) is None
         tier.close()

@@ -38,21 +38,6 @@ def blobs(server):
         yield opened
 
 
-def test_neighbours_in_order_are_listed_at_any_fan_out(blobs):
-    for n in range(500):
-        blobs.put(f"order/{n:03d}.d", [b"x"], SOON, order=n.to_bytes(4))
-    listed = blobs.list_names("order", SOON, near=(250).to_bytes(4) + b"more")
-    assert {250, 251} <= {int.from_bytes(one.order) for one in listed}
-    assert len(listed) == 16
-
-
-def test_a_beginning_comes_before_what_continues_it(blobs):
-    for name, order in (("short", b"\0\1"), ("long", b"\0\1\0\2"), ("other", b"\0\1\0\0")):
-        blobs.put(f"beginnings/{name}", [b"x"], SOON, order=order)
-    below = [one.name for one in blobs.list_names("beginnings", SOON, near=b"\0\1")]
-    assert below[0] == "beginnings/short"
-
-
 def test_a_connection_in_use_while_it_closes_is_closed_too(server):
     before = server.n_connections()
     blobs = open_backend(server.url)

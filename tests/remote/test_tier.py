@@ -9,17 +9,15 @@ import pytest
 
 from keepwarm.concurrency import CallDeadline, CallError
 from keepwarm.prefix.blocks import BLOCK_TOKENS, chain, pack
-from keepwarm.records.cipher import Cipher
+from keepwarm.records.cipher import Cipher, derive_key
 from keepwarm.records.record import Part, ReadBuffer, encode_record
 from keepwarm.remote.addresses import open_backend
-from keepwarm.remote.backend import Listed
 from keepwarm.remote.breaker import MAX_FAILURES
-from keepwarm.remote.known import ABSENT_S, PRESENT_S, KnownRecord
-from keepwarm.remote.names import RecordPlace
-from keepwarm.remote.question import Question
+from keepwarm.remote.lookup import ABSENT_S, PRESENT_S
+from keepwarm.remote.records import RemoteRecord
 from keepwarm.remote.tier import ASK_S, RemoteTier, lookup_s
-from keepwarm.store.marker import derive_key
 from keepwarm.store.memory import MemoryTier
+from keepwarm.store.tier import RemoteLookup
 from tests.kit.places import KINDS
 from tests.kit.waiting import wait_until
 from tests.store.kit import NAMESPACE, content, record, refs_of, tokens_of
@@ -69,9 +67,9 @@ def open_tier(url, clock):
     """Opens a tier as another machine would; its place is `tier.place`."""
     opened = []
 
-    def opener(numerics=CLASS, **options):
+    def opener(compute_class=CLASS, **options):
         place = Watched(open_backend(url))
-        tier = RemoteTier(place, numerics, clock=clock, **options)
+        tier = RemoteTier(place, compute_class, clock=clock, **options)
         opened.append(tier)
         tier.place = place
         assert tier.wait_until_tried(SOON) or tier.refused
@@ -86,7 +84,7 @@ def open_tier(url, clock):
 def question(tokens, n_here=0, has_rows=True, n_window=0, has_states=False):
     refs = list(chain(NAMESPACE, tokens))
     n_whole = len(tokens) // BLOCK_TOKENS
-    return Question(NAMESPACE, refs, n_whole, n_here, has_rows, n_window, has_states)
+    return RemoteLookup(NAMESPACE, refs, n_whole, n_here, has_rows, n_window, has_states)
 
 
 def ask(tier, tokens, **options):
@@ -105,11 +103,10 @@ def test_what_one_machine_puts_another_finds_once_it_has_asked(open_tier):
     tokens = tokens_of(4 * BLOCK_TOKENS + 100)
     assert there.have(keys) == {}
     assert there.read(keys[0], Part.DELTA) is None
-    ask(there, [*tokens[:-20], 1, 2, 3])
+    ask(there, [*tokens, 1, 2, 3])
     assert there.have(keys).keys() == set(keys)
     assert there.have(keys)[keys[-1]].n_tokens == 100
-    (child,) = there.children(keys[3], pack(tokens[-100:-20]))
-    assert child == (keys[4], 80)
+    assert there.children(keys[3], pack([*tokens[-100:], 1])) == [(keys[4], 100)]
     for one in made:
         found = there.read(one.header.key, Part.DELTA)
         assert found.header == one.header
@@ -121,19 +118,6 @@ def test_machines_that_compute_other_numbers_share_nothing(open_tier):
     other = open_tier("cpu-mlx-0.2")
     ask(other, tokens_of(2 * BLOCK_TOKENS))
     assert other.have([ref.key for ref in refs_of(2)]) == {}
-
-
-def test_the_nearest_of_many_children_are_found(open_tier):
-    first, there = open_tier(), open_tier()
-    near = tokens_of(200)
-    for n in range(40):
-        made = next(chain(NAMESPACE, [*near[: 10 + 4 * n], 100_000 + n, 7]))
-        first.put(record(made, n_bytes=64))
-    ask(there, near)
-    found = there.children(refs_of(1)[0].parent, pack(near))
-    if there.place.in_batches:  # the place keeps them in order
-        assert found[0].n_common == 10 + 4 * 39
-    assert found[0].n_common > 10
 
 
 def test_windows_and_states_are_known_with_their_rows(open_tier):
@@ -169,12 +153,10 @@ def test_answers_are_remembered(open_tier, clock):
 
 def damaged(tier, one, change):
     """Put other bytes in the place of a record."""
-    place = question(tokens_of(BLOCK_TOKENS)).chain()[0][0].place
-    assert place.key == one.header.key
-    name = tier._names.of(place)
+    name = tier._names.of(RemoteRecord.of(one.header))
     backend = tier.place
     data = bytearray(backend.read(name, lambda n: memoryview(bytearray(n)), SOON))
-    backend.put(name, [bytes(change(data))], SOON, one.header.tokens, replace=True)
+    backend.put(name, [bytes(change(data))], SOON, replace=True)
     return name
 
 
@@ -220,9 +202,7 @@ def test_what_was_evicted_after_the_question_is_a_miss_with_all_that_follows(ope
     made = put_chain(first, 3)
     ask(there, tokens_of(3 * BLOCK_TOKENS))
     keys = [one.header.key for one in made]
-    first.place.delete(
-        [Listed(first._names.of(RecordPlace.of(made[1].header)), made[1].header.tokens)], SOON
-    )
+    first.place.delete([first._names.of(RemoteRecord.of(made[1].header))], SOON)
     used = []
     assert not there.visit(keys[1], Part.DELTA, used.append, ReadBuffer())
     assert used == []
@@ -338,12 +318,12 @@ def test_a_record_has_the_time_of_the_whole_load(open_tier):
     assert times[1] <= SOON
 
 
-def seal_of(secret):
+def cipher_of(secret):
     return Cipher(derive_key(b64encode(secret * 32).decode(), b"", {}))
 
 
 def test_a_sealed_record_in_a_plain_place_is_a_miss_that_stays(open_tier):
-    first, there, cipher = open_tier(), open_tier(), seal_of(b"s")
+    first, there, cipher = open_tier(), open_tier(), cipher_of(b"s")
     (one,) = put_chain(first, 1)
     name = damaged(first, one, lambda _: b"".join(encode_record(one, cipher)))
     ask(there, tokens_of(BLOCK_TOKENS))
@@ -351,25 +331,25 @@ def test_a_sealed_record_in_a_plain_place_is_a_miss_that_stays(open_tier):
         assert there.read(one.header.key, Part.DELTA) is None
         assert there.take_fault(one.header.key, Part.DELTA) == "newer"
         assert there.stats().newer == n
-        there._known.add([KnownRecord(RecordPlace.of(one.header), one.header.tokens, 1)])
+        there._known.add([RemoteRecord.of(one.header)._replace(n_bytes=1)])
     assert there.is_trusted, "it was no failure of the place"
     assert there.stats().errors == 0
     assert first.place.sizes([name], SOON) != [None]
 
 
 def test_sealed_records_are_found_under_their_own_key_alone(open_tier):
-    first, there = open_tier(cipher=seal_of(b"a")), open_tier(cipher=seal_of(b"a"))
+    first, there = open_tier(cipher=cipher_of(b"a")), open_tier(cipher=cipher_of(b"a"))
     made = put_chain(first, 2, n_last=90)
     ask(there, [*tokens_of(BLOCK_TOKENS + 90), 1])
     for one in made:
         assert content(there.read(one.header.key, Part.DELTA)) == content(one)
-    assert "another key" in open_tier(cipher=seal_of(b"b")).refused
+    assert "another key" in open_tier(cipher=cipher_of(b"b")).refused
     assert "encrypted blocks" in open_tier().refused
 
 
 def test_a_plain_place_takes_no_sealed_records(open_tier):
     open_tier()
-    refused = open_tier(cipher=seal_of(b"a"))
+    refused = open_tier(cipher=cipher_of(b"a"))
     assert "not encrypted" in refused.refused
     assert not refused.put(record(refs_of(1)[0])).stored
 

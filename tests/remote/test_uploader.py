@@ -4,7 +4,7 @@ import pytest
 
 from keepwarm.remote.compression import count_bytes
 from keepwarm.remote.directory import DirectoryBackend
-from keepwarm.remote.names import parse_last
+from keepwarm.remote.records import parse_last
 from keepwarm.remote.tier import RemoteTier
 from keepwarm.remote.uploader import Uploader
 from keepwarm.store.disk.write_budget import WriteBudget

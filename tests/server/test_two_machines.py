@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from keepwarm.remote.opening import numerics_class
+from keepwarm.remote.opening import compute_class
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.models import COMMON, CONFIGS, tiny
 from tests.kit.places import KINDS
@@ -49,7 +49,7 @@ def checkpoint_of(architecture, directory):
 
 def flip_a_byte_of_each(place):
     """In the last tensor of every record."""
-    for path in (place / numerics_class()).rglob("*.*"):
+    for path in (place / compute_class()).rglob("*.*"):
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)

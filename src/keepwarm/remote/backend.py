@@ -18,34 +18,23 @@ Take: TypeAlias = Callable[[int], memoryview]
 """Gives the memory for a number of bytes; raises CallError if that is too many."""
 
 MAX_PIECES = 256  # that one call of the system is given
-PAGE = 1000  # names of a folder that are listed at most, unless all are wanted
+BESIDE = 64  # names that are listed beside those that are wanted
 NAME = re.compile(r"(?!\.)[A-Za-z0-9_.-]{1,128}(/(?!\.)[A-Za-z0-9_.-]{1,128}){0,7}")
 
 
 class Listed(NamedTuple):
-    """A name, and the order it was put with; empty where the place keeps none.
-
-    Bytes and the time of the last use, by the place's clock, where listing tells them.
-    """
+    """A name; its bytes and the time of its last use by the store's clock, if listing tells."""
 
     name: str
-    order: bytes = b""
     n_bytes: int = 0
     used: float = 0.0
 
 
-class Near(NamedTuple):
-    """A place in the order of a folder; without order it is the folder."""
+class FolderRange(NamedTuple):
+    """The names of a folder that begin with a stem, and some others."""
 
     folder: str
-    order: bytes = b""
-
-
-class Looked(NamedTuple):
-    """The bytes of each name, and what is listed near each place."""
-
-    sizes: list[int | None]
-    listed: list[list[Listed]]
+    stem: str
 
 
 class Backend(Protocol):
@@ -60,8 +49,10 @@ class Backend(Protocol):
     def sizes(self, names: Sequence[str], timeout_s: float) -> list[int | None]:
         """The bytes of each blob; None where there is none."""
 
-    def look(self, names: Sequence[str], places: Sequence[Near], timeout_s: float) -> Looked:
-        """The sizes of some names and the lists of some places, at the same time."""
+    def look(self, ranges: Sequence[FolderRange], timeout_s: float) -> list[list[Listed]]:
+        """All names that begin with the stems, and some others of these folders, first ones first;
+        with their bytes, and at the same time.
+        """
 
     def read(
         self,
@@ -89,7 +80,6 @@ class Backend(Protocol):
         name: str,
         pieces: Sequence[bytes | memoryview],
         timeout_s: float,
-        order: bytes = b"",
         replace: bool = False,
     ) -> bool:
         """Store a blob, unless there is one and it is not to be replaced; whether it is stored.
@@ -100,13 +90,12 @@ class Backend(Protocol):
     def touch(self, names: Sequence[str], timeout_s: float) -> None:
         """Note a use of blobs, so that others are evicted before; the last is evicted last."""
 
-    def delete(self, blobs: Sequence[Listed], timeout_s: float) -> None:
+    def delete(self, names: Sequence[str], timeout_s: float) -> None:
         """Delete blobs; a missing one is no error."""
 
-    def list_names(self, folder: str, timeout_s: float, near: bytes | None = b"") -> list[Listed]:
-        """Names that begin with the folder and `/`, or folders that they lie in; some may be stale.
-
-        Where the place keeps an order, only a few, on each side of `near`; all if that is None.
+    def list_names(self, folder: str, timeout_s: float) -> list[Listed]:
+        """All names that begin with the folder and `/`, or folders that they lie in; some may be
+        stale.
         """
 
     def close(self) -> None: ...

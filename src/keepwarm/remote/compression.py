@@ -29,7 +29,6 @@ from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import (
     MAX_HEADER_BYTES,
-    Part,
     Record,
     Tensor,
     VerifiedHeader,
@@ -80,8 +79,6 @@ def code_record(
     """The pieces of an encoded record, coded if reading and decoding it takes less time than
     reading more bytes at this rate. Nobody waits for coding, which takes twice as long.
     """
-    if record.header.part is Part.WINDOW:  # its bytes tell its rows to those who ask
-        return pieces
     numbers = [tensor.dtype == CODED for tensor in record.tensors]
     length, header, *data = pieces
     if not any(numbers) or not _saves_time(_sample(data, numbers), bytes_per_s, clock):

@@ -1,23 +1,36 @@
-"""Deletes from tiers that machines share what was deleted here, now or when they can be reached."""
+"""Deletes from remote stores what was deleted here, now or when they can be reached.
+
+Blocks are deleted by their keys, in every compute class. A block of tokens also lies there as the
+beginning of a longer one, or as shorter copies of itself. These are among the records that follow
+the same block, so that each such folder is listed.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import TypeAlias
 
-from keepwarm.concurrency import CallError
+from keepwarm.concurrency import CallDeadline, CallError
 from keepwarm.errors import StoreFailed
-from keepwarm.prefix.blocks import BlockKey
+from keepwarm.prefix.blocks import BlockKey, Namespace, block_key
 from keepwarm.records.cipher import Cipher
+from keepwarm.records.record import Part
 from keepwarm.remote.addresses import open_backend
-from keepwarm.remote.erasing import erase_blocks
+from keepwarm.remote.backend import Backend, Listed
+from keepwarm.remote.handshake import STORE_META
+from keepwarm.remote.records import RemoteNames, RemoteRecord, list_classes, parse_last, read_header
 from keepwarm.remote.tier import RemoteTier
 from keepwarm.store.disk.tombstones import Tombstone, Tombstones
+from keepwarm.store.tier import NamedBlock
 
 LOG = logging.getLogger(__name__)
+CALL_S = 10.0  # nobody waits for it
+AT_ONCE = 256  # names deleted in one call
 RETRY_S = 2.0  # how often tiers are looked at that could not be reached
 
 Keep: TypeAlias = Collection[BlockKey]
@@ -114,11 +127,21 @@ def erase_from(tiers: Mapping[str, RemoteTier]) -> Callable[[str], Erase]:
 
     def of(address: str) -> Erase:
         tier = tiers.get(address)
-        return lambda dead, keep: (
-            tier is not None and tier.erase(dead.namespaces, dead.blocks, keep)
-        )
+
+        def erase(dead: Tombstone, keep: Keep) -> bool:
+            return tier is not None and erase_from_tier(tier, dead.namespaces, dead.blocks, keep)
+
+        return erase
 
     return of
+
+
+def erase_from_tier(
+    tier: RemoteTier, namespaces: Sequence[Namespace], blocks: Sequence[NamedBlock], keep: Keep
+) -> bool:
+    """Delete blocks for good, in every class; False if that must be tried again."""
+    delete = partial(erase_blocks, tier.backend, tier.cipher, namespaces, blocks, keep)
+    return tier.clear([block.key for block in blocks], delete)
 
 
 def erase_at_once(password: str, cipher: Cipher | None) -> Callable[[str], Erase]:
@@ -137,3 +160,106 @@ def erase_at_once(password: str, cipher: Cipher | None) -> Callable[[str], Erase
         return erase
 
     return of
+
+
+def erase_blocks(
+    backend: Backend,
+    cipher: Cipher | None,
+    namespaces: Iterable[Namespace],
+    blocks: Iterable[NamedBlock],
+    keep: Collection[BlockKey],
+) -> None:
+    """Delete blocks, whichever of the namespaces they are in, with longer and shorter copies, but
+    none in `keep`. Raises CallError.
+    """
+    if backend.sizes([STORE_META], CALL_S) == [None]:  # a share that is not mounted looks empty
+        raise CallError("it is not marked as a store")
+    by_parent: defaultdict[BlockKey, list[NamedBlock]] = defaultdict(list)
+    for block in blocks:
+        if block.key not in keep:
+            by_parent[block.parent].append(block)
+    namespaces = list(namespaces)
+    for compute_class in list_classes(backend, CALL_S):
+        for namespace in namespaces:
+            for parent, doomed in by_parent.items():
+                folder = _Folder(backend, cipher, compute_class, namespace, parent)
+                folder.erase(doomed, keep)
+
+
+class _Folder:
+    """The records that follow one block."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        cipher: Cipher | None,
+        compute_class: str,
+        namespace: Namespace,
+        parent: BlockKey,
+    ) -> None:
+        self._backend, self._cipher = backend, cipher
+        self._names = RemoteNames(compute_class)
+        self._signed = RemoteNames(compute_class, has_mac=True)
+        self._namespace, self._parent = namespace, parent
+
+    def erase(self, blocks: Sequence[NamedBlock], keep: Collection[BlockKey]) -> None:
+        listed = self._listed()
+        doomed = set(self._doomed(listed, blocks)) - set(keep)
+        names = [one.name for key in doomed & listed.keys() for one in listed[key]]
+        if self._backend.in_batches:  # the list of a folder may have been evicted before its names
+            names += [
+                n for block in blocks if block.key not in listed for n in self._names_of(block)
+            ]
+        for start in range(0, len(names), AT_ONCE):
+            self._backend.delete(names[start : start + AT_ONCE], CALL_S)
+
+    def _listed(self) -> dict[BlockKey, list[Listed]]:
+        """Records, by block."""
+        found: defaultdict[BlockKey, list[Listed]] = defaultdict(list)
+        folder = self._names.folder(self._namespace, self._parent)
+        for blob in self._backend.list_names(folder, CALL_S):
+            if (word := parse_last(blob.name)) is not None:
+                found[word.key].append(blob)
+        return dict(found)
+
+    def _doomed(
+        self, listed: Mapping[BlockKey, Sequence[Listed]], blocks: Sequence[NamedBlock]
+    ) -> Iterator[BlockKey]:
+        """The blocks, those that begin with an open one, and their own beginnings."""
+        keys = {block.key for block in blocks}
+        yield from keys
+        lengths = {key: _n_tokens(blobs) for key, blobs in listed.items()}
+        own = [self._tokens_of(listed[key]) for key in keys & listed.keys()]
+        starts = {self._key(one[: 4 * n]) for one in own for n in set(lengths.values())}
+        yield from (key for key in listed if key in starts)
+        opened = {block.n_tokens for block in blocks if block.is_open}
+        for key, blobs in listed.items():
+            if opened and lengths[key] > min(opened):
+                tokens = self._tokens_of(blobs)
+                if any(self._key(tokens[: 4 * n]) in keys for n in opened if 4 * n < len(tokens)):
+                    yield key
+
+    def _key(self, tokens: bytes) -> BlockKey:
+        return block_key(self._namespace, self._parent, tokens)
+
+    def _tokens_of(self, blobs: Sequence[Listed]) -> bytes:
+        """As a record says; empty if none does."""
+        for name, n_bytes, _ in blobs:
+            size = n_bytes or self._backend.sizes([name], CALL_S)[0] or 0
+            opened = read_header(self._backend, self._cipher, name, size, CallDeadline(CALL_S))
+            if opened is not None and opened.header.namespace == self._namespace:
+                return opened.header.tokens
+        return b""
+
+    def _names_of(self, block: NamedBlock) -> Iterator[str]:
+        """All that its records can have."""
+        for part in Part:
+            for rows in range(block.n_tokens + 1 if part is Part.WINDOW else 1):
+                record = RemoteRecord(
+                    self._namespace, self._parent, block.key, part, block.n_tokens, rows
+                )
+                yield from (names.of(record) for names in (self._names, self._signed))
+
+
+def _n_tokens(blobs: Sequence[Listed]) -> int:
+    return max(word.n_tokens for one in blobs if (word := parse_last(one.name)))

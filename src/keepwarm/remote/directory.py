@@ -17,11 +17,10 @@ from typing import TypeVar
 
 from keepwarm.concurrency import AbandonableExecutor, CallError
 from keepwarm.remote.backend import (
+    BESIDE,
     MAX_PIECES,
-    PAGE,
+    FolderRange,
     Listed,
-    Looked,
-    Near,
     Take,
     check_name,
     drop_written,
@@ -41,21 +40,15 @@ class DirectoryBackend:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._hands = AbandonableExecutor()
+        self._workers = AbandonableExecutor()
 
     def sizes(self, names: Sequence[str], timeout_s: float) -> list[int | None]:
         paths = [self._path_of(name) for name in names]
-        return self._hands.run(lambda: [_size_of(path) for path in paths], timeout_s)
+        return self._workers.run(lambda: [_size_of(path) for path in paths], timeout_s)
 
-    def look(self, names: Sequence[str], places: Sequence[Near], timeout_s: float) -> Looked:
-        paths = [self._path_of(name) for name in names]
-        folders = [(place.folder, self._path_of(place.folder)) for place in places]
-
-        def look() -> Looked:
-            lists = [list(islice(_listed(*folder), PAGE)) for folder in folders]
-            return Looked([_size_of(path) for path in paths], lists)
-
-        return self._hands.run(look, timeout_s)
+    def look(self, ranges: Sequence[FolderRange], timeout_s: float) -> list[list[Listed]]:
+        folders = [(*one, self._path_of(one.folder)) for one in ranges]
+        return self._workers.run(lambda: [_look(*one) for one in folders], timeout_s)
 
     def read(
         self,
@@ -66,7 +59,7 @@ class DirectoryBackend:
         n_bytes: int | None = None,
     ) -> memoryview | None:
         path = self._file_of(name)
-        return self._hands.run(lambda: _read(path, take, start, n_bytes), timeout_s)
+        return self._workers.run(lambda: _read(path, take, start, n_bytes), timeout_s)
 
     def fetch(
         self, name: str, take: Take, use: Callable[[memoryview], T], timeout_s: float
@@ -77,19 +70,18 @@ class DirectoryBackend:
             memory = _read(path, take)
             return None if memory is None else use(memory)
 
-        return self._hands.run(fetch, timeout_s)
+        return self._workers.run(fetch, timeout_s)
 
     def put(
         self,
         name: str,
         pieces: Sequence[bytes | memoryview],
         timeout_s: float,
-        order: bytes = b"",  # noqa: ARG002
         replace: bool = False,
     ) -> bool:
         target = self._path_of(name)
         temp = self._root / UNFINISHED / uuid.uuid4().hex
-        return self._hands.run(lambda: _put(temp, target, pieces, replace), timeout_s)
+        return self._workers.run(lambda: _put(temp, target, pieces, replace), timeout_s)
 
     def touch(self, names: Sequence[str], timeout_s: float) -> None:
         paths = [self._path_of(name) for name in names]
@@ -99,10 +91,10 @@ class DirectoryBackend:
                 with suppress(FileNotFoundError):
                     os.utime(path)
 
-        self._hands.run(touch, timeout_s)
+        self._workers.run(touch, timeout_s)
 
-    def delete(self, blobs: Sequence[Listed], timeout_s: float) -> None:
-        paths = [self._path_of(blob.name) for blob in blobs]
+    def delete(self, names: Sequence[str], timeout_s: float) -> None:
+        paths = [self._path_of(name) for name in names]
 
         def delete() -> None:
             for path in paths:
@@ -111,20 +103,14 @@ class DirectoryBackend:
                 with suppress(OSError):  # not empty
                     folder.rmdir()
 
-        self._hands.run(delete, timeout_s)
+        self._workers.run(delete, timeout_s)
 
-    def list_names(
-        self,
-        folder: str,
-        timeout_s: float,
-        near: bytes | None = b"",
-    ) -> list[Listed]:
-        """Some of them, unless all are wanted: a folder may have many thousands."""
-        path, n_most = self._path_of(folder), None if near is None else PAGE
-        return self._hands.run(lambda: list(islice(_listed(folder, path), n_most)), timeout_s)
+    def list_names(self, folder: str, timeout_s: float) -> list[Listed]:
+        path = self._path_of(folder)
+        return self._workers.run(lambda: list(_listed(folder, path)), timeout_s)
 
     def close(self) -> None:
-        self._hands.close()
+        self._workers.close()
 
     def _path_of(self, name: str) -> Path:
         return self._root / check_name(name)
@@ -156,6 +142,17 @@ def _fill(memory: memoryview, file: int, start: int) -> None:
         memory, start = memory[n_read:], start + n_read
 
 
+def _look(folder: str, stem: str, path: Path) -> list[Listed]:
+    """A folder may have thousands of names, and only these are worth a call each for their size."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        names = sorted(one.name for one in path.iterdir())
+        own = [name for name in names if name.startswith(stem)]
+        others = (name for name in names if not name.startswith(stem))
+        chosen = [*own, *islice(others, BESIDE)]
+        return [Listed(f"{folder}/{name}", _size_of(path / name) or 0) for name in chosen]
+    return []
+
+
 def _listed(folder: str, path: Path) -> Iterator[Listed]:
     """Links are not followed: what is listed may be deleted."""
     if any(one.is_symlink() for one in (path, *path.parents)[: 1 + folder.count("/")]):
@@ -167,7 +164,7 @@ def _listed(folder: str, path: Path) -> Iterator[Listed]:
                     continue
                 status = entry.stat()
                 n_bytes = status.st_size if entry.is_file() else 0
-                yield Listed(f"{folder}/{entry.name}", b"", n_bytes, status.st_mtime)
+                yield Listed(f"{folder}/{entry.name}", n_bytes, status.st_mtime)
 
 
 def _size_of(path: Path) -> int | None:

@@ -19,7 +19,7 @@ from keepwarm.remote.backend import Backend, at_most
 from keepwarm.store.marker import CHECK, make_mark
 
 STORE_META = "meta/keepwarm.store.1"
-PLAIN = b"plain"
+PLAIN = b"plain.2"  # the number is that of names and records
 MARK_S = 5.0  # the longest it may take
 MAX_BYTES = 4096
 
@@ -44,12 +44,14 @@ def check_mark(backend: Backend, cipher: Cipher | None, own: bytes) -> None:
 
 def check_kind(mark: bytes, is_sealed: bool) -> None:
     """Raise BadInput if a place holds sealed records for a plain store, or the reverse."""
+    if mark.startswith(b"plain") and mark != PLAIN:
+        raise BadInput("Another version of Keepwarm has filled it; name an empty one instead.")
     if mark != PLAIN and not is_sealed:
         raise BadInput(
             "It holds encrypted blocks; set KEEPWARM_ENCRYPTION_KEY to their key to use it."
         )
     if mark == PLAIN and is_sealed:
-        raise BadInput("It holds blocks that are not encrypted; name an empty place instead.")
+        raise BadInput("It holds blocks that are not encrypted; name an empty one instead.")
 
 
 def put_mark(backend: Backend, mark: bytes, timeout_s: float) -> bytes:

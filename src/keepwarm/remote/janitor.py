@@ -18,7 +18,7 @@ from itertools import count
 from typing import NamedTuple
 
 from keepwarm.remote.backend import NAME, Backend, Listed, at_most
-from keepwarm.remote.names import MAC, list_classes, parse_last
+from keepwarm.remote.records import list_classes, parse_last
 
 LEASE_FOLDER = "janitor"
 LEASE = f"{LEASE_FOLDER}/lease"
@@ -33,7 +33,7 @@ CLOSE_S = 1.0  # a sweep may be under way
 DEPTH = 3  # slashes in the name of a record
 
 
-class PlaceLimits(NamedTuple):
+class RemoteLimits(NamedTuple):
     """What a place may hold, and for how long unused; 0 is no limit."""
 
     n_bytes: int = 0
@@ -59,7 +59,7 @@ class Janitor:
     def __init__(
         self,
         backend: Backend,
-        limits: PlaceLimits,
+        limits: RemoteLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
@@ -81,7 +81,7 @@ class Janitor:
         for start in range(0, len(doomed), AT_ONCE):
             if not self._hold_lease():
                 return start
-            self._backend.delete(doomed[start : start + AT_ONCE], CALL_S)
+            self._backend.delete([one.name for one in doomed[start : start + AT_ONCE]], CALL_S)
         return len(doomed)
 
     def _hold_lease(self) -> bool:
@@ -99,7 +99,7 @@ class Janitor:
     def _leftovers(self, now: float) -> Iterator[Listed]:
         """What machines that were killed have left unfinished."""
         for folder in UNFINISHED:
-            for one in self._backend.list_names(folder, CALL_S, None):
+            for one in self._backend.list_names(folder, CALL_S):
                 if now - one.used > UNFINISHED_S and NAME.fullmatch(one.name):
                     yield one
 
@@ -109,27 +109,27 @@ class Janitor:
 
     def _now(self) -> float:
         """When the lease was renewed, by the place's clock."""
-        times = [one.used for one in self._backend.list_names(LEASE_FOLDER, CALL_S, None)]
+        times = [one.used for one in self._backend.list_names(LEASE_FOLDER, CALL_S)]
         return max(times, default=0.0)
 
     def _walk(self) -> Iterator[Listed]:
-        """All records and their MACs."""
+        """All records."""
         folders = list_classes(self._backend, CALL_S)
         while folders:
-            for one in self._backend.list_names(folders.pop(), CALL_S, None):
+            for one in self._backend.list_names(folders.pop(), CALL_S):
                 if one.name.count("/") < DEPTH:
                     folders += [one.name] if NAME.fullmatch(one.name) else []
-                elif parse_last(one.name.removesuffix(MAC)) is not None:
+                elif parse_last(one.name) is not None:
                     yield one
 
 
-def surplus(listed: Iterable[Listed], limits: PlaceLimits, now: float) -> Iterator[Listed]:
+def surplus(listed: Iterable[Listed], limits: RemoteLimits, now: float) -> Iterator[Listed]:
     """What to delete, ends first."""
     blocks: dict[str, _Block] = {}
     for one in listed:
         parent, _, last = one.name.rpartition("/")
         within = parent.rpartition("/")[0]
-        own = f"{within}/{last.partition('.')[0]}"
+        own = f"{within}/{last.split('.')[1]}"
         blocks.setdefault(own, _Block(parent, [])).blobs.append(one)
     n_children = Counter(block.parent for block in blocks.values())
     ends = [(block.used, own) for own, block in blocks.items() if not n_children[own]]

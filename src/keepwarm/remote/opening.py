@@ -14,10 +14,10 @@ from keepwarm.device.machine import backend as mlx_backend
 from keepwarm.errors import BadInput
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.handshake import MARK_S, check_kind, read_mark
+from keepwarm.remote.records import FleetKey
 from keepwarm.remote.speed import TierSpeed
 from keepwarm.remote.tier import RemoteTier
 from keepwarm.remote.trial import time_blobs, try_backend
-from keepwarm.remote.trust import FleetKey
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.names import SEALED
@@ -51,12 +51,12 @@ def open_remotes(
     tiers = [
         RemoteTier(
             open_backend(address, password),
-            f"mixed-{numerics_class()}" if mixed else numerics_class(),
+            f"mixed-{compute_class()}" if mixed else compute_class(),
             cipher,
             memory,
             mark=mark,
             fleet_key=fleet_key,
-            any_numerics=settings.share_numerics == "any",
+            any_class=settings.share_numerics == "any",
         )
         for address in settings.remotes
     ]
@@ -90,7 +90,7 @@ def _measure(address: str, password: str, is_sealed: bool) -> RemoteReport:
     return RemoteReport(address, speed.latency_s, read, put_bytes_per_s=rates.put)
 
 
-def numerics_class() -> str:
+def compute_class() -> str:
     """What numbers depend on besides the namespace, which has the dtypes of keys and values."""
     kind = mlx_backend()
     processor = f"-{platform.machine()}" if kind == "cpu" else ""

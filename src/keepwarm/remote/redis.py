@@ -2,6 +2,10 @@
 
 Commands name one key each, so that these may lie on different nodes behind a proxy, and go out in
 one round trip. Nothing walks the whole keyspace.
+
+The client is our own: values of many megabytes are received straight into the memory they are
+wanted in, which costs a third of the processor time of redis-py, and a call ends at its deadline
+wherever it is, in the middle of a value too.
 """
 
 from __future__ import annotations
@@ -9,23 +13,37 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import NamedTuple, TypeAlias, TypeVar
 from urllib.parse import SplitResult, unquote
 
 from keepwarm.concurrency import AbandonableExecutor, CallDeadline, CallError
 from keepwarm.errors import BadInput
-from keepwarm.remote.backend import Listed, Looked, Near, Take, at_most, check_name
-from keepwarm.remote.resp import Command, Reply, RespConnection
+from keepwarm.remote.backend import (
+    BESIDE,
+    MAX_PIECES,
+    FolderRange,
+    Listed,
+    Take,
+    at_most,
+    check_name,
+    drop_written,
+)
 
 T = TypeVar("T")
+Piece: TypeAlias = bytes | memoryview
+Word: TypeAlias = Piece | list[Piece]
+Command: TypeAlias = Sequence[Word]
+Reply: TypeAlias = "int | bytes | memoryview | list[Reply] | CallError | None"
 PORT = 6379
+CHUNK = 1 << 16
+MAX_LINE = 1 << 16
+SMALL = 1 << 12  # words up to this size are joined
+MAX_BULK = 1 << 16  # of a reply that nobody gave memory for
+MAX_DEPTH, MAX_ITEMS = 4, 1 << 12
 MAX_IDLE = 8  # connections that are kept
-NEIGHBOURS = b"8"  # names on each side of a place in a folder's order
 PAGE = 1000  # names of a folder in one reply
-AFTER_ORDER = b"!"  # less than any hex digit: what an order begins with comes before it
-BEFORE_SIZE = b"/"  # is in no word
-MAX_DIGITS = 12  # of a size
 
 
 class RedisAddress(NamedTuple):
@@ -59,22 +77,33 @@ class RedisBackend:
         self._idle: list[RespConnection] = []
         self._max_idle = MAX_IDLE
         self._lock = threading.Lock()
-        self._hands = AbandonableExecutor(1)  # a name service may hang
+        self._workers = AbandonableExecutor(1)  # a name service may hang
 
     def sizes(self, names: Sequence[str], timeout_s: float) -> list[int | None]:
-        return self.look(names, (), timeout_s).sizes
+        replies = self._call([[b"STRLEN", _key(name)] for name in names], timeout_s)
+        return [_whole(size) or None for size in replies]
 
-    def look(self, names: Sequence[str], places: Sequence[Near], timeout_s: float) -> Looked:
-        commands: list[Command] = [[b"STRLEN", _key(name)] for name in names]
-        for place in places:
-            commands += _neighbours(place)
-        replies = self._call(commands, timeout_s)
-        sizes, members = replies[: len(names)], replies[len(names) :]
-        listed = [
-            [*_listed(place.folder, below), *_listed(place.folder, above)]
-            for place, below, above in zip(places, members[::2], members[1::2], strict=True)
+    def look(self, ranges: Sequence[FolderRange], timeout_s: float) -> list[list[Listed]]:
+        """In two round trips: the list of a folder may outlive what it names, which Redis evicts.
+        Such names are taken from it.
+        """
+        deadline = CallDeadline(timeout_s)
+        commands = [command for one in ranges for command in _members_of(one)]
+        replies = self._call(commands, deadline.left_s())
+        own, others = replies[::2], replies[1::2]
+        found = [
+            list(dict.fromkeys([*_names(one.folder, a), *_names(one.folder, b)]))
+            for one, a, b in zip(ranges, own, others, strict=True)
         ]
-        return Looked([_whole(size) or None for size in sizes], listed)
+        names = [name for some in found for name in some]
+        sizes = dict(zip(names, self.sizes(names, deadline.left_s()), strict=True))
+        stale = [name.rpartition("/") for name, size in sizes.items() if not size]
+        gone: list[Command] = [
+            [b"ZREM", _folder(folder), last.encode()] for folder, _, last in stale
+        ]
+        if gone:
+            self._call(gone, deadline.left_s())
+        return [[Listed(n, size) for n in some if (size := sizes[n])] for some in found]
 
     def read(
         self,
@@ -103,34 +132,30 @@ class RedisBackend:
         name: str,
         pieces: Sequence[bytes | memoryview],
         timeout_s: float,
-        order: bytes = b"",
         replace: bool = False,
     ) -> bool:
         folder, _, last = check_name(name).rpartition("/")
-        size = b"%d" % sum(memoryview(piece).nbytes for piece in pieces)
         commands: list[Command] = [
             [b"SET", _key(name), list(pieces), *(() if replace else (b"NX",))],
-            _unlist(folder, order, last),  # it may have had another size
-            [b"ZADD", _folder(folder), b"0", _member(order, last) + size],
+            [b"ZADD", _folder(folder), b"0", last.encode()],
         ]
-        stored, _, listed = self._call(commands, timeout_s, or_full=True)
+        stored, listed = self._call(commands, timeout_s, or_full=True)
         return stored == b"OK" and not isinstance(listed, CallError)
 
     def touch(self, names: Sequence[str], timeout_s: float) -> None:
         self._call([[b"TOUCH", _key(name)] for name in names], timeout_s)
 
-    def delete(self, blobs: Sequence[Listed], timeout_s: float) -> None:
+    def delete(self, names: Sequence[str], timeout_s: float) -> None:
         commands: list[Command] = []
-        for name, order, *_ in blobs:
+        for name in names:
             folder, _, last = name.rpartition("/")
             commands.append([b"UNLINK", _key(name)])
-            commands.append(_unlist(folder, order, last))
+            commands.append([b"ZREM", _folder(folder), last.encode()])
         self._call(commands, timeout_s)
 
-    def list_names(self, folder: str, timeout_s: float, near: bytes | None = b"") -> list[Listed]:
-        if near is not None:
-            return self.look((), [Near(folder, near)], timeout_s).listed[0]
-        return list(_listed(folder, self._all_members(_folder(folder), CallDeadline(timeout_s))))
+    def list_names(self, folder: str, timeout_s: float) -> list[Listed]:
+        members = self._all_members(_folder(folder), CallDeadline(timeout_s))
+        return [Listed(name) for name in _names(folder, members)]
 
     def _all_members(self, key: bytes, deadline: CallDeadline) -> list[Reply]:
         """In pages: a server answers nobody else while it makes a reply."""
@@ -148,7 +173,7 @@ class RedisBackend:
             self._max_idle = 0  # those in use are closed after it
         for connection in idle:
             connection.close()
-        self._hands.close()
+        self._workers.close()
 
     def _call(
         self,
@@ -229,7 +254,7 @@ class RedisBackend:
         def find() -> str:
             return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
 
-        found = self._hands.run(find, deadline.left_s())
+        found = self._workers.run(find, deadline.left_s())
         try:
             sock = socket.create_connection((found, port), deadline.left_s())
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -255,40 +280,140 @@ def _folder(folder: str) -> bytes:
     return _key(folder) + b"/"
 
 
-def _member(order: bytes, last: str) -> bytes:
-    """Without the size at its end."""
-    return order.hex().encode() + AFTER_ORDER + last.encode() + BEFORE_SIZE
-
-
-def _unlist(folder: str, order: bytes, last: str) -> Command:
-    member = _member(order, last)
-    return [b"ZREMRANGEBYLEX", _folder(folder), b"[" + member, b"[" + member + b"\xff"]
-
-
-def _neighbours(place: Near) -> list[Command]:
-    """What is below a place in a folder's order, with what is exactly there, and what is above."""
-    key, limit = _folder(place.folder), (b"LIMIT", b"0", NEIGHBOURS)
-    end = place.order.hex().encode() + AFTER_ORDER + b"\xff"
+def _members_of(wanted: FolderRange) -> list[Command]:
+    """Members that begin with the stem, and the first of all."""
+    key, stem = _folder(wanted.folder), wanted.stem.encode()
     return [
-        [b"ZREVRANGEBYLEX", key, b"[" + end, b"-", *limit],
-        [b"ZRANGEBYLEX", key, b"(" + end, b"+", *limit],
+        [b"ZRANGEBYLEX", key, b"[" + stem, b"[" + stem + b"\xff", b"LIMIT", b"0", b"%d" % BESIDE],
+        [b"ZRANGE", key, b"0", b"%d" % (BESIDE - 1)],
     ]
 
 
-def _listed(folder: str, members: Reply) -> Iterator[Listed]:
+def _names(folder: str, members: Reply) -> Iterator[str]:
     """What members say; whatever else stands there is left out."""
     for member in members if isinstance(members, list) else ():
         if isinstance(member, bytes):
-            order, _, rest = member.partition(AFTER_ORDER)
-            last, _, size = rest.partition(BEFORE_SIZE)
-            try:
-                name = f"{folder}/{check_name(last.decode())}"
-                yield Listed(name, bytes.fromhex(order.decode()), int(size[:MAX_DIGITS]))
-            except (ValueError, BadInput):
-                continue
+            with suppress(ValueError, BadInput):
+                yield f"{folder}/{check_name(member.decode())}"
 
 
 def _whole(reply: Reply) -> int:
     if not isinstance(reply, int):
         raise CallError("the server does not speak the protocol of Redis")
     return reply
+
+
+class RespConnection:
+    """The protocol: commands in a row, replies in a row. For one thread at a time; after a
+    CallError it is of no more use.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._received = bytearray()
+        self._at = 0  # what was received before is used up
+
+    def exchange(
+        self, commands: Sequence[Command], deadline: CallDeadline, take: Take | None = None
+    ) -> list[Reply]:
+        """Send commands and wait for the reply to each. An error that the server replies with is
+        returned in its place. Values that are replies themselves go into memory from `take`.
+        """
+        try:
+            self._send(commands, deadline)
+            return [self._reply(deadline, take) for _ in commands]
+        except TimeoutError as error:
+            raise CallError(f"no answer within {deadline.timeout_s * 1000:.0f} ms") from error
+        except (OSError, ValueError) as error:
+            raise CallError(str(error)) from error
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _send(self, commands: Sequence[Command], deadline: CallDeadline) -> None:
+        pieces = list(_encode(commands))
+        while pieces:
+            self._socket.settimeout(deadline.left_s())
+            drop_written(pieces, _send_some(self._socket, pieces[:MAX_PIECES]))
+
+    def _reply(self, deadline: CallDeadline, take: Take | None = None, depth: int = 0) -> Reply:
+        line = self._line(deadline)
+        kind, rest = line[:1], line[1:]
+        if kind == b"+":
+            return rest
+        if kind == b"-":
+            return CallError(rest.decode(errors="replace"))
+        number = int(rest)
+        if kind == b":" or number == -1:
+            return number if kind == b":" else None
+        if kind == b"$":
+            return self._bulk(number, deadline, take)
+        if kind != b"*" or depth == MAX_DEPTH or number > MAX_ITEMS:
+            raise ValueError("the server does not speak the protocol of Redis")
+        return [self._reply(deadline, None, depth + 1) for _ in range(number)]
+
+    def _bulk(self, n_bytes: int, deadline: CallDeadline, take: Take | None) -> bytes | memoryview:
+        if take is None and not 0 <= n_bytes <= MAX_BULK:
+            raise ValueError(f"the server sends {n_bytes} bytes")
+        memory = memoryview(bytearray(n_bytes)) if take is None else take(n_bytes)
+        self._fill(memory, deadline)
+        end = bytearray(2)
+        self._fill(memoryview(end), deadline)
+        if end != b"\r\n":
+            raise ValueError("the server does not speak the protocol of Redis")
+        return bytes(memory) if take is None else memory
+
+    def _fill(self, memory: memoryview, deadline: CallDeadline) -> None:
+        n_here = min(len(memory), len(self._received) - self._at)
+        memory[:n_here] = self._received[self._at : self._at + n_here]
+        self._at += n_here
+        rest = memory[n_here:]
+        while rest:
+            self._socket.settimeout(deadline.left_s())
+            n_read = self._socket.recv_into(rest)
+            if not n_read:
+                raise ConnectionError("the server closed the connection")
+            rest = rest[n_read:]
+
+    def _line(self, deadline: CallDeadline) -> bytes:
+        while (end := self._received.find(b"\r\n", self._at)) < 0:
+            if len(self._received) - self._at > MAX_LINE:
+                raise ValueError("the server does not speak the protocol of Redis")
+            self._socket.settimeout(deadline.left_s())
+            more = self._socket.recv(CHUNK)
+            if not more:
+                raise ConnectionError("the server closed the connection")
+            self._received = self._received[self._at :] + more
+            self._at = 0
+        line = bytes(self._received[self._at : end])
+        self._at = end + 2
+        return line
+
+
+def _send_some(sock: socket.socket, pieces: Sequence[Piece]) -> int:
+    """How much was sent. TLS sends one piece at a time."""
+    if isinstance(sock, ssl.SSLSocket):
+        return sock.send(pieces[0])
+    return sock.sendmsg(pieces)
+
+
+def _encode(commands: Iterable[Command]) -> Iterator[Piece]:
+    """The bytes to send; large values are not copied."""
+    small = bytearray()
+    for command in commands:
+        small += b"*%d\r\n" % len(command)
+        for word in command:
+            if isinstance(word, bytes) and len(word) <= SMALL:  # most, and this is the fastest
+                small += b"$%d\r\n%b\r\n" % (len(word), word)
+                continue
+            pieces = [memoryview(p).cast("B") for p in (word if isinstance(word, list) else [word])]
+            small += b"$%d\r\n" % sum(map(len, pieces))
+            for piece in pieces:
+                if len(piece) <= SMALL:
+                    small += piece
+                    continue
+                yield bytes(small)
+                yield piece
+                small.clear()
+            small += b"\r\n"
+    yield bytes(small)

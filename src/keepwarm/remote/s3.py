@@ -21,7 +21,7 @@ from obstore.store import S3Store
 
 from keepwarm.concurrency import AbandonableExecutor, CallError
 from keepwarm.errors import BadInput
-from keepwarm.remote.backend import PAGE, Listed, Looked, Near, Take, check_name
+from keepwarm.remote.backend import FolderRange, Listed, Take, check_name
 
 if TYPE_CHECKING:
     from obstore import GetOptions, PutMode
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MAX_CALLS = 16  # at the same time
+PAGE = 1000  # names in one answer
 REQUEST_S = "10s"  # the longest that a call which nobody waits for any more goes on
 FORM = "s3://bucket/prefix, or s3://key@bucket/prefix?endpoint=https://host:port&region=name"
 BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
@@ -63,19 +64,15 @@ class S3Backend:
     def __init__(self, address: S3Address, secret: str = "") -> None:
         """Without `key_id` in the address, credentials are those that AWS's tools use."""
         self._store = open_store(address, secret)
-        self._hands = AbandonableExecutor(MAX_CALLS)
+        self._workers = AbandonableExecutor(MAX_CALLS)
 
     def sizes(self, names: Sequence[str], timeout_s: float) -> list[int | None]:
-        return self.look(names, (), timeout_s).sizes
+        calls = [partial(self._size, check_name(name)) for name in names]
+        return self._workers.run_all(calls, timeout_s)
 
-    def look(self, names: Sequence[str], places: Sequence[Near], timeout_s: float) -> Looked:
-        calls: list[Callable[[], int | list[Listed] | None]] = [
-            *(partial(self._size, check_name(name)) for name in names),
-            *(partial(self._list, check_name(place.folder), 1) for place in places),
-        ]
-        found = self._hands.run_all(calls, timeout_s)
-        lists = [one for one in found if isinstance(one, list)]
-        return Looked([one for one in found if not isinstance(one, list)], lists)
+    def look(self, ranges: Sequence[FolderRange], timeout_s: float) -> list[list[Listed]]:
+        calls = [partial(self._look, check_name(one.folder), one.stem) for one in ranges]
+        return self._workers.run_all(calls, timeout_s)
 
     def read(
         self,
@@ -91,7 +88,7 @@ class S3Backend:
         elif start:
             wanted = {"range": {"offset": start}}
         path = check_name(name)
-        return self._hands.run(lambda: self._read(path, wanted, take), timeout_s)
+        return self._workers.run(lambda: self._read(path, wanted, take), timeout_s)
 
     def fetch(
         self, name: str, take: Take, use: Callable[[memoryview], T], timeout_s: float
@@ -102,34 +99,32 @@ class S3Backend:
             memory = self._read(path, {}, take)
             return None if memory is None else use(memory)
 
-        return self._hands.run(fetch, timeout_s)
+        return self._workers.run(fetch, timeout_s)
 
     def put(
         self,
         name: str,
         pieces: Sequence[bytes | memoryview],
         timeout_s: float,
-        order: bytes = b"",  # noqa: ARG002
         replace: bool = False,
     ) -> bool:
         path = check_name(name)
         mode: PutMode = "overwrite" if replace else "create"
-        return self._hands.run(lambda: self._put(path, pieces, mode), timeout_s)
+        return self._workers.run(lambda: self._put(path, pieces, mode), timeout_s)
 
     def touch(self, names: Sequence[str], timeout_s: float) -> None:
         """Nothing: a bucket knows when an object was put, and to change that is to put it again."""
 
-    def delete(self, blobs: Sequence[Listed], timeout_s: float) -> None:
-        paths = [check_name(blob.name) for blob in blobs]
-        self._hands.run_all([partial(self._delete, path) for path in paths], timeout_s)
+    def delete(self, names: Sequence[str], timeout_s: float) -> None:
+        paths = [check_name(name) for name in names]
+        self._workers.run_all([partial(self._delete, path) for path in paths], timeout_s)
 
-    def list_names(self, folder: str, timeout_s: float, near: bytes | None = b"") -> list[Listed]:
-        """One page of them, unless all are wanted: a folder may have many thousands."""
-        path, n_pages = check_name(folder), None if near is None else 1
-        return self._hands.run(lambda: self._list(path, n_pages), timeout_s)
+    def list_names(self, folder: str, timeout_s: float) -> list[Listed]:
+        path = check_name(folder)
+        return self._workers.run(lambda: self._list(path, None), timeout_s)
 
     def close(self) -> None:
-        self._hands.close()
+        self._workers.close()
 
     # On threads of its own: a call that hangs cannot be ended
 
@@ -169,12 +164,19 @@ class S3Backend:
         with suppress(FileNotFoundError), _blob_errors():
             obstore.delete(self._store, path)
 
-    def _list(self, folder: str, n_pages: int | None) -> list[Listed]:
+    def _look(self, folder: str, stem: str) -> list[Listed]:
+        """One page. Where more lie before what is wanted, a second one begins there."""
+        found = self._list(folder, 1)
+        if len(found) < PAGE or any(one.name.startswith(f"{folder}/{stem}") for one in found):
+            return found
+        return found + self._list(folder, 1, offset=f"{folder}/{stem}")
+
+    def _list(self, folder: str, n_pages: int | None, offset: str | None = None) -> list[Listed]:
         with _blob_errors():
-            pages = islice(obstore.list(self._store, folder, chunk_size=PAGE), n_pages)
+            pages = obstore.list(self._store, folder, offset=offset, chunk_size=PAGE)
             return [
-                Listed(one["path"], b"", one["size"], one["last_modified"].timestamp())
-                for page in pages
+                Listed(one["path"], one["size"], one["last_modified"].timestamp())
+                for page in islice(pages, n_pages)
                 for one in page
             ]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from keepwarm.config import Settings
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.remote.deleter import DeleterThread, RemoteDeleter, erase_from
-from keepwarm.remote.janitor import PlaceLimits
+from keepwarm.remote.janitor import RemoteLimits
 from keepwarm.remote.opening import open_remotes
 from keepwarm.remote.uploader import Uploader
 from keepwarm.store.disk.disk import DiskTier
@@ -31,7 +31,7 @@ class SharedTiers:
         self.tiers = open_remotes(settings, memory, disk, is_mixed)
         self.uploader: Uploader | None = None
         self._deleter: DeleterThread | None = None
-        limits = PlaceLimits(settings.remote_bytes, settings.remote_age_s)
+        limits = RemoteLimits(settings.remote_bytes, settings.remote_age_s)
         janitors = (tier.keep_within(limits) for tier in self.tiers)
         self._janitors = [janitor for janitor in janitors if janitor is not None]
 

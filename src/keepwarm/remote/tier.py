@@ -16,7 +16,7 @@ from functools import partial
 
 from keepwarm.concurrency import CallDeadline, CallError, SingleFlight
 from keepwarm.errors import BadRecord, NewerFormat
-from keepwarm.prefix.blocks import BlockKey, Namespace
+from keepwarm.prefix.blocks import BlockKey
 from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import (
     Header,
@@ -26,26 +26,28 @@ from keepwarm.records.record import (
     RecordView,
     encode_record,
 )
-from keepwarm.remote.asking import Asker
-from keepwarm.remote.backend import Backend, Listed
+from keepwarm.remote.backend import Backend
 from keepwarm.remote.breaker import Breaker
 from keepwarm.remote.compression import code_record, count_bytes
-from keepwarm.remote.erasing import erase_blocks
 from keepwarm.remote.guard import Guard
 from keepwarm.remote.handshake import check_mark
-from keepwarm.remote.janitor import Janitor, JanitorThread, PlaceLimits
-from keepwarm.remote.known import KnownRecord, KnownRecords
-from keepwarm.remote.names import CLASSES, MAC, RecordPlace, RemoteNames, list_classes
-from keepwarm.remote.question import Question
+from keepwarm.remote.janitor import Janitor, JanitorThread, RemoteLimits
+from keepwarm.remote.lookup import Finder, KnownRecords, n_round_trips
+from keepwarm.remote.records import (
+    CLASSES,
+    FleetKey,
+    RemoteNames,
+    RemoteRecord,
+    VerifiedRecords,
+    list_classes,
+)
 from keepwarm.remote.speed import TierSpeed
 from keepwarm.remote.trial import try_backend
-from keepwarm.remote.trust import FleetKey, VerifiedRecords
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tier import (
     BlockInfo,
     CheckpointRef,
     Child,
-    NamedBlock,
     PutResult,
     ReadFault,
     RemoteLookup,
@@ -71,40 +73,37 @@ class RemoteTier:
     def __init__(
         self,
         backend: Backend,
-        numerics: str,
+        compute_class: str,
         cipher: Cipher | None = None,
         memory: MemoryTier | None = None,
         clock: Callable[[], float] = time.monotonic,
         *,
         mark: bytes = b"",
         fleet_key: FleetKey | None = None,
-        any_numerics: bool = False,
+        any_class: bool = False,
     ) -> None:
-        """`numerics` is the class of machines that compute the same numbers; with `any_numerics`
+        """`compute_class` is the class of machines that compute the same numbers; with `any_class`
         those of others are read too. What is fetched goes into `memory`. `mark` is that of the
         local store, if it is sealed. Sealed records need no fleet key.
         """
         self.backend = backend
-        self._numerics = numerics
+        self._compute_class = compute_class
         self._clock = clock
-        self._any_numerics = any_numerics
-        self._names = RemoteNames(numerics)
-        self._seal = cipher
+        self._any_class = any_class
+        self.cipher = cipher
         self._mark = mark
         self._fleet_key = fleet_key if cipher is None else None
+        self._names = RemoteNames(compute_class, has_mac=self._fleet_key is not None)
         self._records = VerifiedRecords(backend, self._names, cipher, self._fleet_key)
         self._memory = memory
         self.breaker = Breaker(clock)
         self.speed = TierSpeed(clock)
         self._known = KnownRecords(clock)
-        has_macs = self._fleet_key is not None
-        self._asker = Asker(
-            backend, self._names, self._known, cipher, self.speed, has_macs=has_macs
-        )
+        self._finder = Finder(backend, self._names, self._known, self.speed)
         self._seemed_slow = False  # since it was last measured
         self._counts = TierCounts()
         self._faults: dict[tuple[BlockKey, Part], ReadFault] = {}
-        self._bad: Counter[RecordPlace] = Counter()
+        self._bad: Counter[str] = Counter()
         self._questions: SingleFlight[None] = SingleFlight()
         self._fetches: SingleFlight[Record | None] = SingleFlight()
         self._guard = Guard(self._try, self.breaker, self._counts, self._refresh, REFRESH_S)
@@ -145,29 +144,28 @@ class RemoteTier:
 
         False if it was late: no request waits for two tiers.
         """
-        question = Question(*lookup)
-        seconds = self._ask_s(question, computing_s)
+        seconds = self._ask_s(lookup, computing_s)
         if seconds is None:
             self.declined()
             return True
         deadline = CallDeadline(seconds, self._clock)
-        self.look_up(question, deadline)
+        self.look_up(lookup, deadline)
         return not deadline.is_over
 
-    def look_up(self, question: Question, deadline: CallDeadline) -> None:
+    def look_up(self, lookup: RemoteLookup, deadline: CallDeadline) -> None:
         """Learn what is there of a prompt. Never fails."""
 
         def ask() -> None:
-            self._asker.ask(question, deadline)
+            self._finder.find(lookup, deadline)
 
-        what = question.refs[-1].key, question.n_here
+        what = lookup.refs[-1].key, lookup.n_here
         self._questions.do(what, lambda: self._guard.call("asked", ask), deadline)
 
-    def _ask_s(self, question: Question, computing_s: float) -> float | None:
+    def _ask_s(self, lookup: RemoteLookup, computing_s: float) -> float | None:
         """Seconds that a question may take; None if it is not worth asking."""
         if not self.backend.is_distant:
             return ASK_S
-        return lookup_s(question.n_round_trips * self.speed.call_s, computing_s)
+        return lookup_s(n_round_trips(lookup) * self.speed.call_s, computing_s)
 
     def load_s(self, n_bytes: int) -> float:
         return self.speed.load_s(n_bytes)
@@ -223,8 +221,14 @@ class RemoteTier:
         return PutResult(bool(stored), durable, n_saved)
 
     def has(self, header: Header) -> bool | None:
-        """Whether a record is there; None if that cannot be told now."""
-        return self._guard.call("asked", lambda: self._asker.has(header, CallDeadline(WRITE_S)))
+        """Whether a record is there, with as many window rows; None if that cannot be told now."""
+        wanted = RemoteRecord.of(header)
+
+        def ask() -> bool:
+            found = self._finder.same(wanted, CallDeadline(WRITE_S))
+            return any(one.w_rows >= wanted.w_rows for one in found)
+
+        return self._guard.call("asked", ask)
 
     def knows(self, key: BlockKey, part: Part) -> bool:
         """Whether a record is known to be there."""
@@ -235,30 +239,23 @@ class RemoteTier:
 
     def note_use(self, keys: Sequence[BlockKey]) -> None:
         """Have the place evict the last of these blocks first, and other blocks before."""
-        found = [
-            r.place for key in reversed(keys) for part in Part if (r := self._known.find(key, part))
-        ]
-        names = [name for place in found for name in self._blobs_of(place)]
+        found = (self._known.find(key, part) for key in reversed(keys) for part in Part)
+        names = [self._names.of(record) for record in found if record]
         if names:
             self._guard.call("told of a use", lambda: self.backend.touch(names, WRITE_S))
 
-    def erase(
-        self,
-        namespaces: Sequence[Namespace],
-        blocks: Sequence[NamedBlock],
-        keep: Collection[BlockKey],
-    ) -> bool:
-        """Delete blocks for good, in every class; False if that must be tried again."""
+    def clear(self, blocks: Collection[BlockKey], delete: Callable[[], None]) -> bool:
+        """Delete blocks for good; False if that must be tried again."""
 
-        def erase() -> bool:
-            erase_blocks(self.backend, self._seal, namespaces, blocks, keep)
+        def clear() -> bool:
+            delete()
             return True
 
-        for block in blocks:
-            self._known.lose(block.key)
-        return self._guard.call("cleared", erase) or False
+        for key in blocks:
+            self._known.lose(key)
+        return self._guard.call("cleared", clear) or False
 
-    def keep_within(self, limits: PlaceLimits) -> JanitorThread | None:
+    def keep_within(self, limits: RemoteLimits) -> JanitorThread | None:
         """Have a place kept within limits that does not evict by itself."""
         if self.backend.in_batches or not any(limits):
             return None
@@ -267,9 +264,8 @@ class RemoteTier:
 
     def withdraw(self, header: Header) -> None:
         """Delete a record that was just put."""
-        place = RecordPlace.of(header)
-        self._known.lose(place.key)
-        self._delete(place, header.tokens)
+        self._known.lose(header.key)
+        self._delete([RemoteRecord.of(header)])
 
     def discard(self, key: BlockKey, part: Part, why: str) -> None:
         """It fits no reader here, and perhaps others, so it stays: it is a miss for a while."""
@@ -282,7 +278,6 @@ class RemoteTier:
 
     def close(self) -> None:
         self.backend.close()
-        self._asker.close()
         self._guard.close()
 
     # Reading
@@ -301,7 +296,7 @@ class RemoteTier:
             LOG.warning("a shared record is bad: %s", bad)
             self._faults[key, part] = "damaged"
             self._counts.add(quarantined=1)
-            self._note_bad(known.place, known.tokens)
+            self._note_bad(known)
             return None
         except NewerFormat:
             self._faults[key, part] = "newer"
@@ -314,91 +309,76 @@ class RemoteTier:
             self._memory.put(record)
         return record
 
-    def _just_fetched(self, known: KnownRecord) -> Record | None:
+    def _just_fetched(self, known: RemoteRecord) -> Record | None:
         """What another thread has fetched since this one looked in memory."""
         if self._memory is None:
             return None
-        key, part = known.place.key, known.place.part
+        key, part = known.key, known.part
         here = self._memory.have([key]).get(key)
         is_here = here is not None and part in here.parts and here.w_rows >= known.w_rows
         return self._memory.read(key, part) if is_here else None
 
-    def _read(self, known: KnownRecord, load: CallDeadline | None) -> Record | None:
+    def _read(self, known: RemoteRecord, load: CallDeadline | None) -> Record | None:
         """Within the time of the whole load: one record may be slow if others are fast. One that is
         read by itself has twice the time that is planned for it.
         """
         planned_s = self.speed.load_s(READERS * known.n_bytes)
         deadline = load or CallDeadline(max(MIN_READ_S, 2 * planned_s))
         with self.speed.reading(known.n_bytes) as add:
-            found = self._records.fetch(known.place, deadline)
+            found = self._records.fetch(known, deadline)
             add(found.n_bytes if found else 0)
-        if not found and self.backend.in_batches:  # a list that outlived it would name it again
-            self.backend.delete(self._as_listed(known.place, known.tokens), MIN_READ_S)
         return found and found.record
 
-    def _note_bad(self, place: RecordPlace, tokens: bytes) -> None:
+    def _note_bad(self, bad: RemoteRecord) -> None:
         """Once may be an accident of the network; what is bad twice is deleted."""
-        self._known.lose(place.key)
+        self._known.lose(bad.key)
         if len(self._bad) >= MAX_BAD:
             self._bad.clear()
-        self._bad[place] += 1
-        if self._bad[place] > 1:
-            del self._bad[place]
-            self._delete(place, tokens)
+        name = self._names.of(bad)
+        self._bad[name] += 1
+        if self._bad[name] > 1:
+            del self._bad[name]
+            self._delete([bad])
 
-    def _delete(self, place: RecordPlace, tokens: bytes) -> None:
-        blobs = self._as_listed(place, tokens)
-        self._guard.call("cleared", lambda: self.backend.delete(blobs, WRITE_S))
-
-    def _as_listed(self, place: RecordPlace, tokens: bytes) -> list[Listed]:
-        return [Listed(name, self._order(tokens)) for name in self._blobs_of(place)]
-
-    def _blobs_of(self, place: RecordPlace) -> list[str]:
-        """Its name, and that of its MAC."""
-        name = self._names.of(place)
-        return [name] if self._fleet_key is None else [name, name + MAC]
+    def _delete(self, records: Sequence[RemoteRecord]) -> None:
+        names = [self._names.of(one) for one in records]
+        self._guard.call("cleared", lambda: self.backend.delete(names, WRITE_S))
 
     # Writing
 
     def _put(self, record: Record) -> tuple[bool, int]:
-        """Whether it is stored, and how many bytes a code saves; what is sealed has no likeness."""
-        header = record.header
-        name = self._names.of(RecordPlace.of(header))
-        plain = encode_record(record, self._seal)
-        pieces = plain if self._seal else code_record(record, plain, self.speed.line_bytes_per_s)
-        stored = self._send(name, pieces, header)
-        return stored, count_bytes(plain) - count_bytes(pieces)
+        """Whether it is stored, and how many bytes a code saves; what is sealed has no likeness.
 
-    def _send(self, name: str, pieces: Sequence[bytes | memoryview], header: Header) -> bool:
-        deadline = CallDeadline(WRITE_S)
-        order = self._order(header.tokens)
-        replace = header.part is Part.WINDOW  # one with more rows; the caller has looked
-        if self._fleet_key is not None:  # one that is there is nobody's of the fleet
-            mac, replace = self._fleet_key.mac(name, pieces), True
-            if not self.backend.put(name + MAC, [mac], deadline.left_s(), order, replace):
-                return False
+        Of window rows those with fewer rows are replaced, and the reverse is refused.
+        """
+        own, deadline = RemoteRecord.of(record.header), CallDeadline(WRITE_S)
+        others = self._finder.same(own, deadline) if own.part is Part.WINDOW else []
+        if any(one.w_rows >= own.w_rows for one in others):
+            return False, 0
+        name, plain = self._names.of(own), encode_record(record, self.cipher)
+        pieces = plain if self.cipher else code_record(record, plain, self.speed.line_bytes_per_s)
+        n_saved = count_bytes(plain) - count_bytes(pieces)
+        if self._fleet_key is not None:
+            pieces = [*pieces, self._fleet_key.mac(name, pieces)]
         with self.speed.putting(count_bytes(pieces)):
-            return self.backend.put(name, pieces, deadline.left_s(), order, replace)
-
-    def _order(self, tokens: bytes) -> bytes:
-        """In a sealed tier no name tells tokens."""
-        return b"" if self._seal else tokens
+            is_stored = self.backend.put(name, pieces, deadline.left_s())
+        if is_stored and others:
+            self.backend.delete([self._names.of(one) for one in others], deadline.left_s())
+        return is_stored, n_saved
 
     def _learn(self, header: Header, n_bytes: int) -> None:
-        self._known.add(
-            [KnownRecord(RecordPlace.of(header), header.tokens, n_bytes, header.w_rows)]
-        )
+        self._known.add([RemoteRecord.of(header)._replace(n_bytes=n_bytes)])
 
     # Trials
 
     def _try(self) -> None:
         self.speed.begin_anew()
         try_backend(self.backend, self.speed)  # first: a mark is read in part
-        check_mark(self.backend, self._seal, self._mark)
+        check_mark(self.backend, self.cipher, self._mark)
         self._list_classes()
 
     def _refresh(self) -> None:
-        if self._any_numerics:
+        if self._any_class:
             self._list_classes()
         if self._seemed_slow:
             self._seemed_slow = False
@@ -407,12 +387,12 @@ class RemoteTier:
 
     def _list_classes(self) -> None:
         """Have this machine's class found, and find others."""
-        name = f"{CLASSES}/{self._numerics}"
-        self.backend.put(name, [b"1"], WRITE_S, self._numerics.encode())
-        if self._any_numerics:
+        name = f"{CLASSES}/{self._compute_class}"
+        self.backend.put(name, [b"1"], WRITE_S)
+        if self._any_class:
             found = list_classes(self.backend, WRITE_S)
-            others = [one for one in found if one != self._numerics]
-            self._asker.looks.other_classes = others[:MAX_CLASSES]
+            others = [one for one in found if one != self._compute_class]
+            self._finder.other_classes = others[:MAX_CLASSES]
 
 
 def lookup_s(planned_s: float, computing_s: float) -> float | None:

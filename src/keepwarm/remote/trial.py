@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from keepwarm.concurrency import CallDeadline, CallError
 from keepwarm.errors import BadInput
-from keepwarm.remote.backend import Backend, Listed, at_most
+from keepwarm.remote.backend import Backend, FolderRange, at_most
 from keepwarm.remote.speed import TierSpeed
 
 TRIAL_BYTES = 1 << 20
@@ -30,16 +30,15 @@ def try_backend(backend: Backend, speed: TierSpeed) -> None:
     A full place can still be read from. One that replaces blobs is good enough, because equal names
     have equal content.
     """
-    deadline, order = CallDeadline(TRIAL_S), uuid.uuid4().bytes
-    blob = Listed(f"{FOLDER}/{order.hex()}", order)
+    deadline, name = CallDeadline(TRIAL_S), f"{FOLDER}/{uuid.uuid4().hex}"
     time_calls(backend, speed, deadline)
     data = os.urandom(TRIAL_BYTES)
-    if not backend.put(blob.name, [data], deadline.left_s(), order):
+    if not backend.put(name, [data], deadline.left_s()):
         return
     try:
-        _check(backend, blob, data, speed, deadline)
+        _check(backend, name, data, speed, deadline)
     finally:
-        backend.delete([blob], deadline.left_s())
+        backend.delete([name], deadline.left_s())
 
 
 class BlobRates(NamedTuple):
@@ -55,19 +54,18 @@ def time_blobs(backend: Backend, bytes_per_s: float) -> BlobRates:
     """
     least, most = TIMED_BYTES
     data = os.urandom(max(least, min(most, int(bytes_per_s * TIMED_S))))
-    orders = [uuid.uuid4().bytes for _ in range(N_TIMED)]
-    blobs = [Listed(f"{FOLDER}/{order.hex()}", order) for order in orders]
+    names = [f"{FOLDER}/{uuid.uuid4().hex}" for _ in range(N_TIMED)]
     try:
         began = time.perf_counter()
-        if not all(backend.put(blob.name, [data], PATIENT_S, blob.order) for blob in blobs):
+        if not all(backend.put(name, [data], PATIENT_S) for name in names):
             return BlobRates()
         put = time.perf_counter()
         with ThreadPoolExecutor(N_TIMED) as readers:
-            list(readers.map(lambda blob: backend.read(blob.name, at_most(most), PATIENT_S), blobs))
+            list(readers.map(lambda name: backend.read(name, at_most(most), PATIENT_S), names))
         n_bytes, end = N_TIMED * len(data), time.perf_counter()
         return BlobRates(n_bytes / (put - began), n_bytes / (end - put))
     finally:
-        backend.delete(blobs, PATIENT_S)
+        backend.delete(names, PATIENT_S)
 
 
 def time_calls(backend: Backend, speed: TierSpeed, deadline: CallDeadline) -> None:
@@ -79,22 +77,23 @@ def time_calls(backend: Backend, speed: TierSpeed, deadline: CallDeadline) -> No
 
 
 def _check(
-    backend: Backend, blob: Listed, data: bytes, speed: TierSpeed, deadline: CallDeadline
+    backend: Backend, name: str, data: bytes, speed: TierSpeed, deadline: CallDeadline
 ) -> None:
     take = at_most(TRIAL_BYTES)
     with speed.reading(TRIAL_BYTES) as add:
-        whole = backend.read(blob.name, take, deadline.left_s())
+        whole = backend.read(name, take, deadline.left_s())
         add(TRIAL_BYTES)
     if whole is None or bytes(whole) != data:
         raise CallError("it returned other bytes than were put")
     try:
         with speed.calling():
-            part = backend.read(blob.name, take, deadline.left_s(), start=1000, n_bytes=100)
+            part = backend.read(name, take, deadline.left_s(), start=1000, n_bytes=100)
     except CallError as error:  # it reads the whole, so it is there
         raise BadInput(f"{NO_PARTS} ({error}).") from error
     if part is None or bytes(part) != data[1000:1100]:
         raise BadInput(f"{NO_PARTS}.")
     with speed.calling():
-        listed = backend.list_names(FOLDER, deadline.left_s(), blob.order)
-    if blob.name not in [one.name for one in listed]:
+        wanted = FolderRange(FOLDER, name.rpartition("/")[2])
+        (listed,) = backend.look([wanted], deadline.left_s())
+    if name not in [one.name for one in listed]:
         raise BadInput("It cannot be used as a shared tier: it does not list what was put.")

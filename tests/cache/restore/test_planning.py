@@ -222,7 +222,7 @@ def empty_bucket(places, tmp_path):
 
 
 def test_a_real_bucket_that_is_far_away_is_asked(empty_bucket, monkeypatch):
-    monkeypatch.setattr("keepwarm.remote.question.CONNECTING", 200)  # time enough for anybody
+    monkeypatch.setattr("keepwarm.remote.lookup.CONNECTING", 200)  # time enough for anybody
     share(empty_bucket)
     port = int(re.findall(r":(\d+)", empty_bucket)[-1])
     proxy = FaultyProxy(port)

@@ -5,9 +5,9 @@ import pytest
 from keepwarm.prefix.blocks import BLOCK_TOKENS, chain, pack
 from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import Part
+from keepwarm.remote.deleter import erase_from_tier
 from keepwarm.remote.handshake import STORE_META
-from keepwarm.remote.names import RecordPlace, RemoteNames
-from keepwarm.remote.trust import FleetKey
+from keepwarm.remote.records import FleetKey, RemoteNames, RemoteRecord, parse_last
 from keepwarm.store.tier import NamedBlock
 from tests.remote.conftest import CLASS, SOON
 from tests.store.kit import NAMESPACE, record, refs_of, tokens_of
@@ -33,10 +33,12 @@ BESIDE = ending([*TOKENS[: 2 * BLOCK_TOKENS + 40], 9])  # parts inside of the ta
 ALL = [FIRST, SECOND, TAIL, LONGER, SHORTER, OTHER, BESIDE]
 
 
-def there(place, refs, numerics=CLASS, part=Part.DELTA):
+def there(place, refs, compute_class=CLASS, part=Part.DELTA, has_mac=False):
     """Which of these blocks a place has."""
-    names = RemoteNames(numerics)
-    wanted = [names.of(RecordPlace(NAMESPACE, ref.parent, ref.key, part)) for ref in refs]
+    names = RemoteNames(compute_class, has_mac)
+    rows = BLOCK_TOKENS if part is Part.WINDOW else 0
+    records = (RemoteRecord(NAMESPACE, r.parent, r.key, part, r.n_tokens, rows) for r in refs)
+    wanted = [names.of(one) for one in records]
     sizes = place.sizes(wanted, SOON)
     return [ref for ref, size in zip(refs, sizes, strict=True) if size]
 
@@ -44,7 +46,7 @@ def there(place, refs, numerics=CLASS, part=Part.DELTA):
 @pytest.fixture(params=["plain", "signed", "sealed"])
 def trust(request):
     signed = {"fleet_key": FleetKey(b"k" * 32)}
-    return {"plain": {}, "signed": signed, "sealed": {"seal": Cipher(b"s" * 32)}}[request.param]
+    return {"plain": {}, "signed": signed, "sealed": {"cipher": Cipher(b"s" * 32)}}[request.param]
 
 
 def test_blocks_go_with_their_copies_and_leave_no_trace(machine, place, trust):
@@ -54,17 +56,17 @@ def test_blocks_go_with_their_copies_and_leave_no_trace(machine, place, trust):
     tier.put(record(SECOND, Part.WINDOW))
     machine("cpu-mlx-0.2", **trust).put(record(TAIL))
     doomed = [named(SECOND), named(TAIL)]
-    assert tier.erase([NAMESPACE], doomed, keep=())
-    assert there(place, ALL) == [FIRST, OTHER, BESIDE]
-    assert there(place, [SECOND], part=Part.WINDOW) == []
-    assert there(place, [TAIL], "cpu-mlx-0.2") == []
+    assert erase_from_tier(tier, [NAMESPACE], doomed, keep=())
+    has_mac = "fleet_key" in trust
+    assert there(place, ALL, has_mac=has_mac) == [FIRST, OTHER, BESIDE]
+    assert there(place, [SECOND], part=Part.WINDOW, has_mac=has_mac) == []
+    assert there(place, [TAIL], "cpu-mlx-0.2", has_mac=has_mac) == []
     assert not tier.have([SECOND.key, TAIL.key])
     names = RemoteNames(CLASS)
     for ref in (SECOND, TAIL):
-        listed = place.list_names(names.folder(NAMESPACE, ref.parent), SOON, None)
-        left = {one.name.rpartition("/")[2].partition(".")[0] for one in listed}
-        assert left == {(OTHER if ref is SECOND else BESIDE).key.hex()}
-        assert all(one.order in (b"", OTHER.tokens, BESIDE.tokens) for one in listed)
+        listed = place.list_names(names.folder(NAMESPACE, ref.parent), SOON)
+        left = {parse_last(one.name).key for one in listed}
+        assert left == {(OTHER if ref is SECOND else BESIDE).key}
 
 
 def test_what_agents_of_this_machine_have_stays(machine, place):
@@ -72,7 +74,7 @@ def test_what_agents_of_this_machine_have_stays(machine, place):
     for ref in ALL:
         tier.put(record(ref))
     keep = {FIRST.key, SECOND.key, SHORTER.key, LONGER.key}
-    assert tier.erase([NAMESPACE], [named(SECOND), named(TAIL)], keep)
+    assert erase_from_tier(tier, [NAMESPACE], [named(SECOND), named(TAIL)], keep)
     assert there(place, ALL) == [FIRST, SECOND, LONGER, SHORTER, OTHER, BESIDE]
 
 
@@ -85,23 +87,23 @@ def test_sizes_are_taken_from_the_list(machine, monkeypatch):
     monkeypatch.setattr(
         tier.backend, "sizes", lambda names, s: asked.extend(names) or sizes(names, s)
     )
-    assert tier.erase([NAMESPACE], [named(SECOND), named(TAIL)], keep=())
+    assert erase_from_tier(tier, [NAMESPACE], [named(SECOND), named(TAIL)], keep=())
     assert asked == [STORE_META]
     assert there(tier.backend, ALL) == [FIRST, OTHER, BESIDE]
 
 
 @pytest.mark.parametrize("address", ["redis"], indirect=True)
-def test_evicted_records_leave_no_member_that_tells_tokens(machine):
+def test_evicted_records_leave_no_member(machine):
     """Redis may evict a record and keep the list that names it, or the reverse."""
     tier, names = machine(), RemoteNames(CLASS)
     for ref in (FIRST, SECOND):
         tier.put(record(ref))
-    evicted = names.of(RecordPlace.of(record(FIRST).header))
+    evicted = names.of(RemoteRecord.of(record(FIRST).header))
     folders = [names.folder(NAMESPACE, ref.parent) for ref in (FIRST, SECOND)]
     for key in (evicted, f"{folders[1]}/"):
         assert tier.backend._call([[b"UNLINK", f"keepwarm:{key}".encode()]], SOON) == [1]
-    assert tier.erase([NAMESPACE], [named(FIRST), named(SECOND)], ())
-    assert tier.backend.list_names(folders[0], SOON, None) == []
+    assert erase_from_tier(tier, [NAMESPACE], [named(FIRST), named(SECOND)], ())
+    assert tier.backend.list_names(folders[0], SOON) == []
     assert there(tier.backend, [SECOND]) == []
 
 
@@ -111,18 +113,17 @@ def test_a_place_that_does_not_answer_is_to_be_tried_again(machine, clock):
     tier.breaker.failed()
     tier.breaker.failed()
     tier.breaker.failed()
-    assert not tier.erase([NAMESPACE], [named(FIRST)], ())
+    assert not erase_from_tier(tier, [NAMESPACE], [named(FIRST)], ())
 
 
 def test_a_sealed_place_tells_no_tokens(machine, place):
-    """Neither names nor the order of names, nor the records."""
+    """Neither names nor the records."""
     tier = machine(cipher=Cipher(b"s" * 32))
     for ref in refs_of(2, n_last=40):
         tier.put(record(ref))
     for ref in refs_of(2, n_last=40):
         folder = RemoteNames(CLASS).folder(NAMESPACE, ref.parent)
-        for one in place.list_names(folder, SOON, None):
-            assert one.order == b""
+        for one in place.list_names(folder, SOON):
             data = bytes(place.read(one.name, lambda n: memoryview(bytearray(n)), SOON))
             assert pack(tokens_of(8)) not in data
             assert pack(tokens_of(8)).hex() not in one.name

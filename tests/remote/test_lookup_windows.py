@@ -1,4 +1,4 @@
-"""What a question finds of windows of 1,024 tokens, in twelve requests to a bucket."""
+"""What a look-up finds of windows of 1,024 tokens, in twelve requests to a bucket."""
 
 from collections import Counter
 from itertools import product
@@ -7,19 +7,17 @@ import pytest
 
 from keepwarm.cache.restore.plan import Needs
 from keepwarm.concurrency import CallDeadline
-from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockRef, block_key, chain, pack
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockRef, block_key, chain, pack
 from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import Part, encode_record
-from keepwarm.remote.asking import MAX_REQUESTS, Asker
-from keepwarm.remote.backend import PAGE, Listed
-from keepwarm.remote.known import KnownRecords
-from keepwarm.remote.names import RecordPlace, RemoteNames
-from keepwarm.remote.question import Question
+from keepwarm.remote.lookup import MAX_REQUESTS, Finder, KnownRecords
+from keepwarm.remote.records import RemoteNames, RemoteRecord
 from keepwarm.remote.speed import TierSpeed
+from keepwarm.store.tier import RemoteLookup
 from keepwarm.store.tiers import Tiers
 from tests.kit.restorers import planner_over
 from tests.remote.conftest import CLASS, SOON
-from tests.remote.test_asking import N_BLOCKS, REFS, STORED, CountedDirectory
+from tests.remote.test_lookup import N_BLOCKS, REFS, STORED, CountedDirectory
 from tests.store.kit import NAMESPACE, record, root_key, tokens_of
 
 OTHER = tokens_of((N_BLOCKS + 1) * BLOCK_TOKENS - 60, seed=1)
@@ -37,7 +35,7 @@ class Asked:
 
     def __init__(self, path, cipher=None):
         path.mkdir()
-        self._seal = cipher
+        self._cipher = cipher
         self.seen = Counter()
         self.place = CountedDirectory(path, self.seen)
 
@@ -45,8 +43,8 @@ class Asked:
         """With one byte a row for K, and one for V."""
         n_bytes = 2 * (ref.n_tokens if w_rows is None else w_rows)
         made = record(ref, part, n_bytes, w_rows)
-        name = NAMES.of(RecordPlace.of(made.header))
-        assert self.place.put(name, encode_record(made, self._seal), SOON)
+        name = NAMES.of(RemoteRecord.of(made.header))
+        assert self.place.put(name, encode_record(made, self._cipher), SOON)
 
     def put_window(self, n_tokens, first_rows=BLOCK_TOKENS, model="windows"):
         """What restores the stored prompt at a point, beside the rows of whole blocks."""
@@ -62,14 +60,8 @@ class Asked:
                 self.put(BlockRef(key, ref.parent, n_whole, tokens), part)
 
     def lose_window(self, number):
-        name = NAMES.of(RecordPlace.of(record(REFS[number], Part.WINDOW).header))
-        self.place.delete([Listed(name)], SOON)
-
-    def crowd(self, number):
-        """Put many others beside a block, so that a list of them is cut."""
-        folder = NAMES.folder(NAMESPACE, REFS[number].parent)
-        for n in range(4 * PAGE):
-            self.place.put(f"{folder}/{n.to_bytes(KEY_BYTES).hex()}.d", [b"other"], SOON)
+        name = NAMES.of(RemoteRecord.of(record(REFS[number], Part.WINDOW).header))
+        self.place.delete([name], SOON)
 
     def restorable(self, n_common, model="windows", n_requests=MAX_REQUESTS):
         """How much is planned to be restored of a prompt that shares so many tokens."""
@@ -77,13 +69,14 @@ class Asked:
         refs = list(chain(NAMESPACE, tokens))
         planner = planner_over(Tiers([("shared", known)]), needs)
         n_window = needs.window // BLOCK_TOKENS + 1
-        asker = Asker(self.place, NAMES, known, self._seal, TierSpeed())
+        finder = Finder(self.place, NAMES, known, TierSpeed())
         self.seen.clear()
-        asker.ask(
-            Question(NAMESPACE, refs, len(refs) - 1, 0, needs.delta, n_window, has_states=False),
+        finder.find(
+            RemoteLookup(
+                NAMESPACE, refs, len(refs) - 1, 0, needs.delta, n_window, has_states=False
+            ),
             CallDeadline(SOON),
         )
-        asker.close()
         assert 0 < sum(self.seen.values()) <= n_requests, (n_common, self.seen)
         return planner.plan(tokens).n_tokens
 
@@ -155,13 +148,6 @@ def test_encrypted_windows_are_found_too(tmp_path):
         asked.put(ref)
     asked.put_window(256 * 196 + 40, first_rows=BLOCK_TOKENS - 40)
     assert asked.restorable(256 * 196 + 40) == 256 * 196 + 40
-
-
-def test_a_list_that_is_cut_tells_of_no_window(asked):
-    """The block is asked for by its names then."""
-    asked.put_window(256 * 197)
-    asked.crowd(196)
-    assert asked.restorable(256 * 197, n_requests=MAX_REQUESTS + 2) == 256 * 197
 
 
 def test_the_first_blocks_of_all_prompts_are_not_listed(asked):

@@ -1,6 +1,5 @@
-"""Questions about a prompt of 100,000 tokens: what they find, and in how many requests."""
+"""Look-ups of a prompt of 100,000 tokens: what they find, and in how many requests."""
 
-import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -13,19 +12,26 @@ from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, chain, pack
 from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import Part
 from keepwarm.remote.addresses import open_backend
-from keepwarm.remote.asking import LAST_ENDS, MAX_REQUESTS, Asker
-from keepwarm.remote.backend import PAGE, Listed, Looked
+from keepwarm.remote.backend import BESIDE, Listed
 from keepwarm.remote.directory import DirectoryBackend
-from keepwarm.remote.known import ABSENT_S, KnownRecords
-from keepwarm.remote.names import RecordPlace, RemoteNames, parse_last
-from keepwarm.remote.question import CONNECTING, STATE_BLOCKS
-from keepwarm.remote.resp import RespConnection
+from keepwarm.remote.lookup import (
+    ABSENT_S,
+    CONNECTING,
+    MAX_REQUESTS,
+    PRESENT_S,
+    STATE_BLOCKS,
+    Finder,
+    KnownRecords,
+    n_round_trips,
+)
+from keepwarm.remote.records import RemoteNames, RemoteRecord
+from keepwarm.remote.redis import RespConnection
 from keepwarm.remote.speed import TierSpeed
 from keepwarm.remote.tier import RemoteTier
 from tests.kit.faulty_proxy import FaultyProxy
 from tests.remote.conftest import CLASS, DATABASES, SOON
 from tests.remote.test_tier import question
-from tests.store.kit import NAMESPACE, record, refs_of, tokens_of
+from tests.store.kit import NAMESPACE, record, refs_of, root_key, tokens_of
 
 N_BLOCKS = 391
 N_WINDOW = 5
@@ -83,17 +89,16 @@ def ask(tier, tokens, **model):
 
 def check_found(tier, n_tokens, model):
     """Whether a tier knows what there is of a prompt that parts after so many tokens."""
-    n_whole, n_common = divmod(n_tokens, BLOCK_TOKENS)
+    n_whole = n_tokens // BLOCK_TOKENS
     known = tier.have([ref.key for ref in REFS])
-    assert len(known) >= n_whole
-    assert all(ref.key in known for ref in REFS[:n_whole])
+    needed = REFS[:n_whole] if model.get("has_rows", True) else REFS[n_whole - 1 : n_whole]
+    assert all(ref.key in known for ref in needed)
     if model.get("n_window") and n_whole in ENDS:
         last = REFS[n_whole - N_WINDOW + 1 : n_whole]  # one less at the end of a block
         assert {known[ref.key].w_rows for ref in last} == {BLOCK_TOKENS}
     if model.get("has_states") and n_whole in ENDS:
         last = REFS[n_whole - 1]
         assert (last.key, last.parent, BLOCK_TOKENS) in tier.states([last.parent])
-    return n_common
 
 
 # Redis
@@ -120,81 +125,53 @@ def trips(monkeypatch):
     return seen
 
 
-LAST = (N_BLOCKS - LAST_ENDS + 1) * BLOCK_TOKENS
 PARTINGS = {
     "nothing there": 0,
     "inside of the first block": 100,
     "all there": N_BLOCKS * BLOCK_TOKENS,
     "inside of the last block": N_BLOCKS * BLOCK_TOKENS - 100,
-    "near the end": LAST,
-    "inside of a block near the end": LAST + 100,
+    "in the middle": MIDDLE * BLOCK_TOKENS,
+    "inside of a block in the middle": MIDDLE * BLOCK_TOKENS + 100,
 }
 
 
 @pytest.mark.parametrize("parting_at", PARTINGS)
-@pytest.mark.parametrize("model", ["rows", "states", "only states"])
-def test_redis_is_asked_in_one_round_trip(stored, open_tier, trips, parting_at, model):
+@pytest.mark.parametrize("model", MODELS)
+def test_redis_is_asked_in_two_round_trips(stored, open_tier, trips, parting_at, model):
+    """One if nothing is there."""
     tier, n_tokens = open_tier(stored), PARTINGS[parting_at]
     trips.clear()
     ask(tier, parting(n_tokens), **MODELS[model])
-    assert len(trips) == 1
+    assert len(trips) == (2 if n_tokens >= BLOCK_TOKENS else len(trips) or 1) <= 2
     check_found(tier, n_tokens, MODELS[model])
-    n_whole, n_common = divmod(n_tokens, BLOCK_TOKENS)
-    if n_common:
-        tokens = pack(parting(n_tokens)[n_whole * BLOCK_TOKENS :][:BLOCK_TOKENS])
-        nearest = tier.children(REFS[n_whole].parent, tokens)[0]
-        assert nearest == (REFS[n_whole].key, n_common)
 
 
-@pytest.mark.parametrize("model", ["rows", "states", "only states"])
-def test_where_a_prompt_parts_in_the_middle_a_second_one_tells_what_follows(
-    stored, open_tier, trips, model
-):
-    tier, n_tokens = open_tier(stored), MIDDLE * BLOCK_TOKENS + 100
-    trips.clear()
-    ask(tier, parting(n_tokens), **MODELS[model])
-    assert len(trips) == 2
-    check_found(tier, n_tokens, MODELS[model])
-    tokens = pack(parting(n_tokens)[MIDDLE * BLOCK_TOKENS :][:BLOCK_TOKENS])
-    assert tier.children(REFS[MIDDLE].parent, tokens)[0] == (REFS[MIDDLE].key, 100)
-
-
-def test_rows_of_windows_are_read_once_for_each_size(stored, open_tier, trips, clock):
-    tier, n_tokens = open_tier(stored), N_BLOCKS * BLOCK_TOKENS
-    for n_trips in (2, 1):
-        trips.clear()
-        ask(tier, parting(n_tokens), **MODELS["windows"])
-        assert len(trips) == n_trips
-        check_found(tier, n_tokens, MODELS["windows"])
-        clock.now += 100.0  # nothing is remembered of the answers
-
-
-def test_a_name_that_outlived_its_record_is_listed_no_more(redis, open_tier, clock):
+def test_a_name_that_outlived_its_record_is_listed_no_more(redis, open_tier):
     url = f"{redis.url}/{next(DATABASES)}"
     tier, other = open_tier(url), open_tier(url)
     (ref,) = refs_of(1, n_last=90)
     other.put(record(ref))
-    name = RemoteNames(CLASS).of(RecordPlace.of(record(ref).header))
+    name = RemoteNames(CLASS).of(RemoteRecord.of(record(ref).header))
+    folder = name.rpartition("/")[0]
     other.backend._call([[b"UNLINK", f"keepwarm:{name}".encode()]], SOON)
-    prompt = [*tokens_of(80), 1, 2, 3]
-    for n_children in (1, 0):
-        ask(tier, prompt)
-        assert len(tier.children(ref.parent, pack(prompt))) == n_children
-        assert tier.read(ref.key, Part.DELTA) is None
-        clock.now += ABSENT_S
+    assert [one.name for one in other.backend.list_names(folder, SOON)] == [name]
+    prompt = [*tokens_of(90), 1, 2, 3]
+    ask(tier, prompt)
+    assert tier.children(ref.parent, pack(prompt)) == []
+    assert other.backend.list_names(folder, SOON) == []
     assert not tier.is_open
 
 
-@pytest.mark.parametrize("size", [b"", b"x", b"-5", b"0", b"9" * 400, b"1/2"])
-def test_a_list_that_tells_odd_sizes_does_no_harm(redis, open_tier, size):
+@pytest.mark.parametrize(
+    "last", ["090.{}.d.1000", "999.{}.d.0", "000.{}.d.0", "090.{}.d", "x.{}.d.0"]
+)
+def test_a_list_that_names_impossible_records_does_no_harm(redis, open_tier, last):
     url = f"{redis.url}/{next(DATABASES)}"
     tier, (ref,) = open_tier(url), refs_of(1, n_last=90)
-    folder, name = RemoteNames(CLASS).folder(NAMESPACE, ref.parent), f"{ref.key.hex()}.d"
-    member = f"{ref.tokens.hex()}!{name}/".encode() + size
-    tier.backend._call([[b"ZADD", f"keepwarm:{folder}/".encode(), b"0", member]], SOON)
+    folder = RemoteNames(CLASS).folder(NAMESPACE, ref.parent)
+    assert tier.backend.put(f"{folder}/{last.format(ref.key.hex())}", [b"x"], SOON)
     ask(tier, [*tokens_of(90), 1])
-    assert all(0 < info.n_bytes < 1e12 for info in tier.have([ref.key]).values())
-    assert tier.read(ref.key, Part.DELTA) is None
+    assert tier.have([ref.key]) == {}
     assert tier.stats().errors == 0
 
 
@@ -211,10 +188,14 @@ class CountedDirectory(DirectoryBackend):
         self.seen = seen
         self.folders = []
 
-    def look(self, names, places, timeout_s):
-        self.seen.update(HEAD=len(names), list=len(places))
-        self.folders += [place.folder for place in places]
-        return super().look(names, places, timeout_s)
+    def look(self, ranges, timeout_s):
+        self.seen["list"] += len(ranges)
+        self.folders += [one.folder for one in ranges]
+        return super().look(ranges, timeout_s)
+
+    def sizes(self, names, timeout_s):
+        self.seen["HEAD"] += len(names)
+        return super().sizes(names, timeout_s)
 
     def read(self, *args, **options):
         self.seen["GET"] += 1
@@ -280,126 +261,151 @@ def test_a_bucket_is_asked_in_twelve_requests(counted, open_tier, model, n_token
     check_found(tier, n_tokens, MODELS[model])
 
 
-def test_what_a_prompt_continues_is_known_by_its_key(bucket_like, open_tier):
-    """No header is read for it; of another block only that tells the tokens."""
+def test_begun_blocks_that_a_prompt_continues_are_known_by_their_key(bucket_like, open_tier):
+    """No record is read for it. One that parts from the prompt is not known."""
     opener, seen = bucket_like
     tier, other = open_tier(opener("keys")), open_tier(opener("keys"))
     begun, parted = refs_of(1, n_last=90)[0], next(chain(NAMESPACE, [*tokens_of(40), 7]))
-    for n_read, ref, n_common in ((0, begun, 90), (1, parted, 40)):
+    for ref in (begun, parted):
         other.put(record(ref))
         other.put(record(ref, Part.STATE))
-        seen.clear()
-        prompt = [*tokens_of(90), *range(n_read + 3)]
-        ask(tier, prompt)
-        assert seen["GET"] == n_read
-        assert (ref.key, n_common) in tier.children(ref.parent, pack(prompt))
+    seen.clear()
+    prompt = [*tokens_of(90), *range(3)]
+    ask(tier, prompt)
+    assert seen["GET"] == 0
+    assert tier.children(begun.parent, pack(prompt)) == [(begun.key, 90)]
+    assert tier.states([begun.parent]) == [(begun.key, begun.parent, 90)]
 
 
-def test_a_sealed_redis_knows_its_own_beginnings_too(redis, open_tier, trips):
+def test_a_sealed_redis_knows_its_own_beginnings_too(redis, open_tier):
     url, cipher = f"{redis.url}/{next(DATABASES)}", Cipher(b"s" * 32)
     tier, other = open_tier(url, cipher=cipher), open_tier(url, cipher=cipher)
     refs = refs_of(2, n_last=90)
     for ref in refs:
         other.put(record(ref))
-    trips.clear()
     ask(tier, [*tokens_of(BLOCK_TOKENS + 90), 1])
-    assert len(trips) == 1
     assert tier.have([refs[1].key])[refs[1].key].n_tokens == 90
 
 
-# Any place
+# Any store
 
 
-@pytest.mark.parametrize("n_children", [0, PAGE])
-def test_a_prompt_of_100_000_tokens_costs_a_few_questions(n_children):
-    """A round trip or two where a place answers for many names at once. Else 12 requests, each for
-    one name or list, in no more round trips than are planned.
-    """
-    asked = question(tokens_of(391 * BLOCK_TOKENS))
+def ask_place(place, known, asked):
+    Finder(place, RemoteNames(CLASS), known, TierSpeed()).find(asked, CallDeadline(SOON))
+
+
+class Counted:
+    """A store that has the rows of these blocks, and counts requests."""
+
+    def __init__(self, refs, in_batches):
+        self.in_batches, self.is_distant = in_batches, not in_batches
+        self._there = {
+            RemoteNames(CLASS).of(RemoteRecord.of(record(ref).header)): 1 << 20 for ref in refs
+        }
+        self.n_calls = self.n_names = 0
+
+    def sizes(self, names, timeout_s):
+        self.n_calls, self.n_names = self.n_calls + 1, self.n_names + len(names)
+        return [self._there.get(name) for name in names]
+
+    def look(self, ranges, timeout_s):
+        self.n_calls, self.n_names = self.n_calls + 1, self.n_names + len(ranges)
+        stems = [f"{one.folder}/{one.stem}d.0" for one in ranges]
+        return [[Listed(name, 1)] if name in self._there else [] for name in stems]
+
+
+@pytest.mark.parametrize("model", ["rows", "windows"])
+def test_a_prompt_of_100_000_tokens_costs_a_few_requests(model):
+    """Each for one name or list, in no more round trips than are planned."""
+    asked = question(tokens_of(391 * BLOCK_TOKENS), **MODELS[model])
     keys = [ref.key for ref in asked.refs]
     for n_there, in_batches in product((0, 1, 2, 195, 196, 256, 389, 390, 391), (True, False)):
-        n_listed = 0 if in_batches else n_children
-        place, known = Counted(asked.refs[:n_there], in_batches, n_listed), KnownRecords()
+        place, known = Counted(asked.refs[:n_there], in_batches), KnownRecords()
         ask_place(place, known, asked)
         assert len(known.have(keys)) == n_there
-        assert place.n_calls <= (2 if in_batches else 12)
-        assert in_batches or place.n_names <= 12
-        assert in_batches or place.n_asked + 1 <= asked.n_round_trips - CONNECTING
-        if n_listed and not n_there:
-            assert place.n_names == 12, "what follows is looked at as far as requests are left"
-
-
-def test_what_a_cut_list_does_not_tell_is_asked_for_by_name():
-    asked = question(tokens_of(20 * BLOCK_TOKENS), has_states=True)
-    for n_there in (0, 1, 7, 20):
-        place, known = Counted(asked.refs[:n_there], False, PAGE), KnownRecords()
-        ask_place(place, known, asked)
-        assert len(known.have([ref.key for ref in asked.refs])) == n_there
+        assert place.n_calls <= (1 if in_batches else n_round_trips(asked) - CONNECTING)
+        assert in_batches or place.n_names <= MAX_REQUESTS
 
 
 @pytest.mark.parametrize("address", ["directory"], indirect=True)
 def test_an_empty_file_is_no_record(machine, place):
     tier, (ref,) = machine(), refs_of(1, n_last=90)
-    place.put(RemoteNames(CLASS).of(RecordPlace.of(record(ref).header)), [], SOON)
+    place.put(RemoteNames(CLASS).of(RemoteRecord.of(record(ref).header)), [], SOON)
     ask(tier, [*tokens_of(90), 1])
     assert tier.have([ref.key]) == {}
     assert tier.children(ref.parent, ref.tokens) == []
 
 
-def ask_place(place, known, asked):
-    asker = Asker(place, RemoteNames(CLASS), known, None, TierSpeed())
-    try:
-        asker.ask(asked, CallDeadline(SOON))
-    finally:
-        asker.close()
+def test_a_crowded_folder_hides_no_whole_block(machine, place):
+    """However many other blocks follow the same one."""
+    tier, (ref,) = machine(), refs_of(1)
+    folder = RemoteNames(CLASS).folder(NAMESPACE, ref.parent)
+    for n in range(2 * BESIDE):
+        place.put(f"{folder}/256.{n.to_bytes(KEY_BYTES).hex()}.d.0", [b"other"], SOON)
+    machine().put(record(ref))
+    machine().put(record(ref, Part.STATE))
+    ask(tier, [*tokens_of(BLOCK_TOKENS), 1], has_states=True)
+    assert tier.have([ref.key])[ref.key].parts == {Part.DELTA, Part.STATE}
 
 
-class Counted:
-    """A place that has the records of these blocks, and counts questions. With other children, its
-    lists are full of them.
-    """
-
-    def __init__(self, refs, in_batches, n_children=0):
-        self._refs, self.in_batches, self.is_distant = refs, in_batches, not in_batches
-        self._keys = {ref.key: (1 << 20) + ref.number for ref in refs}
-        self._n_children = n_children
-        self.n_calls = self.n_names = 0
-        self.n_asked = 0  # one after the other
-        self._lock = threading.Lock()
-
-    def look(self, names, places, timeout_s):
-        self.n_asked += 1
-        self._count(len(names) + len(places))
-        sizes = [self._keys.get(parse_last(name)[0]) for name in names]
-        return Looked(sizes, [self._list(place.folder) for place in places])
-
-    def _list(self, folder):
-        own = [ref.key for ref in self._refs if folder.endswith(ref.parent.hex())]
-        others = [n.to_bytes(KEY_BYTES) for n in range(self._n_children)]
-        names = [(key, part) for key in (*others, *own) for part in "dw"][:PAGE]
-        sizes = (self._keys.get(key, 1 << 20) for key, _ in names)
-        found = zip(names, sizes, strict=True)
-        return [Listed(f"{folder}/{key.hex()}.{part}", b"", size) for (key, part), size in found]
-
-    def read(self, name, take, timeout_s, start=0, n_bytes=None):
-        self._count(1)
-
-    def _count(self, n_names):
-        with self._lock:
-            self.n_calls, self.n_names = self.n_calls + 1, self.n_names + n_names
+# What is remembered, and for how long
 
 
-@pytest.mark.parametrize("in_batches", [True, False])
-def test_headers_are_read_at_the_same_time(in_batches):
-    """Each waits for all others."""
-    asked = question(tokens_of(5 * BLOCK_TOKENS), n_window=4)
-    place, known = Counted(asked.refs, in_batches), KnownRecords()
-    meeting, met = threading.Barrier(4), []
+@pytest.fixture
+def known(clock):
+    return KnownRecords(clock)
 
-    def read(*args, **options):
-        meeting.wait(SOON)
-        met.append(args)
 
-    place.read = read
-    ask_place(place, known, asked)
-    assert len(met) == 4
+def told(ref, part=Part.DELTA, **fields):
+    return RemoteRecord(NAMESPACE, ref.parent, ref.key, part, ref.n_tokens, n_bytes=1000, **fields)
+
+
+def test_present_records_are_believed_for_a_minute_and_absent_ones_for_seconds(known, clock):
+    there, gone = refs_of(2)
+    known.add([told(there)])
+    known.add_absent([gone])
+    assert known.is_answered(there.key)
+    assert known.is_answered(gone.key)
+    assert known.have([there.key, gone.key]).keys() == {there.key}
+    clock.now += ABSENT_S
+    assert not known.is_answered(gone.key)
+    assert known.is_answered(there.key)
+    clock.now += PRESENT_S
+    assert not known.is_answered(there.key)
+    assert known.have([there.key]) == {}
+    assert known.children(root_key(), there.tokens) == []
+
+
+def test_parts_of_a_block_are_one_and_the_most_window_rows_count(known):
+    (ref,) = refs_of(1)
+    known.add([told(ref), told(ref, Part.WINDOW, w_rows=7), told(ref, Part.WINDOW, w_rows=3)])
+    parts = frozenset({Part.DELTA, Part.WINDOW})
+    assert known.have([ref.key])[ref.key] == (parts, 256, 7, 2000)
+
+
+def test_all_that_follows_a_lost_block_is_absent(known, clock):
+    refs = refs_of(4)
+    (other,) = refs_of(1, seed=1)
+    known.add(told(ref) for ref in (*refs, other))
+    known.lose(refs[1].key)
+    assert known.have([*(ref.key for ref in refs), other.key]).keys() == {refs[0].key, other.key}
+    assert known.is_answered(refs[3].key)
+    clock.now += ABSENT_S
+    assert not known.is_answered(refs[3].key)
+
+
+def test_children_are_those_that_the_tokens_continue(known):
+    near, far = refs_of(1, n_last=200)[0], refs_of(1, seed=1, n_last=100)[0]
+    known.add([told(near), told(far, Part.STATE)])
+    assert known.children(root_key(), near.tokens + far.tokens) == [(near.key, 200)]
+    assert known.children(root_key(), near.tokens[:-4]) == []
+    assert known.states([root_key()]) == [(far.key, root_key(), 100)]
+
+
+def test_the_oldest_blocks_are_forgotten(known, monkeypatch):
+    monkeypatch.setattr("keepwarm.remote.lookup.MAX_KNOWN", 3)
+    refs = refs_of(5)
+    for ref in refs:
+        known.add([told(ref)])
+    assert known.have([ref.key for ref in refs]).keys() == {ref.key for ref in refs[2:]}
+    assert known.children(refs[0].parent, refs[0].tokens) == []

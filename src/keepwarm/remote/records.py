@@ -1,0 +1,233 @@
+"""Records in a remote store: their names, and what is believed of them.
+
+A name tells what a look-up wants to know, so that no record is read for it:
+
+    <compute class>/<namespace>/<parent>/<tokens>.<key>.<part>.<window rows>
+
+So the records that follow a block lie in one folder, begun blocks before whole ones. With a fleet
+key a name ends in `.mac`, and the bytes in a MAC of name and record: digests in a record show
+damage, but anybody can make them fit. Sealed records need none.
+
+The compute class is what numbers depend on besides the namespace, such as backend and version of
+MLX. Machines of different classes compute slightly different keys and values, so that an answer
+would depend on who computed the prompt: they share nothing, unless they are told to. All classes
+are listed in the folder `classes`.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from base64 import b64decode
+from collections.abc import Sequence
+from functools import partial
+from hashlib import blake2b
+from hmac import compare_digest
+from io import BytesIO
+from typing import NamedTuple
+
+from keepwarm.concurrency import CallDeadline
+from keepwarm.errors import BadInput, BadRecord, NewerFormat
+from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockKey, Namespace
+from keepwarm.records.cipher import Cipher
+from keepwarm.records.record import (
+    MAX_HEADER_BYTES,
+    Header,
+    Part,
+    Record,
+    VerifiedHeader,
+    check_identity,
+    open_record,
+)
+from keepwarm.remote.backend import Backend, Listed, new_memory
+from keepwarm.remote.compression import decode_record, find_start, memory_for, undo_code
+
+CLASSES = "classes"
+CLASS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")  # other files may lie beside them
+LAST = re.compile(rf"(\d{{3}})\.([0-9a-f]{{{2 * KEY_BYTES}}})\.([a-z]+)\.(\d{{1,3}})(\.mac)?")
+MAC_BYTES = 32
+FLEET_KEY_BYTES = 32
+HEADER_GUESS = 1 << 16  # bytes; most headers are shorter
+
+
+class RemoteRecord(NamedTuple):
+    """A record in a remote store, as its name tells."""
+
+    namespace: Namespace
+    parent: BlockKey
+    key: BlockKey
+    part: Part
+    n_tokens: int
+    w_rows: int = 0
+    n_bytes: int = 0  # that are sent; in no name
+    compute_class: str = ""  # "" is that of this machine
+
+    @classmethod
+    def of(cls, header: Header) -> RemoteRecord:
+        n_tokens = len(header.tokens) // 4
+        return cls(
+            header.namespace, header.parent, header.key, header.part, n_tokens, header.w_rows
+        )
+
+
+class LastWord(NamedTuple):
+    """What the last word of a name tells."""
+
+    key: BlockKey
+    part: Part
+    n_tokens: int
+    w_rows: int
+    has_mac: bool
+
+
+def parse_last(name: str) -> LastWord | None:
+    """None if it is not one of ours."""
+    found = LAST.fullmatch(name.rpartition("/")[2])
+    if found is None:
+        return None
+    tokens, key, part, rows, mac = found.groups()
+    try:
+        word = LastWord(BlockKey(bytes.fromhex(key)), Part(part), int(tokens), int(rows), bool(mac))
+    except ValueError:
+        return None
+    is_possible = 0 < word.n_tokens <= BLOCK_TOKENS and word.w_rows <= word.n_tokens
+    return word if is_possible else None
+
+
+class RemoteNames:
+    """Names that a machine of a compute class uses."""
+
+    def __init__(self, compute_class: str, has_mac: bool = False) -> None:
+        self._compute_class = compute_class
+        self._has_mac = has_mac
+
+    def of(self, record: RemoteRecord) -> str:
+        folder = self.folder(record.namespace, record.parent, record.compute_class)
+        stem = self.stem(record.n_tokens, record.key)
+        mac = ".mac" if self._has_mac else ""
+        return f"{folder}/{stem}{record.part.value}.{record.w_rows}{mac}"
+
+    def folder(self, namespace: Namespace, parent: BlockKey, compute_class: str = "") -> str:
+        return f"{compute_class or self._compute_class}/{namespace.hex()}/{parent.hex()}"
+
+    def stem(self, n_tokens: int, key: BlockKey) -> str:
+        """How the names of a block's records begin, within their folder."""
+        return f"{n_tokens:03d}.{key.hex()}."
+
+    def parse(
+        self, listed: Listed, namespace: Namespace, parent: BlockKey, compute_class: str = ""
+    ) -> RemoteRecord | None:
+        """The record of a listed name; None if it is not one that this machine uses."""
+        word = parse_last(listed.name)
+        if word is None or word.has_mac != self._has_mac or listed.n_bytes <= 0:
+            return None
+        key, part, n_tokens, w_rows, _ = word
+        return RemoteRecord(
+            namespace, parent, key, part, n_tokens, w_rows, listed.n_bytes, compute_class
+        )
+
+
+def list_classes(backend: Backend, timeout_s: float) -> list[str]:
+    """All that machines have put records for."""
+    listed = backend.list_names(CLASSES, timeout_s)
+    names = (one.name.removeprefix(f"{CLASSES}/") for one in listed)
+    return sorted(name for name in names if CLASS.fullmatch(name))
+
+
+class FleetKey:
+    """What the machines of a fleet have in common."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    @classmethod
+    def parse(cls, text: str) -> FleetKey | None:
+        """From a setting; None if that is empty."""
+        if not text:
+            return None
+        try:
+            key = b64decode(text, validate=True)
+        except ValueError:
+            key = b""
+        if len(key) != FLEET_KEY_BYTES:
+            raise BadInput(
+                "The fleet key is not base64 of 32 bytes; make one with: openssl rand -base64 32"
+            )
+        return cls(key)
+
+    def mac(self, name: str, pieces: Sequence[bytes | memoryview]) -> bytes:
+        """Of all bytes under a name, which is part of it: a class is in no record."""
+        mac = blake2b(key=self._key, digest_size=MAC_BYTES, person=b"keepwarm.fleet.2")
+        mac.update(name.encode() + b"\0")
+        for piece in pieces:
+            mac.update(piece)
+        return mac.digest()
+
+    def checked(self, name: str, data: memoryview) -> memoryview:
+        """The bytes before the MAC; raises BadRecord unless a machine with this key has put them
+        under this name.
+        """
+        record, mac = data[:-MAC_BYTES], data[-MAC_BYTES:]
+        if not compare_digest(self.mac(name, [record]), bytes(mac)):
+            raise BadRecord("its MAC is not made with the fleet key")
+        return record
+
+
+class FetchedRecord(NamedTuple):
+    record: Record
+    n_bytes: int  # that were sent
+
+
+class VerifiedRecords:
+    """The records of a remote store, each verified before anybody sees it."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        names: RemoteNames,
+        cipher: Cipher | None,
+        fleet_key: FleetKey | None,
+    ) -> None:
+        self._backend, self._names = backend, names
+        self._cipher, self._fleet_key = cipher, fleet_key
+
+    def fetch(self, wanted: RemoteRecord, deadline: CallDeadline) -> FetchedRecord | None:
+        """None if it is not there; raises BadRecord or NewerFormat if it cannot be used."""
+        name = self._names.of(wanted)
+        verify = partial(self._verified, wanted, name)
+        return self._backend.fetch(name, memory_for, verify, deadline.left_s())
+
+    def _verified(self, wanted: RemoteRecord, name: str, data: memoryview) -> FetchedRecord:
+        plain = data if self._fleet_key is None else self._fleet_key.checked(name, data)
+        try:
+            record = decode_record(plain if self._cipher else undo_code(plain), self._cipher)
+        except PermissionError as error:  # no key for it; a backend would be out of order
+            raise NewerFormat(str(error)) from error
+        check_identity(record.header, wanted.key, wanted.part)
+        told = RemoteRecord.of(record.header)
+        if (told.n_tokens, told.w_rows) != (wanted.n_tokens, wanted.w_rows):
+            raise BadRecord("its name tells other tokens or window rows than it has")
+        return FetchedRecord(record, len(data))
+
+
+def read_header(
+    backend: Backend, cipher: Cipher | None, name: str, n_bytes: int, deadline: CallDeadline
+) -> VerifiedHeader | None:
+    """The header of a record that has so many bytes; None if it has none that fits its name."""
+    word, n_read, n_wanted = parse_last(name), 0, HEADER_GUESS
+    if word is None:
+        return None
+    try:
+        while n_read < n_wanted:
+            found = backend.read(name, new_memory, deadline.left_s(), n_bytes=n_wanted)
+            if found is None or len(found) <= n_read:
+                return None
+            start = find_start(found, n_bytes - (MAC_BYTES if word.has_mac else 0))
+            n_read = len(found)
+            n_header = 8 + min(struct.unpack_from("<Q", start.data)[0], MAX_HEADER_BYTES)
+            n_wanted = n_read - len(start.data) + n_header
+        opened = open_record(BytesIO(start.data), start.n_bytes, cipher)
+        check_identity(opened.header, word.key, word.part)
+    except (BadRecord, NewerFormat, PermissionError):
+        return None
+    return opened
