@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import socket
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import mlx.core as mx
@@ -221,8 +222,8 @@ class Leaving:
     def __init__(self, host):
         self.host, self.n_started, self.leave = host, 0, lambda: None
 
-    async def run(self, prepared):
-        answers = await self.host.run(prepared)
+    async def run(self, prepared, slot):
+        answers = await self.host.run(prepared, slot)
         self.n_started += len(prepared)
         self.leave()
         return answers
@@ -230,7 +231,9 @@ class Leaving:
 
 def test_inputs_of_a_client_that_left_meanwhile_are_not_begun(live):
     host, work = Leaving(live.host), embedding._Preparing(live.host.engine, FIELDS, False)
-    answer = embedding.EmbeddingAnswer(host, work.plan([[5, i] for i in range(20)], None, None))
+    plan = work.plan([[5, i] for i in range(20)], None, None)
+    slot = SimpleNamespace(on_thread=asyncio.to_thread)
+    answer = embedding.EmbeddingAnswer(host, plan, slot)
     host.leave = answer.cancel
     waiting = asyncio.run_coroutine_threadsafe(answer.wait(), live.loop)
     with pytest.raises(Cancelled):

@@ -73,8 +73,7 @@ def test_deleting_an_agent_deletes_its_responses(serving, tmp_path):
 
         again = ask(live, "Who?", headers=TO_OPS)
         assert live.get(f"/v1/responses/{again['id']}").status_code == 200
-        request = live.host.engine  # recorded in the background
-        request.settle()
+        live.host.engine.wait_until_saved()  # recorded in the background
         deleted = httpx.delete(f"{live.url}/v1/agents/ops", timeout=300)
         assert deleted.status_code == 200
         assert live.get(f"/v1/responses/{again['id']}").status_code == 404

@@ -80,7 +80,7 @@ async def compact_agent(agent_id: AgentId, body: CompactBody, call: Call) -> Com
     The instruction is read behind what is warm, so the summary costs only its own tokens. Then
     system prompt, tools and summary are prefilled, after all that other clients wait for.
     """
-    host, turn = await call.host(body.model), call.turn
+    host, turn = await call.host(body.model), call.slot
     options = engine_request.Request(**request_fields(call.request)._asdict())
     arguments = (host.engine, options, body.instruction, body.max_tokens)
     work = await turn.run(lambda _: Compaction.of_agent(*arguments))

@@ -65,28 +65,28 @@ class PromptTo(NamedTuple):
 
     host: EngineHost
     request: Request
-    turn: PrepareSlot
+    slot: PrepareSlot
 
 
 async def _of_chat(body: ChatRequest, call: Call) -> PromptTo:
-    return PromptTo(*await call.prepare(body.model, lambda: chat_request(body, call)), call.turn)
+    return PromptTo(*await call.prepare(body.model, lambda: chat_request(body, call)), call.slot)
 
 
 async def _of_completion(body: CompletionRequest, call: Call) -> PromptTo:
     host = await call.host(body.model)
-    requests = await call.turn.build(lambda: completion_requests(body, call, host))
+    requests = await call.slot.build(lambda: completion_requests(body, call, host))
     if len(requests) > 1:
         raise BadField("The body has several prompts; send one at a time.", "prompt")
-    return PromptTo(host, requests[0], call.turn)
+    return PromptTo(host, requests[0], call.slot)
 
 
 async def _of_message(body: CountRequest, call: Call) -> PromptTo:
-    return PromptTo(*await call.prepare(body.model, lambda: message_request(body, call)), call.turn)
+    return PromptTo(*await call.prepare(body.model, lambda: message_request(body, call)), call.slot)
 
 
 async def _of_response(body: InputRequest, call: Call, answers: Answers) -> PromptTo:
     host, request, _ = await prepare_response(body, call, answers)
-    return PromptTo(host, request, call.turn)
+    return PromptTo(host, request, call.slot)
 
 
 # What is done with them
@@ -94,7 +94,7 @@ async def _of_response(body: InputRequest, call: Call, answers: Answers) -> Prom
 
 async def look_up(prompt: PromptTo) -> Response:
     """Report how much of a prompt is cached; computes nothing."""
-    found = await prompt.turn.run(prompt.host.engine.lookup, prompt.request)
+    found = await prompt.slot.run(prompt.host.engine.lookup, prompt.request)
     fields: LookupOut = {
         "object": "cache.lookup",
         "prompt_tokens": found.prompt_tokens,
@@ -107,7 +107,7 @@ async def look_up(prompt: PromptTo) -> Response:
 
 async def warm(prompt: PromptTo) -> Response:
     """Prefill a prompt and store it, so that its first use is warm."""
-    return WholeAnswer(await prompt.host.warm(prompt.request, prompt.turn), _warmed)
+    return WholeAnswer(await prompt.host.warm(prompt.request, prompt.slot), _warmed)
 
 
 def _warmed(result: Result) -> WarmOut:
@@ -117,7 +117,7 @@ def _warmed(result: Result) -> WarmOut:
 async def prefill(prompt: PromptTo) -> Response:
     """Prefill a prompt and share it, so that its first use on another machine is warm."""
     engine = prompt.host.engine
-    request, lane = await prompt.turn.run(lambda _: engine.resolve(prompt.request))
+    request, lane = await prompt.slot.run(lambda _: engine.resolve(prompt.request))
     if not lane.restorer.shares:
         raise BadInput(
             "This server shares nothing; set `remote` to a place that the other machine uses too, "
@@ -128,7 +128,7 @@ async def prefill(prompt: PromptTo) -> Response:
             f"With the policy {request.policy.value} nothing is written, so nothing can be shared; "
             "use read-write or durable."
         )
-    answer = await prompt.host.warm(prompt.request, prompt.turn)
+    answer = await prompt.host.warm(prompt.request, prompt.slot)
     assert answer.prepared is not None
     tokens = answer.prepared.tokens
     shared = SharedPrompt(answer, lane.for_prompt(len(tokens)).restorer, tokens)

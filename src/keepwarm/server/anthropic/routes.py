@@ -30,8 +30,8 @@ router = api_router(prefix="/v1/messages", tags=["Anthropic"], errors=AnthropicE
 async def create_message(body: MessagesRequest, call: Call) -> Response:
     """Answer a conversation, as one object or as a stream of events."""
     host, request = await call.prepare(body.model, partial(message_request, body, call))
-    answer = await host.submit(request, call.turn)
-    prefixes = await call.turn.on_thread(_cached_prefixes, answer) if request.breakpoints else ()
+    answer = await host.submit(request, call.slot)
+    prefixes = await call.slot.on_thread(_cached_prefixes, answer) if request.breakpoints else ()
     meta = MessageMeta(new_id("msg_"), host.name, prefixes, messages.ignored_tools(body))
     if body.stream:
         return EventStream(answer, MessageStream(meta))
@@ -42,7 +42,7 @@ async def create_message(body: MessagesRequest, call: Call) -> Response:
 async def count_tokens(body: CountRequest, call: Call) -> Fields:
     """Count the prompt tokens of this request."""
     host, request = await call.prepare(body.model, partial(message_request, body, call))
-    return {"input_tokens": await call.turn.run(host.engine.count_tokens, request)}
+    return {"input_tokens": await call.slot.run(host.engine.count_tokens, request)}
 
 
 def message_request(body: CountRequest, call: ApiCall) -> engine_request.Request:

@@ -33,12 +33,12 @@ class ApiCall:
         self.request = request
         self.settings = settings_of(request)
         self.models: Models = request.app.state.models
-        self.turn: PrepareSlot = request.state.slot
+        self.slot: PrepareSlot = request.state.slot
         self._rules = scrub.rules_for(self.settings.scrub, request.headers)
 
     async def host(self, model: str | None) -> EngineHost:
         """The model with this name, loaded."""
-        return await self.models.use(model, self.turn)
+        return await self.models.use(model, self.slot)
 
     def fields(self, body: PromptBody, hint: str | None = None) -> RequestFields:
         return request_fields(self.request, body.keepwarm, hint, body)
@@ -51,7 +51,7 @@ class ApiCall:
     ) -> tuple[EngineHost, engine_request.Request]:
         """The model, and the request for it that `make` returns, scrubbed."""
         host = await self.host(model)
-        return host, await self.turn.build(lambda: self.scrubbed(make()))
+        return host, await self.slot.build(lambda: self.scrubbed(make()))
 
 
 async def _call(request: Request) -> ApiCall:

@@ -35,19 +35,19 @@ Entry = TypeVar("Entry", bound=HasRole)
 
 async def submit_shortened(
     host: EngineHost,
-    turn: PrepareSlot,
+    slot: PrepareSlot,
     request: Request,
     build: Callable[[Sequence[Entry]], Request],
     droppable: Sequence[Entry],
 ) -> tuple[ObservedAnswer, int]:
     """The answer, and how many items were dropped because the context is too short for them."""
     try:
-        return await host.submit(request, turn), 0
+        return await host.submit(request, slot), 0
     except ContextTooLong:
         if not droppable:
             raise
-    kept = await turn.run(_kept, host.engine, build, droppable)
-    return await host.submit(build(kept), turn), len(droppable) - len(kept)
+    kept = await slot.run(_kept, host.engine, build, droppable)
+    return await host.submit(build(kept), slot), len(droppable) - len(kept)
 
 
 def _kept(

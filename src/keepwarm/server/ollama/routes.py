@@ -100,9 +100,9 @@ async def chat(body: OllamaChatRequest, call: Call) -> Response:
     def build(some: Sequence[OllamaMessage]) -> engine_request.Request:
         return call.scrubbed(requests.chat_request(body, some, fields, call.settings))
 
-    request = await call.turn.build(lambda: build(body.messages))
+    request = await call.slot.build(lambda: build(body.messages))
     droppable = () if body.truncate is False else body.messages
-    answer, n_dropped = await submit_shortened(host, call.turn, request, build, droppable)
+    answer, n_dropped = await submit_shortened(host, call.slot, request, build, droppable)
     meta = AnswerMeta(host.name, chat_part, began, load_s, n_dropped, _pieces(host, body))
     return _sent(body, answer, meta)
 
@@ -117,8 +117,8 @@ async def generate(body: OllamaGenerateRequest, call: Call) -> Response:
     load_s = time.perf_counter() - began
     fill_in = partial(required_fill_in, host.engine.model.tokenizer, call.settings)
     make = partial(requests.generate_request, body, call.fields(body), call.settings, fill_in)
-    request = await call.turn.build(lambda: call.scrubbed(make()))
-    answer = await host.submit(request, call.turn)
+    request = await call.slot.build(lambda: call.scrubbed(make()))
+    answer = await host.submit(request, call.slot)
     meta = AnswerMeta(host.name, generate_part, began, load_s, 0, _pieces(host, body))
     return _sent(body, answer, meta)
 
@@ -131,7 +131,7 @@ async def create_vectors(body: OllamaEmbedRequest, call: Call) -> Response:
     meta = AnswerMeta(host.name, generate_part, began, time.perf_counter() - began)
     texts = [body.input] if isinstance(body.input, str) else body.input
     truncate = body.truncate is not False
-    answer = await embed(host, texts, call.fields(body), call.turn, truncate=truncate)
+    answer = await embed(host, texts, call.fields(body), call.slot, truncate=truncate)
     return WholeEmbeddings(answer, partial(embedded, meta, body.dimensions))
 
 
@@ -139,7 +139,7 @@ async def create_vectors(body: OllamaEmbedRequest, call: Call) -> Response:
 async def create_vector(body: OllamaOldEmbedRequest, call: Call) -> Response:
     """The vector of one text, for clients that do not know `/api/embed`."""
     host = await _host(body, call)
-    answer = await embed(host, [body.prompt], call.fields(body), call.turn, truncate=True)
+    answer = await embed(host, [body.prompt], call.fields(body), call.slot, truncate=True)
     return WholeEmbeddings(answer, embedded_one)
 
 

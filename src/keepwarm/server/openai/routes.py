@@ -45,7 +45,7 @@ router = api_router(prefix="/v1", tags=["OpenAI"])
 async def create_chat_completion(body: ChatRequest, call: Call) -> Response:
     """Answer a conversation, as one object or as a stream of chunks."""
     host, request = await call.prepare(body.model, partial(chat_request, body, call))
-    answer = await host.submit(request, call.turn)
+    answer = await host.submit(request, call.slot)
     meta, style = _meta(host, "chatcmpl-"), call_style_of(body)
     pieces = _pieces(host) if body.logprobs else None
     if body.stream:
@@ -61,11 +61,11 @@ def chat_request(body: ChatRequest, call: ApiCall) -> engine_request.Request:
 async def create_completion(body: CompletionRequest, call: Call) -> Response:
     """Continue one or more texts, as one object or as a stream of chunks."""
     host = await call.host(body.model)
-    requests = await call.turn.build(lambda: completion_requests(body, call, host))
+    requests = await call.slot.build(lambda: completion_requests(body, call, host))
     n = requests[0].n
-    texts = await call.turn.build(lambda: _echoed(host, body))
+    texts = await call.slot.build(lambda: _echoed(host, body))
     echoed = [text for text in texts for _ in range(n)]
-    answers = await host.submit_all(requests, call.turn)
+    answers = await host.submit_all(requests, call.slot)
     answer = answers[0] if len(answers) == 1 else CombinedAnswer(answers, n)
     meta = _meta(host, "cmpl-")
     pieces = None if body.logprobs is None else _pieces(host)
@@ -87,7 +87,7 @@ async def create_embeddings(body: EmbeddingRequest, call: Call) -> Response:
     """A vector for each text or list of tokens, of length 1."""
     host = await call.host(body.model)
     inputs = prompts_of(body.input, "input")
-    answer = await embed(host, inputs, call.fields(body), call.turn, prompt_name=body.prompt_name)
+    answer = await embed(host, inputs, call.fields(body), call.slot, prompt_name=body.prompt_name)
     return WholeEmbeddings(answer, partial(embedding_list, body, host.name))
 
 

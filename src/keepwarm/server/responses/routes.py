@@ -146,18 +146,18 @@ Answers = Annotated[TenantResponses, Depends(_tenant_responses)]
 @router.post("", responses=answer_docs(Fields))
 async def create_response(body: ResponsesRequest, call: Call, answers: Answers) -> Response:
     """Answer a conversation, as one object or as a stream of events."""
-    host, turn = await call.host(body.model), call.turn
+    host, slot = await call.host(body.model), call.slot
     _reject_unsupported(body)
     if body.background:
-        turn.held.enter_context(answers.background.slot(answers.tenant))
-    since = await turn.run(lambda _: answers.store.generation())
+        slot.held.enter_context(answers.background.slot(answers.tenant))
+    since = await slot.run(lambda _: answers.store.generation())
     items = await answers.conversation(body)
     build = partial(response_request, body, call)
-    request = await turn.build(lambda: build(items))
+    request = await slot.build(lambda: build(items))
     response = initial_response(body, host.name, request, host.engine.sampling)
     try:
         answer, n_dropped = await submit_shortened(
-            host, turn, request, build, items if body.truncation == "auto" else ()
+            host, slot, request, build, items if body.truncation == "auto" else ()
         )
     except ContextTooLong as error:
         if not body.stream:
@@ -172,7 +172,7 @@ async def create_response(body: ResponsesRequest, call: Call, answers: Answers) 
     if body.background:
         running = RunningResponse(answer, builder, save)
         answers.background.add(answers.tenant, running)
-        held = turn.held.pop_all()  # its model stays loaded, and its slot is taken
+        held = slot.held.pop_all()  # its model stays loaded, and it counts as running
         running.task.add_done_callback(lambda _: held.close())
         return _followed(running) if body.stream else JSONResponse(running.response)
     if body.stream:
@@ -204,14 +204,14 @@ async def prepare_response(
     """The model, the request for it, and the items of the whole conversation."""
     host = await call.host(body.model)
     items = await answers.conversation(body)
-    return host, await call.turn.build(lambda: response_request(body, call, items)), items
+    return host, await call.slot.build(lambda: response_request(body, call, items)), items
 
 
 @router.post("/input_tokens")
 async def count_input_tokens(body: InputRequest, call: Call, answers: Answers) -> Fields:
     """Count the prompt tokens of this request."""
     host, request, _ = await prepare_response(body, call, answers)
-    n_tokens = await call.turn.run(host.engine.count_tokens, request)
+    n_tokens = await call.slot.run(host.engine.count_tokens, request)
     return {"object": "response.input_tokens", "input_tokens": n_tokens}
 
 
@@ -223,7 +223,7 @@ async def compact(body: CompactRequest, call: Call, answers: Answers) -> Respons
     summary = Compaction(
         host.engine, request, request.messages or (), max_tokens=body.max_output_tokens
     )
-    answer = await host.submit(summary.request, call.turn)
+    answer = await host.submit(summary.request, call.slot)
     return WholeAnswer(answer, lambda result: compacted(items, result, request.policy.writes))
 
 
