@@ -25,7 +25,7 @@ from keepwarm.kv.kinds import KINDS, token_count
 from keepwarm.kv.layout import probe
 from keepwarm.kv.padding import LeftPadding, RightPadding, TwoSidedPadding
 from keepwarm.kv.slices import Block, cut_blocks
-from tests.kit.compare import assert_differs, assert_same
+from tests.kit.compare import assert_differs, assert_same, differences
 from tests.kit.models import ARCHITECTURES
 from tests.kit.runs import (
     FedCounter,
@@ -114,12 +114,14 @@ def test_rows_join_and_leave_as_if_each_were_alone(name, tiny_model):
     rows.step(2)
     rows.keep([3, 0, 2])  # row 1 leaves, the latest comes first
     rows.step(N)
-    # On deepseek_v3 a fast BLAS alone moves one of these logprobs by 1.7e-4 between one row and
-    # several, copies of one prompt included; with MLX's own BLAS all of it is bit-equal.
-    reference = among_copies if name == "deepseek_v3" else cold
     for row, prompt in enumerate([LATE, PROMPTS[0], PROMPTS[2]]):
         run = rows.run(row)
-        assert_same(reference(model, prompt, len(run.tokens), step=16), run)
+        alone = cold(model, prompt, len(run.tokens), step=16)
+        # A fast BLAS sums one row and several in another order: 1.7e-4 on deepseek_v3 with NVPL,
+        # copies of one prompt included. With MLX's own BLAS all of it is bit-equal.
+        copies = among_copies(model, prompt, len(run.tokens), step=16)
+        noise = max(differences(alone, copies)) if name == "deepseek_v3" else 0.0
+        assert_same(alone, run, noise=noise)
     after = [array for caches in donors for array in arrays_of(caches)]
     assert all(mx.array_equal(a, b) for a, b in zip(before, after, strict=True))
 

@@ -97,7 +97,9 @@ class SlabTensors(LazyTensors):
 def _tensors_of(rows: Mapping[str, Rows]) -> Sequence[HasBytes]:
     if isinstance(rows, SlabRows):
         return SlabTensors(rows)
-    return tuple(Tensor(name, *to_buffer(array)) for name, array in rows.items())
+    # NOTE: not a tuple made from a generator: CPython resizes it in place, which fails if another
+    # thread walks all objects meanwhile, as a debugger does.
+    return [Tensor(name, *to_buffer(array)) for name, array in rows.items()]
 
 
 def _arrays_of(tensors: Sequence[HasBytes | UnreadTensor]) -> Mapping[str, HostArray]:
