@@ -116,6 +116,7 @@ def test_mypy_sees_a_wrong_call(files, tmp_path):
         check(sys.executable, "-m", "mypy", "--cache-dir", str(files / "cache"), ".", cwd=tmp_path)
 
 
+@pytest.mark.soak
 def test_pyright_passes_on_documented_code(files):
     if shutil.which("npm") is None:
         pytest.skip("needs `npm`")

@@ -44,6 +44,7 @@ def quick(tmp_path_factory):
     return run.stdout, file.read_text(), drawing.read_bytes()
 
 
+@pytest.mark.soak
 def test_everything_is_measured(quick):
     found = json.loads(quick[1])
     single_ops = {"slice", "save", "restore", "merge", "copy, fresh", "copy, touched", "write"}
@@ -58,6 +59,7 @@ def test_everything_is_measured(quick):
     assert found["skipped"] == []
 
 
+@pytest.mark.soak
 def test_the_store_is_measured_and_drawn(quick):
     found = json.loads(quick[1])
     n_samples = {speed["what"]: len(speed["seconds"]) for speed in found["speeds"]}
@@ -69,6 +71,7 @@ def test_the_store_is_measured_and_drawn(quick):
     assert quick[2].startswith(b"\x89PNG")
 
 
+@pytest.mark.soak
 def test_raw_samples_are_kept(quick):
     for speed in json.loads(quick[1])["speeds"]:
         assert len(speed["seconds"]) >= 3
@@ -76,6 +79,7 @@ def test_raw_samples_are_kept(quick):
         assert min(speed["seconds"]) <= speed["median"] + 1e-4 <= max(speed["seconds"]) + 2e-4
 
 
+@pytest.mark.soak
 def test_the_file_says_what_was_run_and_on_what_class_of_machine(quick):
     found = json.loads(quick[1])
     assert found["command"] == "python -m benchmarks all --quick"
@@ -84,11 +88,13 @@ def test_the_file_says_what_was_run_and_on_what_class_of_machine(quick):
     assert {"keepwarm", "mlx", "mlx-lm", "python"} <= set(found["machine"]["versions"])
 
 
+@pytest.mark.soak
 def test_the_file_names_neither_this_machine_nor_a_path_of_it(quick):
     names = {platform.node(), str(Path.home()), str(Path.cwd()), sys.prefix, "keepwarm-bench-"}
     assert not [name for name in names if f"{name}" in quick[1]]
 
 
+@pytest.mark.soak
 def test_speeds_are_shown_as_ratios(quick):
     for words in ("slice (÷ copy, fresh)", "mlx-lm save", "Peak memory", "Memory per live token"):
         assert words in quick[0]

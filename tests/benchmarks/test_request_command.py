@@ -48,6 +48,7 @@ PLAIN = {"COLUMNS": "200", "KEEPWARM_BLAS": "none"}
 FILES = {"json": "r.json", "html": "r.html", "markdown": "r.md", "save-baseline": "b.json"}
 
 
+@pytest.mark.soak
 def test_two_servers_side_by_side(ran):
     """Both count the same prompts; mlx-lm's launcher is the real server on the same weights."""
     results = Results.read(ran[1] / "r.json")
@@ -61,6 +62,7 @@ def test_two_servers_side_by_side(ran):
     assert times["mlx-lm"] > 0.9
 
 
+@pytest.mark.soak
 def test_all_is_shown_and_kept(ran):
     out, home = ran
     assert "Ratios within this run" in out
@@ -72,6 +74,7 @@ def test_all_is_shown_and_kept(ran):
     assert (home / "b.json").read_text() == (home / "r.json").read_text()
 
 
+@pytest.mark.soak
 def test_the_files_name_no_place_of_this_machine(ran, checkpoint):
     kept = json.loads((ran[1] / "r.json").read_text())
     assert kept["command"] == (
@@ -83,6 +86,7 @@ def test_the_files_name_no_place_of_this_machine(ran, checkpoint):
     assert not [p for p in (Path.home(), checkpoint.parent, ran[1]) if f"{p}" in text]
 
 
+@pytest.mark.soak
 def test_a_baseline_is_compared(ran, checkpoint):
     arguments = ("agents", "--quick", "--samples", 1, "--model", checkpoint, "--target", "engine")
     slow = json.loads((ran[1] / "b.json").read_text())

@@ -11,7 +11,7 @@ from benchmarks.requests.targets import disk_bytes, keepwarm_server, make
 
 from keepwarm import config
 from keepwarm.models.load import load
-from tests.bench.test_results import MACHINE
+from tests.benchmarks.test_request_results import MACHINE
 from tests.kit.checkpoints import write_checkpoint
 from tests.server.conftest import serve
 
@@ -70,6 +70,7 @@ def test_a_server_that_refuses_is_a_note(measure, monkeypatch):
     assert "401" in note.text
 
 
+@pytest.mark.soak
 def test_our_own_server_says_what_its_tiers_hold(model, make_run, tmp_path, monkeypatch):
     """All tiers are drawn, also with the engine in another process."""
     monkeypatch.setenv("KEEPWARM_BLAS", "none")  # skips choosing one
@@ -88,6 +89,7 @@ def test_our_own_server_says_what_its_tiers_hold(model, make_run, tmp_path, monk
         assert f"keepwarm, agents: {tier}</text>" in drawn
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", ["keepwarm", "engine"])
 def test_tiers_that_machines_share_are_left_alone(kind, model, tmp_path, monkeypatch):
     """A benchmark is about this machine, whatever the environment and config.toml name."""

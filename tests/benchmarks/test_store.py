@@ -81,6 +81,7 @@ def test_a_filled_store_is_one_that_putting_could_have_made(tmp_path):
     disk.close()
 
 
+@pytest.mark.soak
 def test_costs_are_of_that_many_blocks(tmp_path):
     found = store.costs(tmp_path / "many", 50)
     assert all(isinstance(cost, Cost) and cost.n_blocks == 50 for cost in found)
@@ -88,6 +89,7 @@ def test_costs_are_of_that_many_blocks(tmp_path):
     assert all(sample > 0 for cost in found for sample in cost.samples if cost.what != store.MEMORY)
 
 
+@pytest.mark.soak
 def test_speeds_are_of_the_live_bytes(tmp_path):
     found = store.puts(TINY, 600, tmp_path)
     assert {speed.what for speed in found} == {"put", "write"}

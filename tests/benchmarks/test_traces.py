@@ -61,7 +61,10 @@ def test_the_clock_orders_requests_and_eight_run_at_a_time():
         left[request.conversation] -= 1
 
 
-@pytest.mark.parametrize("budget", SMALL)
+@pytest.mark.parametrize(
+    "budget",
+    [pytest.param(n, marks=pytest.mark.soak if i % 2 else ()) for i, n in enumerate(SMALL)],
+)
 def test_no_more_is_prefilled_than_by_plain_lru(budget):
     """What the eviction is for: at no budget is it worse than least recently used, tail first."""
     ours, plain = result(OURS, budget), result(TAIL_FIRST, budget)
@@ -165,6 +168,7 @@ def test_sessions_are_kept_or_lost_whole():
     assert sessions.serve(RecordedRequest(3.0, 1, 50, 60, 10)) == 0
 
 
+@pytest.mark.soak
 def test_side_by_side_is_the_same_as_one_by_one():
     task = Task(SESSIONS, SMALL[0], n_conversations=20, divisor=16)
     (there,) = replay_all([task], n_processes=1)

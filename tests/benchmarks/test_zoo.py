@@ -44,6 +44,7 @@ def test_a_sample(tmp_path):
     assert found.apart.keys() >= {*TRIALS, "three at once", "8 bit, again", "8 bit, new process"}
 
 
+@pytest.mark.soak
 def test_a_type_whose_padded_rows_are_wrong_runs_alone(tmp_path):
     found = first_process("minimax_m3_vl", "float32", tmp_path)
     assert found.verdict == "exact"

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from keepwarm import progress
+from keepwarm.agents import agent_store
 from keepwarm.agents.agent_store import AgentStore
-from keepwarm.cache import disk_store
 from keepwarm.store.disk.disk import DiskLimits
 from keepwarm.units import format_bytes
 from tests.agents.test_signing import write_keys
@@ -368,8 +368,8 @@ def test_an_export_that_is_stopped_leaves_nothing(main_here, monkeypatch, home, 
         os.kill(os.getpid(), signal.SIGTERM)
         yield b"whole"
 
-    made = disk_store.BundleExport(1, stopped())
-    monkeypatch.setattr(disk_store, "export_bundle", lambda *_: made)
+    made = agent_store.BundleExport(1, stopped())
+    monkeypatch.setattr(agent_store, "export_bundle", lambda *_: made)
     before = signal.getsignal(signal.SIGTERM)
     code, out, _ = main_here("cache", "export", "coder", tmp_path / "a.kw", home=home)
     assert (code, out) == (128 + signal.SIGTERM, "")

@@ -42,6 +42,8 @@ def doctor(home, *arguments, **environ):
 def report(tmp_path_factory):
     home, shared = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("shared")
     model = write_checkpoint(home / "tiny", n_context=2048)
+    verdict = KnownVerdict("some/model", "0.32.2", Verdict(False, 0.5, 0.0, 97))
+    padding_book(home).put("key", verdict, keep=True)
     with redis_server(home) as server:
         remotes = f"{server.url}, {shared.as_uri()}, file://{home}/missing"
         options = {"KEEPWARM_REMOTE": remotes, "KEEPWARM_MODEL": str(model)}
@@ -50,10 +52,8 @@ def report(tmp_path_factory):
     return home, found
 
 
-def test_models_that_are_not_batched_are_named(tmp_path):
-    verdict = KnownVerdict("some/model", "0.32.2", Verdict(False, 0.5, 0.0, 97))
-    padding_book(tmp_path).put("key", verdict, keep=True)
-    assert json.loads(doctor(tmp_path, "--json"))["not_batched"] == ["some/model"]
+def test_models_that_are_not_batched_are_named(report):
+    assert report[1]["not_batched"] == ["some/model"]
 
 
 def test_shared_tiers_are_measured(report):
@@ -140,18 +140,13 @@ def test_json_names_the_blas_that_was_loaded(report):
     assert (found["blas_threads"] or 1) in range(1, len(blas.cpus()) + 1)
 
 
-def test_the_store_can_stand_elsewhere(tmp_path):
+def test_a_store_elsewhere_and_no_fast_blas_are_told(tmp_path):
     elsewhere = tmp_path / "not" / "yet" / "there"
-    found = json.loads(
-        doctor(tmp_path, "--json", KEEPWARM_STORE=str(elsewhere), KEEPWARM_BLAS="none")
-    )
+    options = {"KEEPWARM_STORE": str(elsewhere), "KEEPWARM_BLAS": "none"}
+    found = json.loads(doctor(tmp_path, "--json", **options))
     assert found["store"] == str(elsewhere)
     assert found["free_disk_bytes"] > 0
     assert not elsewhere.exists()
-
-
-def test_without_a_fast_blas_the_advice_says_so(tmp_path):
-    found = json.loads(doctor(tmp_path, "--json", KEEPWARM_BLAS="none"))
     assert (found["blas"], found["blas_threads"]) == (None, None)
     assert ("KEEPWARM_BLAS=none" in found["advice"]) == blas.wanted()
 
@@ -171,9 +166,9 @@ def test_a_missing_openmp_is_the_reason_for_one_thread(monkeypatch, tmp_path):
     assert "apt install libgomp1" in _advice_on_blas(machine)
 
 
-def test_the_table_reads_the_same_facts(tmp_path):
-    text = doctor(tmp_path, KEEPWARM_BLAS="none")
-    for word in ("Backend", "GFLOP/s", "Memory", str(tmp_path), __version__, "Advice"):
+def test_the_table_reads_the_same_facts(main_here, tmp_path):
+    _, text, _ = main_here("doctor")
+    for word in ("Backend", "GFLOP/s", "Memory", __version__, "Advice"):
         assert word in text
 
 
@@ -192,15 +187,7 @@ def test_doctor_report_writes_a_page_to_paste(tmp_path):
     assert str(tmp_path) not in text
 
 
-def test_a_report_that_cannot_be_written_is_refused_at_once(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "keepwarm",
-        "doctor",
-        "--report",
-        str(tmp_path / "no" / "page"),
-    ]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 2
-    assert "does not exist; create it first" in run.stderr
+def test_doctor_report_into_a_missing_folder_is_refused(main_here, tmp_path):
+    code, _, err = main_here("doctor", "--report", tmp_path / "no" / "page")
+    assert code == 2
+    assert "does not exist; create it first" in err

@@ -184,8 +184,8 @@ def test_a_second_server_on_the_port_is_told(checkpoint, tmp_path):
         (("--model", "second=nosuch"), "There is no model 'nosuch'"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(checkpoint, tmp_path, arguments, sentence):
-    answer = run_once(checkpoint, tmp_path, *arguments)
-    assert answer.returncode == 2
-    assert sentence in answer.stderr
-    assert len(answer.stderr.splitlines()) == 1
+def test_serve_with_bad_arguments_is_one_sentence(main_here, checkpoint, arguments, sentence):
+    code, _, err = main_here("serve", "--model", str(checkpoint), "--port", "0", *arguments)
+    assert code == 2
+    assert sentence in err
+    assert len(err.splitlines()) == 1

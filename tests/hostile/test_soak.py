@@ -12,7 +12,8 @@ MAX_RSS = 1536 * MIB  # of one server; it takes 250 MiB
 LOG_BYTES_PER_REQUEST = 200
 
 
-@pytest.mark.parametrize("size", ["small", pytest.param("soak", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("size", SIZES)
 def test_nothing_is_wrong_lost_or_left_after_attacks_and_kills(tmp_path, size):
     n_requests, n_kills, n_talks = SIZES[size]
     checkpoint = write_checkpoint(tmp_path / "model", n_context=4096)
