@@ -243,7 +243,8 @@ def agent_fields(store: AgentStore, agent: Agent) -> dict[str, Any]:
     fields: dict[str, Any] = json.loads(agent.to_json())
     for branch in fields["branches"]:
         del branch["namespace"]
-    return fields | {"imported": bool(store.origin_of(agent))}
+    head = {"model": agent.head.model, "n_tokens": agent.n_tokens, "turns": agent.turns}
+    return fields | head | {"imported": bool(store.origin_of(agent))}
 
 
 def n_bytes_of(store: AgentStore, agent: Agent) -> int:
