@@ -17,8 +17,8 @@ from keepwarm.prefix.policy import Policy
 from keepwarm.records.record import Part
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.compression import decode_record, undo_code
+from keepwarm.remote.health import try_backend
 from keepwarm.remote.records import list_classes
-from keepwarm.remote.trial import try_backend
 from tests.contract.shared import names_in
 from tests.kit.engines import Exam, FedCounter, ask, engine_on, held
 from tests.kit.faulty_proxy import FaultyProxy

@@ -107,13 +107,13 @@ def test_a_place_is_cleared_when_it_answers_again(store, place, monkeypatch):
     )
     assert thread.wait(SOON) == []
     for _ in range(3):
-        tier.breaker.failed()
+        tier.health.failed()
     store.agents.delete("coder")
     thread.notice()
     assert thread.wait(SOON) == [place.as_uri()]
     assert len(store.tombstones.all()) == 1
     away.rename(place)
-    tier.breaker.tried(True)
+    tier.health.tried(True)
     with thread._changed:
         assert thread._changed.wait_for(lambda: not thread._left, SOON)
     assert shared(place) == [False] * 3

@@ -110,9 +110,9 @@ def test_evicted_records_leave_no_member(machine):
 def test_a_place_that_does_not_answer_is_to_be_tried_again(machine, clock):
     tier = machine()
     tier.put(record(FIRST))
-    tier.breaker.failed()
-    tier.breaker.failed()
-    tier.breaker.failed()
+    tier.health.failed()
+    tier.health.failed()
+    tier.health.failed()
     assert not erase_from_tier(tier, [NAMESPACE], [named(FIRST)], ())
 
 

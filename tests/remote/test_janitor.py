@@ -8,9 +8,10 @@ import pytest
 
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.backend import Listed
-from keepwarm.remote.janitor import LEASE_S, Janitor, RemoteLimits, surplus
+from keepwarm.remote.janitor import LEASE_S, SWEEP_S, Janitor, RemoteLimits, surplus
 from keepwarm.remote.records import FleetKey, RemoteNames, RemoteRecord
 from keepwarm.remote.tier import RemoteTier
+from tests.kit.waiting import wait_until
 from tests.remote.conftest import CLASS, REAL, SOON
 from tests.store.kit import record, refs_of
 
@@ -152,5 +153,16 @@ def test_a_bucket_keeps_beginnings_and_goes_by_its_own_clock(machine, address, c
 def test_redis_needs_none(redis):
     with closing(open_backend(f"{redis.url}/999")) as backend:
         tier = RemoteTier(backend, CLASS)
-        assert tier.keep_within(RemoteLimits(n_bytes=1)) is None
+        tier.keep_within(RemoteLimits(n_bytes=1))
+        assert tier._janitor is None
         tier.close()
+
+
+def test_a_tier_sweeps_its_directory_now_and_then(share, clock, monkeypatch):
+    monkeypatch.setattr("keepwarm.remote.tier.REFRESH_S", 0.02)
+    with closing(RemoteTier(open_backend(share.as_uri()), CLASS, clock=clock)) as tier:
+        assert tier.wait_until_tried(SOON)
+        assert tier.put(record(LONG[0])).stored
+        tier.keep_within(RemoteLimits(n_bytes=1))
+        clock.now += SWEEP_S
+        wait_until(lambda: not (share / name_of(LONG[0])).exists())

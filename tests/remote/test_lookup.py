@@ -14,6 +14,7 @@ from keepwarm.records.record import Part
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.backend import BESIDE, Listed
 from keepwarm.remote.directory import DirectoryBackend
+from keepwarm.remote.health import RemoteSpeed
 from keepwarm.remote.lookup import (
     ABSENT_S,
     CONNECTING,
@@ -26,7 +27,6 @@ from keepwarm.remote.lookup import (
 )
 from keepwarm.remote.records import RemoteNames, RemoteRecord
 from keepwarm.remote.redis import RespConnection
-from keepwarm.remote.speed import TierSpeed
 from keepwarm.remote.tier import RemoteTier
 from tests.kit.faulty_proxy import FaultyProxy
 from tests.remote.conftest import CLASS, DATABASES, SOON
@@ -291,7 +291,7 @@ def test_a_sealed_redis_knows_its_own_beginnings_too(redis, open_tier):
 
 
 def ask_place(place, known, asked):
-    Finder(place, RemoteNames(CLASS), known, TierSpeed()).find(asked, CallDeadline(SOON))
+    Finder(place, RemoteNames(CLASS), known, RemoteSpeed()).find(asked, CallDeadline(SOON))
 
 
 class Counted:

@@ -10,9 +10,9 @@ from keepwarm.concurrency import CallDeadline
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockRef, block_key, chain, pack
 from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import Part, encode_record
+from keepwarm.remote.health import RemoteSpeed
 from keepwarm.remote.lookup import MAX_REQUESTS, Finder, KnownRecords
 from keepwarm.remote.records import RemoteNames, RemoteRecord
-from keepwarm.remote.speed import TierSpeed
 from keepwarm.store.tier import RemoteLookup
 from keepwarm.store.tiers import Tiers
 from tests.kit.restorers import planner_over
@@ -69,7 +69,7 @@ class Asked:
         refs = list(chain(NAMESPACE, tokens))
         planner = planner_over(Tiers([("shared", known)]), needs)
         n_window = needs.window // BLOCK_TOKENS + 1
-        finder = Finder(self.place, NAMES, known, TierSpeed())
+        finder = Finder(self.place, NAMES, known, RemoteSpeed())
         self.seen.clear()
         finder.find(
             RemoteLookup(

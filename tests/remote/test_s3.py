@@ -11,9 +11,8 @@ import pytest
 from keepwarm.concurrency import CallError
 from keepwarm.errors import BadInput
 from keepwarm.remote.addresses import open_backend
-from keepwarm.remote.speed import TierSpeed
+from keepwarm.remote.health import RemoteSpeed, try_backend
 from keepwarm.remote.tier import RemoteTier
-from keepwarm.remote.trial import try_backend
 from tests.kit.s3_server import rclone_server, weed_server
 
 SOON = 30.0
@@ -186,7 +185,7 @@ def test_a_server_that_cannot_read_parts_is_refused_by_name(tmp_path):
         closing(open_backend(url)) as blobs,
         pytest.raises(BadInput, match="does not read parts"),
     ):
-        try_backend(blobs, TierSpeed())
+        try_backend(blobs, RemoteSpeed())
 
 
 @pytest.mark.soak
@@ -201,7 +200,7 @@ def test_a_tier_says_so_too(tmp_path):
 
 @pytest.mark.soak
 def test_a_server_with_volumes_of_its_own_is_accepted(tmp_path):
-    speed = TierSpeed()
+    speed = RemoteSpeed()
     with weed_server(tmp_path) as url, closing(open_backend(url)) as blobs:
         try_backend(blobs, speed)
-    assert speed.bytes_per_s != TierSpeed().bytes_per_s
+    assert speed.bytes_per_s != RemoteSpeed().bytes_per_s

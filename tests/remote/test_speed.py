@@ -5,7 +5,7 @@ import math
 import pytest
 
 from keepwarm.concurrency import CallError
-from keepwarm.remote.speed import TierSpeed
+from keepwarm.remote.health import RemoteSpeed
 
 MIB = 1 << 20
 
@@ -17,7 +17,7 @@ def settled(measure, n=40):
 
 @pytest.fixture
 def speed(clock):
-    return TierSpeed(clock)
+    return RemoteSpeed(clock)
 
 
 def test_overlapping_reads_share_one_rate(speed, clock):

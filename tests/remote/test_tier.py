@@ -12,7 +12,7 @@ from keepwarm.prefix.blocks import BLOCK_TOKENS, chain, pack
 from keepwarm.records.cipher import Cipher, derive_key
 from keepwarm.records.record import Part, ReadBuffer, encode_record
 from keepwarm.remote.addresses import open_backend
-from keepwarm.remote.breaker import MAX_FAILURES
+from keepwarm.remote.health import MAX_FAILURES
 from keepwarm.remote.lookup import ABSENT_S, PRESENT_S
 from keepwarm.remote.records import RemoteRecord
 from keepwarm.remote.tier import ASK_S, RemoteTier, lookup_s

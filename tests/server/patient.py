@@ -22,6 +22,6 @@ DEADLINES = (
 if __name__ == "__main__":
     for name in DEADLINES:
         patch(name, SOON).start()
-    patch("keepwarm.remote.speed.TierSpeed.load_s", lambda *_: 0.0).start()
+    patch("keepwarm.remote.health.RemoteSpeed.load_s", lambda *_: 0.0).start()
     sys.argv = ["keepwarm", "serve", "--port", "0", "--model", sys.argv[1]]
     main()

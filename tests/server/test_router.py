@@ -23,7 +23,7 @@ def patience(monkeypatch):
     monkeypatch.setattr("keepwarm.remote.opening.START_S", SOON)
     monkeypatch.setattr("keepwarm.remote.tier.ASK_S", SOON)
     monkeypatch.setattr("keepwarm.remote.tier.MIN_READ_S", SOON)
-    monkeypatch.setattr("keepwarm.remote.speed.TierSpeed.load_s", lambda *_: 0.0)
+    monkeypatch.setattr("keepwarm.remote.health.RemoteSpeed.load_s", lambda *_: 0.0)
 
 
 def stable_token(tokenizer):

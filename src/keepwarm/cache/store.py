@@ -36,7 +36,7 @@ from keepwarm.store.tier import StoredBlock, Tier, TierStats, as_store_errors
 from keepwarm.store.tiers import SHARED, Tiers
 
 if TYPE_CHECKING:
-    from keepwarm.remote.shared_tiers import SharedTiers
+    from keepwarm.remote.opening import SharedTiers
 
 MIXED = "mixed numerics"  # noted in the index
 
@@ -134,7 +134,7 @@ class Store:
         )
 
     def _open_shared(self) -> SharedTiers:
-        from keepwarm.remote.shared_tiers import SharedTiers  # only fleets need it
+        from keepwarm.remote.opening import SharedTiers  # only fleets need it
 
         disk = None if self._on_disk is None else self._on_disk.disk
         return SharedTiers(self.settings, self.memory, disk, self._is_mixed)

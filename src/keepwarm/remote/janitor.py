@@ -9,7 +9,6 @@ the place.
 from __future__ import annotations
 
 import heapq
-import threading
 import time
 import uuid
 from collections import Counter
@@ -26,10 +25,9 @@ LEASE_S = 1800.0
 UNFINISHED = "tmp", "trial"  # folders of what is gone after a moment
 UNFINISHED_S = 86400.0
 MAX_LEASE = 1 << 10  # bytes
-EVERY_S = 600.0
+SWEEP_S = 600.0  # how often
 CALL_S = 30.0  # nobody waits for it
 AT_ONCE = 256  # names deleted in one call
-CLOSE_S = 1.0  # a sweep may be under way
 DEPTH = 3  # slashes in the name of a record
 
 
@@ -146,21 +144,3 @@ def surplus(listed: Iterable[Listed], limits: RemoteLimits, now: float) -> Itera
         n_children[parent] -= 1
         if not n_children[parent] and parent in blocks:
             heapq.heappush(ends, (blocks[parent].used, parent))
-
-
-class JanitorThread:
-    """Sweeps now and then."""
-
-    def __init__(self, sweep: Callable[[], object]) -> None:
-        self._sweep = sweep
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="keepwarm-janitor", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._closing.wait(EVERY_S):
-            self._sweep()
-
-    def close(self) -> None:
-        self._closing.set()
-        self._thread.join(CLOSE_S)

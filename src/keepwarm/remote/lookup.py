@@ -19,8 +19,8 @@ from keepwarm.concurrency import CallDeadline
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, block_key
 from keepwarm.records.record import Part
 from keepwarm.remote.backend import Backend, FolderRange
+from keepwarm.remote.health import RemoteSpeed
 from keepwarm.remote.records import RemoteNames, RemoteRecord
-from keepwarm.remote.speed import TierSpeed
 from keepwarm.store.tier import BlockInfo, CheckpointRef, Child, RemoteLookup
 
 PRESENT_S = 60.0
@@ -179,7 +179,7 @@ class Finder:
     """Finds out what is there of prompts, and has it remembered. Raises CallError."""
 
     def __init__(
-        self, backend: Backend, names: RemoteNames, known: KnownRecords, speed: TierSpeed
+        self, backend: Backend, names: RemoteNames, known: KnownRecords, speed: RemoteSpeed
     ) -> None:
         self.backend, self.names, self.known, self.speed = backend, names, known, speed
         self.other_classes: Sequence[str] = ()  # in which records are looked for too

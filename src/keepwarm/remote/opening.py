@@ -1,9 +1,12 @@
-"""From the setting `remote` to tiers."""
+"""All that a store does with other machines: the remote stores of the settings, opened, written to,
+deleted from and measured.
+"""
 
 from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Callable, Collection
 from contextlib import closing
 from importlib.metadata import version
 from typing import NamedTuple
@@ -12,15 +15,22 @@ from keepwarm.concurrency import CallDeadline, CallError
 from keepwarm.config import Settings
 from keepwarm.device.machine import backend as mlx_backend
 from keepwarm.errors import BadInput
+from keepwarm.prefix.blocks import BlockKey
 from keepwarm.remote.addresses import open_backend
+from keepwarm.remote.deleter import DeleterThread, RemoteDeleter, erase_from
 from keepwarm.remote.handshake import MARK_S, check_kind, read_mark
+from keepwarm.remote.health import RemoteSpeed, time_blobs, try_backend
+from keepwarm.remote.janitor import RemoteLimits
 from keepwarm.remote.records import FleetKey
-from keepwarm.remote.speed import TierSpeed
 from keepwarm.remote.tier import RemoteTier
-from keepwarm.remote.trial import time_blobs, try_backend
+from keepwarm.remote.uploader import Uploader
 from keepwarm.store.disk.disk import DiskTier
+from keepwarm.store.disk.tombstones import Tombstones
+from keepwarm.store.disk.write_budget import WriteBudget
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.names import SEALED
+from keepwarm.store.tier import BlockInfo
+from keepwarm.store.tiers import Tiers
 
 
 class RemoteReport(NamedTuple):
@@ -35,6 +45,62 @@ class RemoteReport(NamedTuple):
 
 TRIALS = 5  # of a measurement
 START_S = 1.0  # that a start waits for trials of all
+DELETING_S = 2.0  # that a deletion waits for shared tiers
+
+
+class SharedTiers:
+    """The shared tiers of the settings, what is written to them and what is deleted from them."""
+
+    def __init__(
+        self, settings: Settings, memory: MemoryTier, disk: DiskTier | None, is_mixed: bool
+    ) -> None:
+        self._settings = settings
+        self._disk = disk
+        self.tiers = open_remotes(settings, memory, disk, is_mixed)
+        self.uploader: Uploader | None = None
+        self._deleter: DeleterThread | None = None
+        limits = RemoteLimits(settings.remote_bytes, settings.remote_age_s)
+        for tier in self.tiers:
+            tier.keep_within(limits)
+
+    def start(
+        self,
+        here: Tiers,
+        kept: Callable[[Collection[BlockKey]], dict[BlockKey, BlockInfo]],
+        keep: Callable[[], Collection[BlockKey]],
+    ) -> None:
+        """Share what is `kept` on disk and used again; delete what was deleted there, but for what
+        agents `keep`.
+        """
+        addresses, per_day = self._settings.remotes, self._settings.remote_writes_per_day or None
+        if not self.tiers or self._disk is None:
+            return
+        budget = WriteBudget(self._disk.root, per_day, name="shared-writes")
+        self.uploader = Uploader(self.tiers, here, kept, budget)
+        tombstones = Tombstones(self._disk)
+        tombstones.share_with(addresses)
+        tiers = dict(zip(addresses, self.tiers, strict=True))
+        self._deleter = DeleterThread(RemoteDeleter(tombstones, keep, erase_from(tiers)))
+
+    def notice_deletion(self, deletions: object) -> None:  # noqa: ARG002
+        """Something was deleted here by any process; does not wait."""
+        if self._deleter is not None:
+            self._deleter.notice()
+
+    def unreached(self) -> list[str]:
+        """The addresses of tiers that still have some of what was deleted; a deletion may wait."""
+        return [] if self._deleter is None else self._deleter.wait(DELETING_S)
+
+    def stop(self) -> None:
+        """Write and delete no more."""
+        if self.uploader is not None:
+            self.uploader.close()
+        if self._deleter is not None:
+            self._deleter.close()
+
+    def close(self) -> None:
+        for tier in self.tiers:
+            tier.close()
 
 
 def open_remotes(
@@ -76,7 +142,7 @@ def measure_remotes(settings: Settings) -> list[RemoteReport]:
 
 
 def _measure(address: str, password: str, is_sealed: bool) -> RemoteReport:
-    speed = TierSpeed()
+    speed = RemoteSpeed()
     with closing(open_backend(address, password)) as backend:
         try:
             for _ in range(TRIALS):

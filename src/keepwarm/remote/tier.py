@@ -27,11 +27,10 @@ from keepwarm.records.record import (
     encode_record,
 )
 from keepwarm.remote.backend import Backend
-from keepwarm.remote.breaker import Breaker
 from keepwarm.remote.compression import code_record, count_bytes
-from keepwarm.remote.guard import Guard
 from keepwarm.remote.handshake import check_mark
-from keepwarm.remote.janitor import Janitor, JanitorThread, RemoteLimits
+from keepwarm.remote.health import Health, RemoteSpeed, try_backend
+from keepwarm.remote.janitor import SWEEP_S, Janitor, RemoteLimits
 from keepwarm.remote.lookup import Finder, KnownRecords, n_round_trips
 from keepwarm.remote.records import (
     CLASSES,
@@ -41,8 +40,6 @@ from keepwarm.remote.records import (
     VerifiedRecords,
     list_classes,
 )
-from keepwarm.remote.speed import TierSpeed
-from keepwarm.remote.trial import try_backend
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tier import (
     BlockInfo,
@@ -96,40 +93,41 @@ class RemoteTier:
         self._names = RemoteNames(compute_class, has_mac=self._fleet_key is not None)
         self._records = VerifiedRecords(backend, self._names, cipher, self._fleet_key)
         self._memory = memory
-        self.breaker = Breaker(clock)
-        self.speed = TierSpeed(clock)
+        self.speed = RemoteSpeed(clock)
         self._known = KnownRecords(clock)
         self._finder = Finder(backend, self._names, self._known, self.speed)
         self._seemed_slow = False  # since it was last measured
+        self._janitor: Janitor | None = None
+        self._sweep_at = clock() + SWEEP_S
         self._counts = TierCounts()
         self._faults: dict[tuple[BlockKey, Part], ReadFault] = {}
         self._bad: Counter[str] = Counter()
         self._questions: SingleFlight[None] = SingleFlight()
         self._fetches: SingleFlight[Record | None] = SingleFlight()
-        self._guard = Guard(self._try, self.breaker, self._counts, self._refresh, REFRESH_S)
-        self._guard.start()
+        self.health = Health(self._try, self._counts, self._refresh, REFRESH_S, clock)
+        self.health.start()
 
     @property
     def refused(self) -> str:
         """Why it is not used at all."""
-        return self._guard.refused
+        return self.health.refused
 
     def wait_until_tried(self, timeout_s: float) -> bool:
         """Wait for the first trial; whether it may be used."""
-        return self._guard.wait_until_tried(timeout_s)
+        return self.health.wait_until_tried(timeout_s)
 
     @property
     def is_open(self) -> bool:
-        return self.breaker.is_open
+        return self.health.is_open
 
     @property
     def is_trusted(self) -> bool:
-        return self.breaker.is_trusted
+        return self.health.is_trusted
 
     # Look-ups: what is known
 
     def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
-        return self._known.have(keys) if self.breaker.is_trusted else {}
+        return self._known.have(keys) if self.health.is_trusted else {}
 
     def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
         return self._known.children(parent, tokens)
@@ -159,7 +157,7 @@ class RemoteTier:
             self._finder.find(lookup, deadline)
 
         what = lookup.refs[-1].key, lookup.n_here
-        self._questions.do(what, lambda: self._guard.call("asked", ask), deadline)
+        self._questions.do(what, lambda: self.health.call("asked", ask), deadline)
 
     def _ask_s(self, lookup: RemoteLookup, computing_s: float) -> float | None:
         """Seconds that a question may take; None if it is not worth asking."""
@@ -209,7 +207,7 @@ class RemoteTier:
     def put(self, record: Record) -> PutResult:
         """Store a record, unless it is there."""
         header = record.header
-        stored, n_saved = self._guard.call("written", lambda: self._put(record)) or (None, 0)
+        stored, n_saved = self.health.call("written", lambda: self._put(record)) or (None, 0)
         self._counts.add(puts=int(stored is True), refused=int(stored is False))
         durable: Future[None] = Future()
         if stored is None:
@@ -228,7 +226,7 @@ class RemoteTier:
             found = self._finder.same(wanted, CallDeadline(WRITE_S))
             return any(one.w_rows >= wanted.w_rows for one in found)
 
-        return self._guard.call("asked", ask)
+        return self.health.call("asked", ask)
 
     def knows(self, key: BlockKey, part: Part) -> bool:
         """Whether a record is known to be there."""
@@ -242,7 +240,7 @@ class RemoteTier:
         found = (self._known.find(key, part) for key in reversed(keys) for part in Part)
         names = [self._names.of(record) for record in found if record]
         if names:
-            self._guard.call("told of a use", lambda: self.backend.touch(names, WRITE_S))
+            self.health.call("told of a use", lambda: self.backend.touch(names, WRITE_S))
 
     def clear(self, blocks: Collection[BlockKey], delete: Callable[[], None]) -> bool:
         """Delete blocks for good; False if that must be tried again."""
@@ -253,14 +251,12 @@ class RemoteTier:
 
         for key in blocks:
             self._known.lose(key)
-        return self._guard.call("cleared", clear) or False
+        return self.health.call("cleared", clear) or False
 
-    def keep_within(self, limits: RemoteLimits) -> JanitorThread | None:
-        """Have a place kept within limits that does not evict by itself."""
-        if self.backend.in_batches or not any(limits):
-            return None
-        sweep = Janitor(self.backend, limits).sweep
-        return JanitorThread(lambda: self._guard.call("swept", sweep))
+    def keep_within(self, limits: RemoteLimits) -> None:
+        """Have a store kept within limits that does not evict by itself."""
+        if not self.backend.in_batches and any(limits):
+            self._janitor = Janitor(self.backend, limits)
 
     def withdraw(self, header: Header) -> None:
         """Delete a record that was just put."""
@@ -278,20 +274,20 @@ class RemoteTier:
 
     def close(self) -> None:
         self.backend.close()
-        self._guard.close()
+        self.health.close()
 
     # Reading
 
     def _fetch(self, key: BlockKey, part: Part, deadline: CallDeadline | None) -> Record | None:
         known = self._known.find(key, part)
-        if known is None or not self.breaker.is_trusted:
+        if known is None or not self.health.is_trusted:
             return None
         if deadline is not None and deadline.is_over:  # the load is left, and the tier is not bad
             return None
         if (record := self._just_fetched(known)) is not None:
             return record
         try:
-            record = self._guard.call("read", lambda: self._read(known, deadline))
+            record = self.health.call("read", lambda: self._read(known, deadline))
         except BadRecord as bad:
             LOG.warning("a shared record is bad: %s", bad)
             self._faults[key, part] = "damaged"
@@ -342,7 +338,7 @@ class RemoteTier:
 
     def _delete(self, records: Sequence[RemoteRecord]) -> None:
         names = [self._names.of(one) for one in records]
-        self._guard.call("cleared", lambda: self.backend.delete(names, WRITE_S))
+        self.health.call("cleared", lambda: self.backend.delete(names, WRITE_S))
 
     # Writing
 
@@ -384,6 +380,9 @@ class RemoteTier:
             self._seemed_slow = False
             self.speed.begin_anew()
             try_backend(self.backend, self.speed)
+        if self._janitor is not None and self._clock() >= self._sweep_at:
+            self._sweep_at = self._clock() + SWEEP_S
+            self._janitor.sweep()
 
     def _list_classes(self) -> None:
         """Have this machine's class found, and find others."""

@@ -206,7 +206,7 @@ def test_a_tier_that_is_gone_costs_a_prompt_no_looking_up(far):
         planner = planner_over(Tiers([("here", here)], [tier]), Needs(True, 0, False), SLOWLY)
         planner.plan(PROMPT)
         n_with, before = len(looked), tier.place.n_calls
-        tier.breaker.end()
+        tier.health.close()
         looked.clear()
         planner.ask(PROMPT, Policy.READ_WRITE)
         assert not looked

@@ -19,7 +19,7 @@ TALK = [{"role": "user", "content": "The quick brown fox jumps over the lazy dog
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     """Deadlines that a busy machine keeps too, and no choice that depends on its speed."""
-    monkeypatch.setattr("keepwarm.remote.speed.TierSpeed.load_s", lambda *_: 0.0)
+    monkeypatch.setattr("keepwarm.remote.health.RemoteSpeed.load_s", lambda *_: 0.0)
     monkeypatch.setattr("keepwarm.remote.opening.START_S", SOON)
     monkeypatch.setattr("keepwarm.remote.tier.ASK_S", SOON)
     monkeypatch.setattr("keepwarm.remote.tier.MIN_READ_S", SOON)

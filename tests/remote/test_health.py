@@ -1,0 +1,151 @@
+"""When a remote store is left alone and tried again, and what counts as a failure of it."""
+
+import time
+
+import pytest
+
+from keepwarm.concurrency import BusyError, CallError
+from keepwarm.errors import BadRecord
+from keepwarm.remote.health import MAX_FAILURES, MAX_RETRY_S, Health
+from keepwarm.store.tier import TierCounts
+from tests.remote.conftest import SOON
+
+
+def new_health(clock, attempt=lambda: None):
+    return Health(attempt, TierCounts(), lambda: None, 60.0, clock)
+
+
+@pytest.fixture
+def health(clock):
+    made = new_health(clock)
+    made.tried(True)
+    return made
+
+
+def test_it_is_open_until_it_was_tried(clock):
+    made = new_health(clock)
+    assert made.is_open
+    assert made.retry_in_s == 0.0
+    made.tried(True)
+    assert not made.is_open
+    assert made.is_trusted
+
+
+def test_failures_in_a_row_open_it(health):
+    for _ in range(MAX_FAILURES - 1):
+        health.failed()
+    assert not health.is_open
+    health.succeeded()
+    for _ in range(MAX_FAILURES - 1):
+        health.failed()
+    assert not health.is_open
+    health.failed()
+    assert health.is_open
+
+
+def test_one_failure_ends_the_trust_until_a_success(health):
+    health.failed()
+    assert not health.is_trusted
+    assert not health.is_open
+    health.succeeded()
+    assert health.is_trusted
+
+
+def test_only_a_trial_closes_it(health):
+    for _ in range(MAX_FAILURES):
+        health.failed()
+    health.succeeded()  # of a call that began before
+    assert health.is_open
+    health.tried(True)
+    assert not health.is_open
+
+
+def test_trials_are_at_growing_distances_up_to_a_limit(health, clock):
+    for _ in range(MAX_FAILURES):
+        health.failed()
+    waits = []
+    for _ in range(7):
+        waits.append(health.retry_in_s)
+        clock.now += health.retry_in_s
+        assert health.retry_in_s == 0.0
+        health.tried(False)
+    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0, MAX_RETRY_S]
+
+
+def test_failures_while_it_is_open_do_not_delay_the_trial(health, clock):
+    for _ in range(MAX_FAILURES):
+        health.failed()
+    clock.now += 0.4
+    health.failed()
+    assert health.retry_in_s == pytest.approx(0.1)
+
+
+def test_a_trial_that_is_under_way_at_the_end_changes_nothing(health):
+    health.close()
+    for success in (True, False):
+        health.tried(success)
+        assert health.is_open
+        assert not health.is_trusted
+
+
+def failing(error):
+    def work():
+        raise error
+
+    return work
+
+
+def test_a_busy_pool_is_no_failure(health):
+    for _ in range(MAX_FAILURES + 1):
+        assert health.call("asked", failing(BusyError("busy"))) is None
+    assert health.is_trusted
+    assert health._counts.stats(0, 0, None).errors == MAX_FAILURES + 1
+
+
+@pytest.mark.parametrize("error", [CallError("gone"), OSError("odd"), KeyError("own bug")])
+def test_anything_else_is_one(health, error):
+    for _ in range(MAX_FAILURES):
+        assert health.call("asked", failing(error)) is None
+    assert health.is_open
+    calls = []
+    assert health.call("asked", lambda: calls.append(1)) is None
+    assert calls == []
+
+
+def test_a_bad_record_is_an_answer(health):
+    health.failed()
+    with pytest.raises(BadRecord):
+        health.call("read", failing(BadRecord("bad")))
+    assert health.is_trusted
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RecursionError(), KeyError("own bug")])
+def test_a_trial_that_fails_in_any_way_is_made_again(clock, error):
+    """What a place sends must not end the thread that tries it."""
+    errors = [error]
+
+    def attempt():
+        clock.now += 60.0
+        if errors:
+            raise errors.pop()
+
+    health = new_health(clock, attempt)
+    health.start()
+    health.wait_until_tried(SOON)
+    until = time.monotonic() + SOON
+    while health.is_open and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not health.is_open
+    health.close()
+
+
+def test_after_the_end_nobody_is_called(clock):
+    health = new_health(clock)
+    calls = []
+    health.start()
+    assert health.wait_until_tried(SOON)
+    assert health.call("asked", lambda: calls.append(1) or True)
+    health.close()
+    assert health.call("asked", lambda: calls.append(2) or True) is None
+    assert calls == [1]
+    assert not health.is_trusted
