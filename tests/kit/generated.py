@@ -29,6 +29,8 @@ from keepwarm.config import Settings
 from keepwarm.models.choices import LEAST_TOKENS, ModelChoice, all_choices
 from keepwarm.units import format_bytes
 from tests.clients.coders import page as coders
+from tests.clients.foreign.page import RESULTS as FOREIGN
+from tests.clients.foreign.page import page as foreign_page
 from tests.hostile.conversations.page import page as conversations_page
 from tests.kit import figure
 from tests.kit.api_page import api_page
@@ -191,5 +193,6 @@ if __name__ == "__main__":
     CONVERSATIONS.with_suffix(".md").write_text(conversations_page(said))
     asked = json.loads(CODERS.with_suffix(".json").read_text())
     CODERS.with_suffix(".md").write_text(coders.page(asked))
+    FOREIGN.with_suffix(".md").write_text(foreign_page(json.loads(FOREIGN.read_text())))
     journeys, begun = (json.loads(path.read_text()) for path in (JOURNEYS, SESSIONS))
     CLIENTS.write_text(coders.clients(CLIENTS.read_text(), journeys, begun))

@@ -1,0 +1,1 @@
+"""Server tests of other projects, run from a checkout against `keepwarm serve`."""
