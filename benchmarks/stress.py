@@ -211,7 +211,7 @@ def health(served: Served) -> dict[str, Any]:
     found = metrics(served.url)
     admin = {"x-api-key": ADMIN}
     report = httpx.post(
-        f"{served.url}/v1/agents/verify", json={}, headers=admin, timeout=600
+        f"{served.url}/v1/cache/verify", json={}, headers=admin, timeout=600
     ).json()
     saved = httpx.get(f"{served.url}/v1/dashboard/saved", headers=admin, timeout=600).json()
     # A record that was evicted between the plan and the reading is no error: it is planned anew.

@@ -140,7 +140,7 @@ def test_operators_see_both(both):
         chat(both, name, f"what operators see of {name}", keepwarm={"agent": f"of-{name}"})
     metrics = both.get("/metrics").text
     assert 'keepwarm_model_loaded{model="small"} 1.0' in metrics
-    finished = sum(engine.stats().counters["finished"] for engine in both.models.engines)
+    finished = both.models.ledger.counters()["finished"]
     assert f'keepwarm_answers_total{{outcome="finished"}} {float(finished)}' in metrics
     ended = both.get("/v1/dashboard/requests").json()["data"]
     assert {"of-big", "of-small"} <= {entry["agent"] for entry in ended}
