@@ -210,9 +210,7 @@ def health(served: Served) -> dict[str, Any]:
     """What has gone wrong with the cache, all of it counted by the server."""
     found = metrics(served.url)
     admin = {"x-api-key": ADMIN}
-    report = httpx.post(
-        f"{served.url}/v1/cache/verify", json={}, headers=admin, timeout=600
-    ).json()
+    report = httpx.post(f"{served.url}/v1/cache/verify", json={}, headers=admin, timeout=600).json()
     saved = httpx.get(f"{served.url}/v1/dashboard/saved", headers=admin, timeout=600).json()
     # A record that was evicted between the plan and the reading is no error: it is planned anew.
     faults = {

@@ -1,4 +1,4 @@
-"""A browser and a server for the tests of one module."""
+"""One browser for all tests of the dashboard, and a server for those of one module."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.server.dashboard.browsers import chromium
 from tests.server.dashboard.test_dashboard import LONG, ask
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser():
     with chromium() as found:
         yield found

@@ -151,7 +151,8 @@ def test_a_request_is_cancelled_filtered_and_opened(page, own):
 PREFILLING = """() => {
   window.fetched = window.fetched ?? window.fetch;
   const change = (data) => {
-    const one = {...data.ended[0], ended: null, state: "reading", ttft_ms: null, prefilled: 50};
+    const one = {number: 1, seconds: 1, answer_tokens: 0, ended: null, ttft_ms: null};
+    Object.assign(one, {state: "prefilling", prefilled: 10});
     one.receipt = {prompt_tokens: 100, recomputed: 60, reused: {disk: 40}, saved_ms: 9};
     return {...data, running: [one]};
   };
@@ -387,11 +388,43 @@ def give(dialog, key):
     dialog.get_by_label("Key", exact=True).press("Enter")
 
 
+WHY = "These totals cover all keys; the admin key is needed to see them."
+
+
+def give_on(page, key):
+    dialog = page.get_by_role("dialog", name="API key")
+    if not dialog.is_visible():
+        page.get_by_role("button", name="Key…").click()
+    dialog.get_by_label("Key").fill(key)
+    dialog.get_by_role("button", name="Use key").click()
+
+
+def test_totals_are_shown_to_the_admin_key_only(browser, serving):
+    """The page requests only what its key may see, also after the key is changed."""
+    with (
+        serving(api_keys="a,b", admin_key="admin") as live,
+        watched(browser, live.url, allowed="401") as page,
+    ):
+        page.goto(live.url)
+        page.get_by_role("dialog", name="API key").wait_for()
+        for key, opened in (("a", False), ("admin", True), ("b", False)):
+            give_on(page, key)
+            page.get_by_text(WHY).first.wait_for(state="hidden" if opened else "visible")
+            page.get_by_text("0 queued").wait_for()
+            for name in ("Memory and disk by budget", "Prompt tokens by source"):
+                assert page.get_by_role("heading", name=name).is_visible() is opened
+            if opened:
+                page.get_by_text("from the second turn on").wait_for()
+
+
 # Accessibility.
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", SIZES, ids=["wide", "narrow"])
+@pytest.mark.parametrize(
+    ("scheme", "size"),
+    [("light", SIZES[0]), ("dark", SIZES[1])],
+    ids=["light-wide", "dark-narrow"],
+)
 def test_every_view_fits_and_can_be_read(browser, missed, scheme, size):
     """Nothing is beyond the edge or under the header, and every text has the contrast that WCAG AA
     asks for, 4.5 to 1."""

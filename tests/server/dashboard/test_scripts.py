@@ -3,12 +3,12 @@
 import pytest
 
 from keepwarm.units import format_bytes
-from tests.server.dashboard.browsers import chromium, watched
+from tests.server.dashboard.browsers import watched
 
 
 @pytest.fixture(scope="module")
-def page(live):
-    with chromium() as browser, watched(browser, live.url) as found:
+def page(browser, live):
+    with watched(browser, live.url) as found:
         found.goto(f"{live.url}/dashboard")
         yield found
 
