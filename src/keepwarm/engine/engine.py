@@ -205,6 +205,7 @@ class Engine:
     def lookup(self, request: Request, deadline: PrepareDeadline | None = None) -> Lookup:
         """How much of a prompt is warm. Nothing is loaded or changed."""
         prepared, lane = self._preparation.prepare(request, deadline)
+        lane = lane.look_up(prepared.tokens, prepared.request.policy)
         return self.call(lambda: look_up(lane, prepared.tokens)).result()
 
     def call(self, work: Callable[[], T]) -> Future[T]:

@@ -106,6 +106,17 @@ class Lane:
             return self.exact_lane
         return self
 
+    def look_up(self, tokens: list[int], policy: Policy) -> Lane:
+        """The same for one prompt, whose blocks on disk are looked up now, on the caller's thread:
+        the engine's must not wait for an index.
+        """
+        exact_lane, first = self.exact_lane, tokens[: self.n_exact + 1]
+        return replace(
+            self,
+            restorer=self.restorer.look_up(tokens, policy),
+            exact_lane=None if exact_lane is None else exact_lane.look_up(first, policy),
+        )
+
     @property
     def n_exact(self) -> int:
         """Leading tokens of a prompt that are computed in the exact lane, and then quantised.
@@ -168,7 +179,8 @@ class Lane:
         return self.restorer.plan(tokens).n_tokens
 
     def n_live(self, tokens: list[int]) -> int:
-        self.restorer.catch_up()
+        if self.restorer.answers is None:
+            self.restorer.catch_up()
         n_served = self.live.n_served(self.restorer.namespace, tokens)
         return n_served if n_served >= self.n_exact else 0
 

@@ -68,6 +68,7 @@ class Preparation:
         """Prepare a request that will run, in its own lane or in this one."""
         generation = self._store.catch_up()
         prepared, lane = self.prepare(request, deadline, lane)
+        lane = lane.look_up(prepared.tokens, prepared.request.policy)
         lane.restorer.ask(prepared.tokens, prepared.request.policy)
         return ReadyRequest(prepared, lane, generation)
 

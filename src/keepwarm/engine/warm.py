@@ -23,6 +23,7 @@ from keepwarm.cache.restore.restorer import Restorer
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput, CacheError, KeepwarmError, Stopping
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace
+from keepwarm.prefix.policy import Policy
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.tier import TTL_PIN, StoredBlock
 
@@ -128,6 +129,7 @@ class Warmer:
     def _warm(self, restorer: Restorer, agent: Agent) -> None:
         tokens = self._engine.store.on_disk.tokens_of(agent)
         prompt = [*tokens, 0]  # one more: a restore always leaves a token to feed
+        restorer = restorer.look_up(prompt, Policy.READ_WRITE)
         plan = restorer.plan(prompt)
         n_bytes = plan.point.n_bytes
         if not plan.n_tokens or n_bytes > self._free_bytes():

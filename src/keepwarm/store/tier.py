@@ -223,8 +223,8 @@ class BlockTree(Protocol):
         """Everything below a block, deepest first, without the block itself."""
 
 
-class ReadableTier(Protocol):
-    """What restoring needs of a tier."""
+class LookupTier(Protocol):
+    """What planning needs of a tier. Reads no record."""
 
     def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
         """Which of these blocks the tier has, and which parts. Reads no block."""
@@ -238,6 +238,10 @@ class ReadableTier(Protocol):
 
     def states(self, parents: Collection[BlockKey]) -> list[CheckpointRef]:
         """Checkpoints among the children of these blocks."""
+
+
+class ReadableTier(LookupTier, Protocol):
+    """What restoring needs of a tier."""
 
     def read(
         self, key: BlockKey, part: Part, tensors: Collection[str] | None = None

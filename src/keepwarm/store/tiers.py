@@ -2,48 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from keepwarm.concurrency import CallDeadline
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.records.record import Part, ReadBuffer, RecordView
-from keepwarm.store.tier import BlockInfo, CheckpointRef, Child, ReadableTier, ReadFault, SharedTier
+from keepwarm.store.tier import (
+    BlockInfo,
+    CheckpointRef,
+    Child,
+    LookupTier,
+    ReadableTier,
+    ReadFault,
+    SharedTier,
+)
 
 SHARED = "shared"  # the name of all that machines share
+DISK = "disk"
 
 
-class Tiers:
-    """Look-ups over all tiers. A read does not fill faster tiers: captured blocks do, and the page
-    cache keeps files that are read often.
+class DiskAnswers:
+    """What a disk has of one prompt, asked once: the engine's thread must not wait for an index.
+
+    Until `close` it asks the disk and remembers. Afterwards it knows what was asked, and what this
+    process has written since: more than that is a miss, and so is a block that is gone meanwhile.
     """
 
+    def __init__(self, disk: LookupTier, written: Mapping[BlockKey, BlockInfo]) -> None:
+        self._disk: LookupTier | None = disk
+        self._written = written
+        self._blocks: dict[BlockKey, BlockInfo | None] = {}
+        self._children: dict[BlockKey, list[Child]] = {}
+        self._states: dict[BlockKey, list[CheckpointRef]] = {}
+
+    def close(self) -> None:
+        self._disk = None
+
+    def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
+        unasked = [key for key in keys if key not in self._blocks]
+        if self._disk is not None and unasked:
+            found = self._disk.have(unasked)
+            self._blocks |= {key: found.get(key) for key in unasked}
+        known = ((key, self._written.get(key) or self._blocks.get(key)) for key in keys)
+        return {key: block for key, block in known if block is not None}
+
+    def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
+        if self._disk is not None and parent not in self._children:
+            self._children[parent] = self._disk.children(parent, tokens)
+        n_tokens = len(tokens) // 4  # of a part of the prompt
+        return [
+            Child(key, min(n_common, n_tokens)) for key, n_common in self._children.get(parent, ())
+        ]
+
+    def states(self, parents: Collection[BlockKey]) -> list[CheckpointRef]:
+        unasked = [key for key in parents if key not in self._states]
+        if self._disk is not None and unasked:
+            self._states |= {key: [] for key in unasked}
+            for state in self._disk.states(unasked):
+                self._states[state.parent].append(state)
+        return [state for key in parents for state in self._states.get(key, ())]
+
+
+class Lookups:
+    """Look-ups over all tiers: what is stored, without the records."""
+
     def __init__(
-        self, tiers: Sequence[tuple[str, ReadableTier]], shared: Sequence[SharedTier] = ()
+        self, tiers: Sequence[tuple[str, LookupTier]], shared: Sequence[SharedTier] = ()
     ) -> None:
         """`shared` are tiers that machines share, looked up after the others."""
-        self._local = list(tiers)
+        self.here = list(tiers)
         self.shared = tuple(shared)
-        self._tiers = [*self._local, *((SHARED, tier) for tier in shared)]
+        self.looked_up: list[tuple[str, LookupTier]] = [
+            *self.here,
+            *((SHARED, tier) for tier in shared),
+        ]
 
-    @property
-    def named(self) -> Sequence[tuple[str, ReadableTier]]:
-        return self._tiers
-
-    @property
-    def local(self) -> Tiers:
-        """Those of this machine alone."""
-        return Tiers(self._local) if self.shared else self
-
-    def reaches(self) -> list[Tiers]:
+    def reaches(self) -> list[Lookups]:
         """Those of this machine, then with the first shared one, then with more; without shared
         ones that have failed.
         """
         usable = [tier for tier in self.shared if tier.is_trusted]
-        return [Tiers(self._local, usable[:n]) for n in range(len(usable) + 1)]
+        return [Lookups(self.here, usable[:n]) for n in range(len(usable) + 1)]
 
     def shared_bytes(self, records: Sequence[tuple[BlockKey, Part]]) -> dict[SharedTier, int]:
         """The bytes that each shared tier is read for, if these records are."""
-        missing = set(_missing(self.local, records)) if self.shared else set()
+        missing = set(_missing(Lookups(self.here), records)) if self.shared else set()
         found = {}
         for tier in self.shared:
             known = tier.have({key for key, _ in missing})
@@ -55,17 +98,44 @@ class Tiers:
 
     def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
         merged: dict[BlockKey, BlockInfo] = {}
-        for _, tier in self._tiers:
+        for _, tier in self.looked_up:
             for key, known in tier.have(keys).items():
                 merged[key] = _union(merged[key], known) if key in merged else known
         return merged
 
     def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
-        found = {child for _, tier in self._tiers for child in tier.children(parent, tokens)}
+        found = {child for _, tier in self.looked_up for child in tier.children(parent, tokens)}
         return sorted(found, key=lambda child: -child.n_common)
 
     def states(self, parents: Collection[BlockKey]) -> list[CheckpointRef]:
-        return list({state for _, tier in self._tiers for state in tier.states(parents)})
+        return list({state for _, tier in self.looked_up for state in tier.states(parents)})
+
+
+class Tiers(Lookups):
+    """The same with the records. A read does not fill faster tiers: captured blocks do, and the
+    page cache keeps files that are read often.
+    """
+
+    def __init__(
+        self, tiers: Sequence[tuple[str, ReadableTier]], shared: Sequence[SharedTier] = ()
+    ) -> None:
+        super().__init__(tiers, shared)
+        self._local = list(tiers)
+        self._tiers = [*self._local, *((SHARED, tier) for tier in shared)]
+
+    @property
+    def named(self) -> Sequence[tuple[str, ReadableTier]]:
+        return self._tiers
+
+    @property
+    def local(self) -> Tiers:
+        """Those of this machine alone."""
+        return Tiers(self._local) if self.shared else self
+
+    def with_answers(self, answers: DiskAnswers) -> Lookups:
+        """The same, where the disk is not asked again."""
+        here = [(name, answers if name == DISK else tier) for name, tier in self._local]
+        return Lookups(here, self.shared)
 
     def visit(
         self,
@@ -114,7 +184,7 @@ class Tiers:
 
 
 def _missing(
-    tiers: Tiers, records: Sequence[tuple[BlockKey, Part]]
+    tiers: Lookups, records: Sequence[tuple[BlockKey, Part]]
 ) -> Iterator[tuple[BlockKey, Part]]:
     known = tiers.have({key for key, _ in records})
     return (one for one in records if one[0] not in known or one[1] not in known[one[0]].parts)

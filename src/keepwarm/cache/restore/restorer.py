@@ -45,8 +45,8 @@ from keepwarm.prefix.blocks import (
 )
 from keepwarm.prefix.policy import Policy
 from keepwarm.records.record import Part
-from keepwarm.store.tier import RemoteLookup, SharedTier
-from keepwarm.store.tiers import SHARED, Tiers
+from keepwarm.store.tier import BlockInfo, RemoteLookup, SharedTier
+from keepwarm.store.tiers import DISK, SHARED, DiskAnswers, Lookups, Tiers
 
 if TYPE_CHECKING:
     from keepwarm.remote.uploader import Uploader  # only where a remote is set
@@ -106,6 +106,7 @@ class Restorer:
     uploader: Uploader | None = None  # without shared tiers nobody shares
     is_mixed: bool = False  # blocks may be of machines that compute other numbers
     max_restored: int = sys.maxsize  # tokens of a prompt that are restored at most
+    answers: DiskAnswers | None = None  # about one prompt, for the engine's thread
 
     def __post_init__(self) -> None:
         self.needs = Needs.of(self.layout)
@@ -118,6 +119,32 @@ class Restorer:
         """Forget what other processes have deleted; the generation that this leads to."""
         return 0 if self.forgetting is None else self.forgetting.catch_up()
 
+    def look_up(self, tokens: Sequence[int], policy: Policy) -> Restorer:
+        """The same for one prompt: the disk is asked now, on the caller's thread, and not again.
+
+        NOTE: everything that the engine's thread asks about a prompt is asked here once, so that
+        the answers to it are known.
+        """
+        disk = next((tier for name, tier in self.tiers.named if name == DISK), None)
+        if disk is None or not (policy.reads or policy.writes):
+            return self
+        self.catch_up()
+        answers = DiskAnswers(disk, self.writer.written)
+        made = replace(self, answers=answers)
+        made.needs = self.needs
+        n_tokens = made.plan(tokens).n_tokens
+        made.n_saved(tokens, policy)
+        if self.needs.points:
+            made.n_held(tokens)
+            made.survives(tokens[:n_tokens])
+        answers.close()
+        return made
+
+    @property
+    def lookups(self) -> Lookups:
+        """What plans are made from."""
+        return self.tiers if self.answers is None else self.tiers.with_answers(self.answers)
+
     def plan(
         self, tokens: Sequence[int], without: Collection[BlockKey] = (), only_here: bool = False
     ) -> Plan:
@@ -127,15 +154,19 @@ class Restorer:
         A part of what a shared tier has is never the cheapest: loading costs the same for each
         block, and computing costs the more, the later it comes.
         """
-        self.catch_up()
-        reaches = [self.tiers.local] if only_here else self.tiers.reaches()
+        if self.answers is None:
+            self.catch_up()
+        lookups = self.lookups
+        reaches = [Lookups(lookups.here)] if only_here else lookups.reaches()
         plans = [self._plan_in(tiers, tokens, without) for tiers in reaches]
         best = min(plans, key=lambda plan: plan.seconds(len(tokens)) if plans[1:] else 0.0)
         slower = zip(reaches[1:], plans[1:], strict=True)
         more = (tiers.shared[-1] for tiers, plan in slower if plan.n_tokens > best.n_tokens)
         return replace(best, n_here=plans[0].n_tokens, declined=tuple(more))
 
-    def _plan_in(self, tiers: Tiers, tokens: Sequence[int], without: Collection[BlockKey]) -> Plan:
+    def _plan_in(
+        self, tiers: Lookups, tokens: Sequence[int], without: Collection[BlockKey]
+    ) -> Plan:
         limit = self._limit(tokens)
         point = self._longest(tiers, tokens, limit, without) if limit > 0 else NOTHING
         n_here, shared_s = point.n_bytes, 0.0
@@ -150,12 +181,12 @@ class Restorer:
         return min(len(tokens) - 1, self.max_restored)
 
     def _longest(
-        self, tiers: Tiers, tokens: Sequence[int], limit: int, without: Collection[BlockKey] = ()
+        self, tiers: Lookups, tokens: Sequence[int], limit: int, without: Collection[BlockKey] = ()
     ) -> Point:
         return longest(self.needs, self.blocks_of(tokens, tiers, without), limit)
 
     def blocks_of(
-        self, tokens: Sequence[int], tiers: Tiers, without: Collection[BlockKey] = ()
+        self, tokens: Sequence[int], tiers: Lookups, without: Collection[BlockKey] = ()
     ) -> KnownBlocks:
         """What these tiers have of a prompt."""
         blocks = list(chain(self.namespace, tokens))
@@ -171,7 +202,9 @@ class Restorer:
         known |= tiers.have([key for key in inside if key not in without])
         return KnownBlocks(refs, known, matched, children, states)
 
-    def _states(self, tiers: Tiers, refs: Sequence[BlockRef], packed: bytes) -> dict[int, BlockKey]:
+    def _states(
+        self, tiers: Lookups, refs: Sequence[BlockRef], packed: bytes
+    ) -> dict[int, BlockKey]:
         """Checkpoints inside the blocks of this prompt, by position."""
         starts = {root(self.namespace): 0}
         starts |= {ref.key: (ref.number + 1) * BLOCK_TOKENS for ref in refs}
@@ -191,7 +224,7 @@ class Restorer:
         shared = [tier for tier in self.tiers.shared if not tier.is_open]
         if limit <= 0 or not shared or not policy.reads:
             return
-        blocks = self.blocks_of(tokens, self.tiers.local)
+        blocks = self.blocks_of(tokens, Lookups(self.lookups.here))
         n_here = longest(self.needs, blocks, limit).n_tokens
         computing_s = self.rates.prefill_s(n_here, len(tokens))
         if n_here >= limit or computing_s < SMALL_LOAD_S:
@@ -211,7 +244,7 @@ class Restorer:
 
     def n_held(self, tokens: Sequence[int]) -> int:
         """Tokens of a prompt whose rows are stored, whether or not it can be restored there."""
-        for_rows = replace(self)
+        for_rows = replace(self)  # with the same answers
         for_rows.needs = replace(self.needs, window=0, state=False)
         return for_rows.plan(tokens).n_tokens if self.needs.delta else 0
 
@@ -304,8 +337,12 @@ class Restorer:
         if not self.writer.accepts_resaves(policy):
             return len(tokens)
         refs = [ref for ref in chain(self.namespace, tokens) if ref.n_tokens == BLOCK_TOKENS]
-        kept = n_matched(self.needs, refs, self.writer.kept([ref.key for ref in refs]))
+        kept = n_matched(self.needs, refs, self.kept([ref.key for ref in refs]))
         return len(tokens) if kept == len(refs) else kept * BLOCK_TOKENS
+
+    def kept(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
+        """Which of these blocks are saved, or queued to be."""
+        return self.writer.kept(keys, self.answers)
 
     def is_on_disk(self, tokens: Sequence[int]) -> bool:
         """Whether a process that starts now would find all of these tokens on disk."""
@@ -322,9 +359,9 @@ class Restorer:
 
     @property
     def _on_disk(self) -> Tiers:
-        return Tiers([(name, tier) for name, tier in self.tiers.named if name == "disk"])
+        return Tiers([(name, tier) for name, tier in self.tiers.named if name == DISK])
 
-    def _n_in(self, tiers: Tiers, tokens: Sequence[int], limit: int) -> int:
+    def _n_in(self, tiers: Lookups, tokens: Sequence[int], limit: int) -> int:
         return self._longest(tiers, tokens, limit).n_tokens if limit > 0 else 0
 
     def survives(self, tokens: Sequence[int]) -> bool:
@@ -334,10 +371,10 @@ class Restorer:
         A window narrower than a block must be in a block that ends there: that of a longer one is
         found only until enough others part from it.
         """
-        saved = list(self.tiers.local.named)[1:]  # without memory
+        saved = self.lookups.here[1:]  # without memory
         if not saved or len(tokens) < WORTH_SAVING:
             return True
-        point = self._longest(Tiers(saved), tokens, len(tokens))
+        point = self._longest(Lookups(saved), tokens, len(tokens))
         if point.n_tokens <= len(tokens) - WORTH_SAVING:
             return False
         last = list(chain(self.namespace, tokens[: point.n_tokens]))[-1]
@@ -363,7 +400,7 @@ class Restorer:
         """Where a prompt, of which so many tokens are restored, is to be restorable later."""
         if not self.needs.points:
             return frozenset()
-        blocks, cuts = self.blocks_of(tokens, self.tiers), list(cuts)
+        blocks, cuts = self.blocks_of(tokens, self.lookups), list(cuts)
         n_states = sum(n <= blocks.n_shared for n in blocks.states)
         diverges = Divergence(blocks.n_shared, n_known, n_states)
         learned = divergence_point(self.layout, diverges, cuts)
@@ -481,7 +518,7 @@ class Capture:
         if not behind:
             return []
         refs = [ref for ref in self._latest if ref.number in behind]
-        kept = self._restorer.writer.kept([ref.key for ref in refs])
+        kept = self._restorer.kept([ref.key for ref in refs])
 
         def has_window(ref: BlockRef) -> bool:
             position = behind[ref.number]

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -22,14 +22,15 @@ from keepwarm.prefix.policy import Policy
 from keepwarm.records.record import Header, Part, Record
 from keepwarm.store.disk.write_budget import WriteBudget
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.tier import BlockInfo, Outdated, PutResult, Tier, is_busy
-from keepwarm.store.tiers import Tiers
+from keepwarm.store.tier import BlockInfo, LookupTier, Outdated, PutResult, Tier, is_busy
+from keepwarm.store.tiers import Lookups
 
 LOG = logging.getLogger(__name__)
 MAX_DEFERRAL_S = 2.0  # how long a save waits for restores
 MAX_TRIES = 8  # to write a record while other processes delete
 CATCH_UP_S = 0.5  # how often an idle writer looks for deletions of other processes
 WRITE_BACKOFF_S = 60.0  # seconds without re-saves after a refusal
+MAX_WRITTEN = 1 << 14  # blocks, the latest, that requests which wait already are told of
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,14 @@ class Saver(Protocol):
         not written once no request with a share in it has a claim any more.
         """
 
-    def kept(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
-        """Which of these blocks are saved, or queued to be."""
+    @property
+    def written(self) -> Mapping[BlockKey, BlockInfo]:
+        """The latest blocks that this process has written to disk."""
+
+    def kept(
+        self, keys: Collection[BlockKey], disk: LookupTier | None = None
+    ) -> dict[BlockKey, BlockInfo]:
+        """Which of these blocks are saved, or queued to be; `disk` answers in place of the disk."""
 
     def accepts_resaves(self, policy: Policy) -> bool:
         """Whether blocks that are in memory only should be put again."""
@@ -82,6 +89,7 @@ class MemorySaver:
 
     def __init__(self, memory: Tier) -> None:
         self._memory = memory
+        self.written: Mapping[BlockKey, BlockInfo] = {}
 
     def put(
         self,
@@ -92,7 +100,11 @@ class MemorySaver:
     ) -> None:
         _put_in_memory(self._memory, record, memory_only)
 
-    def kept(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
+    def kept(
+        self,
+        keys: Collection[BlockKey],
+        disk: LookupTier | None = None,  # noqa: ARG002
+    ) -> dict[BlockKey, BlockInfo]:
         memory = self._memory
         demoted = memory.demoted_windows(keys) if isinstance(memory, MemoryTier) else set()
         return memory.have([key for key in keys if key not in demoted])
@@ -135,6 +147,7 @@ class Writer:
         self._disk = disk
         self._order: deque[tuple[BlockKey, Part]] = deque()
         self._shares: dict[tuple[BlockKey, Part], list[Share]] = {}  # of what is queued
+        self.written: dict[BlockKey, BlockInfo] = {}
         self._changed = threading.Condition()
         self._restores = 0
         self._closing = False
@@ -175,6 +188,7 @@ class Writer:
     def forget(self, deletions: Deletions) -> None:
         """Drop what is queued and was deleted on purpose."""
         unclaimed = Unclaimed(deletions)
+        self.written.clear()
         with self._changed:
             for item, shares in self._shares.items():
                 if unclaimed.holds(shares):
@@ -193,8 +207,10 @@ class Writer:
         is_first = header.part is not Part.DELTA or header.number == 0
         return not (is_first or self._disk.have([header.parent]))
 
-    def kept(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
-        return Tiers([("queue", self.queued), ("disk", self._disk)]).have(keys)
+    def kept(
+        self, keys: Collection[BlockKey], disk: LookupTier | None = None
+    ) -> dict[BlockKey, BlockInfo]:
+        return Lookups([("queue", self.queued), ("disk", disk or self._disk)]).have(keys)
 
     def accepts_resaves(self, policy: Policy) -> bool:
         """Slicing blocks takes the engine's time, so after a refusal only for durable requests."""
@@ -300,6 +316,7 @@ class Writer:
             self._refused(over_budget=1)
             return
         put = _put(self._disk, record)
+        self._note_written(record.header.key)
         if put.stored:
             self._count(written_records=1, written_bytes=record.n_bytes)
             return
@@ -308,6 +325,12 @@ class Writer:
             self._refused(failed=1)
         elif record.header.part not in _parts(self._disk, record.header.key):
             self._refused()  # the tier counts it
+
+    def _note_written(self, key: BlockKey) -> None:
+        """Before the record leaves the queue, so that it is always found."""
+        self.written |= self._disk.have([key])
+        if len(self.written) > MAX_WRITTEN:
+            del self.written[next(iter(self.written))]
 
     def _refused(self, **why: int) -> None:
         self._backoff_until = time.monotonic() + WRITE_BACKOFF_S
