@@ -10,8 +10,7 @@ __version__ = "0.1.0.dev0"
 
 # Imported on first use: `import keepwarm` and `keepwarm --help` must not wait for MLX.
 _HOMES = {
-    "keepwarm.cache.attached": "AttachedModel",
-    "keepwarm.cache.store": "Budgets Store",
+    "keepwarm.cache.store": "AttachedModel Budgets Store",
     "keepwarm.config": "Settings",
     "keepwarm.device.memory": "MemoryConfig",
     "keepwarm.engine.admission": "EngineConfig",

@@ -1,4 +1,4 @@
-from keepwarm.cache.attached import AttachedModel as AttachedModel
+from keepwarm.cache.store import AttachedModel as AttachedModel
 from keepwarm.cache.store import Budgets as Budgets
 from keepwarm.cache.store import Store as Store
 from keepwarm.config import Settings as Settings

@@ -9,8 +9,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm.agents.agent_store import AgentStore
-from keepwarm.agents.archive import MANIFEST, ArchiveWriter
-from keepwarm.agents.bundle import Manifest, identity_in
+from keepwarm.agents.bundle import MANIFEST, ArchiveWriter, Manifest, identity_in
 from keepwarm.agents.rewriting import prefix_blocks, prefix_records, trimmed
 from keepwarm.cache.restore.records import block_of, records_of
 from keepwarm.cache.store import Budgets, Store

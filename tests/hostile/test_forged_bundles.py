@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from keepwarm import config
-from keepwarm.agents.archive import ArchiveWriter
+from keepwarm.agents.bundle import ArchiveWriter
 from keepwarm.models.load import load
 from keepwarm.prefix.fingerprint import digest
 from keepwarm.records.record import Record, encode_record, open_record, read_record

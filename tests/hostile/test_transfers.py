@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from keepwarm.agents.agent_store import AgentStore
-from keepwarm.agents.archive import ArchiveReader
+from keepwarm.agents.bundle import ArchiveReader
 from keepwarm.server.admin.bundles import MAX_OF_ONE_KEY
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.waiting import wait_until

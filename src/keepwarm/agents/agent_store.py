@@ -25,8 +25,7 @@ from keepwarm.agents.bundle import (
     import_bundle,
     stage_record,
 )
-from keepwarm.agents.pins import TtlPins
-from keepwarm.agents.prefixes import PREFIX_SIGN, StoredPrefixes
+from keepwarm.agents.prefixes import PREFIX_SIGN, StoredPrefixes, TtlPins
 from keepwarm.agents.reachability import used_by
 from keepwarm.agents.rewriting import prefix_blocks, prefix_records, renamed
 from keepwarm.agents.signing import NO_KEYS, BundleKeys, SigningKey

@@ -7,30 +7,39 @@ kw.commit(tokens, cache)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import mlx.core as mx
 
 from keepwarm import blas, config, kv
+from keepwarm.agents.agent import Agent
 from keepwarm.agents.agent_store import AgentStore, handshake_with
-from keepwarm.cache.agent_layers import AgentBlocks, load_blocks
-from keepwarm.cache.attached import AttachedModel
+from keepwarm.agents.block_refs import Holder
+from keepwarm.agents.rewriting import PrefixBlock, prefix_records
 from keepwarm.cache.identity import identity_of
 from keepwarm.cache.restore.forgetting import Forget, Forgetting
 from keepwarm.cache.restore.loading import Reader, RestoreFailures
 from keepwarm.cache.restore.points import PointSizes
 from keepwarm.cache.restore.rates import RateBook
+from keepwarm.cache.restore.records import block_of
 from keepwarm.cache.restore.restorer import Restorer
 from keepwarm.cache.restore.writing import MemorySaver, Saver, Writer, WriteStats
 from keepwarm.device.memory import MemoryConfig
 from keepwarm.errors import BadInput, StoreFailed, UnknownAgent
 from keepwarm.kv.slabs import SlabPool
+from keepwarm.kv.slices import Block, Rows
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.prefix.policy import Policy
+from keepwarm.records.record import Record
 from keepwarm.store.counts import CountBook
-from keepwarm.store.disk.disk import DiskLimits
+from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tier import StoredBlock, Tier, TierStats, as_store_errors
 from keepwarm.store.tiers import SHARED, Tiers
@@ -38,6 +47,7 @@ from keepwarm.store.tiers import SHARED, Tiers
 if TYPE_CHECKING:
     from keepwarm.remote.opening import SharedTiers
 
+LAYER = re.compile(r"L(\d+)")
 MIXED = "mixed numerics"  # noted in the index
 
 
@@ -65,6 +75,77 @@ class Budgets:
             disk_bytes=settings.disk_bytes,
             disk_writes_per_day=settings.disk_writes_per_day or None,
         )
+
+
+class RestoredPrompt(NamedTuple):
+    """Caches that hold the first tokens of a prompt, and the tokens still to be fed."""
+
+    cache: kv.Caches
+    rest: list[int]
+
+
+class AttachedModel:
+    """A store as one model uses it."""
+
+    def __init__(
+        self,
+        model: Any,
+        identity: Identity,
+        restorer: Restorer,
+        kv_options: dict[str, Any],
+    ) -> None:
+        self._model = model
+        self._kv_options = kv_options
+        self.identity = identity
+        self.restorer = restorer
+
+    def restore(self, tokens: Sequence[int]) -> RestoredPrompt:
+        """Caches for the longest stored prefix, or empty ones."""
+        if not tokens:
+            raise BadInput("There are no tokens to restore; pass a prompt.")
+        found = self.restorer.restore(tokens)
+        caches = found.caches or kv.make_caches(self._model, **self._kv_options)
+        return RestoredPrompt(caches, list(tokens[found.n_tokens :]))
+
+    def on_progress(self, tokens: Sequence[int], cache: kv.Caches) -> Callable[[int, int], None]:
+        """A `prompt_progress_callback` for mlx-lm: saves a prompt while it is prefilled.
+
+        `cache` is what `restore` returned for these tokens. On a model with states only this keeps
+        a place before the end, from which the same prompt can go on again.
+        """
+        capture, last = self.restorer.open(tokens), len(tokens) - 1
+        points: frozenset[int] = frozenset()
+
+        def keep(n_done: int, n_rest: int) -> None:
+            nonlocal points
+            upto = len(tokens) - n_rest + n_done
+            if not n_done:
+                capture.start_at(upto)
+                points = self.restorer.points(tokens, (), upto)
+                capture.expect(points)
+            elif upto <= last:  # the last call comes when the cache holds more
+                kv.evaluate(cache)
+                capture.capture(cache, upto, checkpoint=upto in points)
+
+        return keep
+
+    def commit(self, tokens: Sequence[int], cache: kv.Caches) -> None:
+        """Save a cache that represents exactly these tokens. It can be restored at once."""
+        kv.evaluate(cache)
+        count = kv.token_count(cache)
+        if count is not None and count != len(tokens):
+            raise BadInput(
+                f"The cache holds {count} tokens, but {len(tokens)} were given; pass its tokens."
+            )
+        self.restorer.open(tokens).finish(tokens, cache)
+
+
+class AgentBlocks(NamedTuple):
+    """What is stored of an agent: its blocks in order, by layer, of the first `n_tokens` tokens."""
+
+    layers: dict[int, list[Block]]
+    n_tokens: int
+    metadata: Mapping[str, str]
 
 
 class Store:
@@ -215,7 +296,7 @@ class Store:
         that was evicted are left out.
         """
         agent = self.on_disk.find(agent_id, branch=branch)
-        return load_blocks(self.on_disk.disk, agent, list(self.on_disk.holders(agent)))
+        return _load_blocks(self.on_disk.disk, agent, list(self.on_disk.holders(agent)))
 
     def policy_for(self, agent_id: str | None, policy: Policy) -> Policy:
         """The policy with which an agent's request runs: of an ephemeral one nothing is written."""
@@ -370,3 +451,52 @@ def _memory_bytes(budgets: Budgets) -> int:
     if budgets.memory_bytes is None:
         return MemoryConfig.automatic().tier_bytes
     return budgets.memory_bytes
+
+
+def _load_blocks(disk: DiskTier, agent: Agent, holders: Sequence[Holder]) -> AgentBlocks:
+    """The blocks that hold an agent's tokens, cut to these."""
+    tokens = b"".join(holder.tokens for holder in holders)
+    held = [PrefixBlock(holder.key, number) for number, holder in enumerate(holders)]
+    layers = _by_layer(prefix_records(disk, held, tokens))
+    return AgentBlocks(layers, len(tokens) // 4, agent.metadata)
+
+
+def _by_layer(records: Iterable[Record]) -> dict[int, list[Block]]:
+    """Each layer's part of every block, as MLX arrays; the records are in order."""
+    layers: defaultdict[int, list[Block]] = defaultdict(list)
+    for _, parts in groupby(records, key=lambda record: record.header.number):
+        blocks = [block_of(record) for record in parts]
+        for layer in sorted({_layer(name) for block in blocks for name in _names(block)}):
+            layers[layer].append(_of_layer(blocks, layer))
+    return dict(sorted(layers.items()))
+
+
+def _of_layer(parts: list[Block], layer: int) -> Block:
+    """One layer of a block whose parts are in several records."""
+
+    def own(kind: str) -> dict[str, mx.array]:
+        tensors = [item for part in parts for item in getattr(part, kind).items()]
+        return {name: _to_mx(rows) for name, rows in tensors if _layer(name) == layer}
+
+    firsts = {path: n for part in parts for path, n in part.first_rows.items()}
+    return Block(
+        parts[0].index,
+        parts[0].n_tokens,
+        delta=own("delta"),
+        window=own("window"),
+        first_rows={path: n for path, n in firsts.items() if _layer(f"L{path}") == layer},
+        state=own("state"),
+    )
+
+
+def _to_mx(rows: Rows) -> mx.array:
+    return rows if isinstance(rows, mx.array) else rows.to_mx()
+
+
+def _names(block: Block) -> Iterable[str]:
+    return (*block.delta, *block.window, *block.state)
+
+
+def _layer(name: str) -> int:
+    found = LAYER.match(name)
+    return int(found[1]) if found else -1

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 
 from keepwarm import kv
 from keepwarm.agents.agent import Agent, Branch
-from keepwarm.cache.attached import AttachedModel
 from keepwarm.cache.identity import make_options_in
-from keepwarm.cache.store import Store
+from keepwarm.cache.store import AttachedModel, Store
 from keepwarm.errors import BadCacheFile, BadInput, UnknownAgent
 from keepwarm.kv.files.dialects import Dialect
 from keepwarm.kv.files.prompt_cache import (

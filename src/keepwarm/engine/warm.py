@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, Self
 
 from keepwarm.agents.agent import Agent, Branch
 from keepwarm.agents.agent_store import AgentStore
-from keepwarm.cache.attached import AttachedModel
 from keepwarm.cache.identity import make_options_in
 from keepwarm.cache.restore.plan import Read
 from keepwarm.cache.restore.restorer import Restorer
+from keepwarm.cache.store import AttachedModel
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput, CacheError, KeepwarmError, Stopping
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace

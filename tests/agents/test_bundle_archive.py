@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from keepwarm.agents.archive import MANIFEST, ArchiveReader, ArchiveWriter
+from keepwarm.agents.bundle import MANIFEST, ArchiveReader, ArchiveWriter
 from keepwarm.errors import BadRecord
 
 GOLDEN = sorted(Path("tests/data/golden/stores").glob("*.bundle"))
