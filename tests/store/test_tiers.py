@@ -68,3 +68,16 @@ def test_disk_answers_know_what_this_process_wrote_since(tier, records):
     tier.put(records[1])
     written |= tier.tier.have([keys[1]])
     assert answers.have(keys).keys() == {keys[0], keys[1]}
+
+
+def test_disk_answers_do_not_know_what_was_written_and_deleted_before(tier, records):
+    keys = keys_of(records)
+    written = tier.tier.have(keys)
+    tier.tier.delete(keys[0])
+    answers = DiskAnswers(tier, written)
+    assert answers.have(keys) == {}
+    answers.close()
+    assert answers.have(keys) == {}
+    tier.put(records[0])
+    written |= {key: info._replace() for key, info in tier.tier.have(keys).items()}  # once more
+    assert answers.have(keys).keys() == {keys[0]}

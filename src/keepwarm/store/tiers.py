@@ -32,6 +32,7 @@ class DiskAnswers:
         self._disk: LookupTier | None = disk
         self._written = written
         self._blocks: dict[BlockKey, BlockInfo | None] = {}
+        self._gone: dict[BlockKey, BlockInfo] = {}  # written before it was asked, and deleted again
         self._children: dict[BlockKey, list[Child]] = {}
         self._states: dict[BlockKey, list[CheckpointRef]] = {}
 
@@ -43,8 +44,16 @@ class DiskAnswers:
         if self._disk is not None and unasked:
             found = self._disk.have(unasked)
             self._blocks |= {key: found.get(key) for key in unasked}
-        known = ((key, self._written.get(key) or self._blocks.get(key)) for key in keys)
+            lost = (key for key in unasked if key in self._written and key not in found)
+            self._gone |= {key: self._written[key] for key in lost}
+        known = ((key, self._latest(key)) for key in keys)
         return {key: block for key, block in known if block is not None}
+
+    def _latest(self, key: BlockKey) -> BlockInfo | None:
+        written = self._written.get(key)
+        if written is None or written is self._gone.get(key):
+            return self._blocks.get(key)
+        return written
 
     def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
         if self._disk is not None and parent not in self._children:
