@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
 
 from keepwarm.agents.agent_store import AgentStore
 from keepwarm.cache.identity import identity_of
-from keepwarm.store.disk.disk import DiskLimits, DiskTier
+from keepwarm.store.disk.disk import DiskLimits
 from keepwarm.store.disk.maintenance import verify
 from tests.golden import scenario
 from tests.golden.api import shapes
@@ -84,23 +83,6 @@ def test_tokens_records_and_receipts(architecture, tmp_path):
     assert played["records"].items() >= wanted["records"].items()
     more = played["records"].keys() - wanted["records"].keys()
     assert {Path(name).name.split(".")[0] for name in more} == LEARNED.get(architecture, set())
-
-
-@every_model
-def test_engine_thread_never_looks_up_blocks_on_disk(architecture, tmp_path, monkeypatch):
-    """Its callers do, before it plans: an index may wait for a drive."""
-    callers = {name: set() for name in ("have", "children", "states")}
-    for name, threads in callers.items():
-        looked_up = getattr(DiskTier, name)
-
-        def noted(self, *given, looked_up=looked_up, threads=threads):
-            threads.add(threading.current_thread().name)
-            return looked_up(self, *given)
-
-        monkeypatch.setattr(DiskTier, name, noted)
-    scenario.play(architecture, tmp_path)
-    assert callers["have"]
-    assert "keepwarm-engine" not in set().union(*callers.values())
 
 
 @pytest.mark.parametrize(("architecture", "kind", "secret"), STORES)

@@ -16,8 +16,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-import mlx.core as mx
-
 from keepwarm import blas, config, kv
 from keepwarm.agents.agent import Agent
 from keepwarm.agents.agent_store import AgentStore, handshake_with
@@ -33,6 +31,7 @@ from keepwarm.cache.restore.restorer import Restorer
 from keepwarm.cache.restore.writing import MemorySaver, Saver, Writer, WriteStats
 from keepwarm.device.memory import MemoryConfig
 from keepwarm.errors import BadInput, StoreFailed, UnknownAgent
+from keepwarm.kv.buffers import HostArray
 from keepwarm.kv.slabs import SlabPool
 from keepwarm.kv.slices import Block, Rows
 from keepwarm.prefix.fingerprint import Identity, namespace
@@ -474,7 +473,7 @@ def _by_layer(records: Iterable[Record]) -> dict[int, list[Block]]:
 def _of_layer(parts: list[Block], layer: int) -> Block:
     """One layer of a block whose parts are in several records."""
 
-    def own(kind: str) -> dict[str, mx.array]:
+    def own(kind: str) -> dict[str, Rows]:
         tensors = [item for part in parts for item in getattr(part, kind).items()]
         return {name: _to_mx(rows) for name, rows in tensors if _layer(name) == layer}
 
@@ -489,8 +488,9 @@ def _of_layer(parts: list[Block], layer: int) -> Block:
     )
 
 
-def _to_mx(rows: Rows) -> mx.array:
-    return rows if isinstance(rows, mx.array) else rows.to_mx()
+def _to_mx(rows: Rows) -> Rows:
+    # NOTE: no `mx.array` here: MLX must be imported by `keepwarm.kv`, which binds its BLAS late.
+    return rows.to_mx() if isinstance(rows, HostArray) else rows
 
 
 def _names(block: Block) -> Iterable[str]:

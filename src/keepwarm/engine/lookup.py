@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from keepwarm.cache.restore.restorer import Plan
 from keepwarm.engine.lane import Lane
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey
-from keepwarm.store.tiers import Lookups
+from keepwarm.store.tiers import TierLookups
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def look_up(lane: Lane, tokens: list[int]) -> Lookup:
     return Lookup(len(tokens), {k: n for k, n in warm.items() if n}, round(first_ms, 1))
 
 
-def _by_tier(plan: Plan, tiers: Lookups) -> dict[str, int]:
+def _by_tier(plan: Plan, tiers: TierLookups) -> dict[str, int]:
     """Tokens by the tier they would come from; blocks that no layer reads count with the last."""
     tier_of: dict[BlockKey, str] = {}
     keys = [read.key for read in plan.point.reads]

@@ -72,7 +72,7 @@ class DiskAnswers:
         return [state for key in parents for state in self._states.get(key, ())]
 
 
-class Lookups:
+class TierLookups:
     """Look-ups over all tiers: what is stored, without the records."""
 
     def __init__(
@@ -86,16 +86,16 @@ class Lookups:
             *((SHARED, tier) for tier in shared),
         ]
 
-    def reaches(self) -> list[Lookups]:
+    def reaches(self) -> list[TierLookups]:
         """Those of this machine, then with the first shared one, then with more; without shared
         ones that have failed.
         """
         usable = [tier for tier in self.shared if tier.is_trusted]
-        return [Lookups(self.here, usable[:n]) for n in range(len(usable) + 1)]
+        return [TierLookups(self.here, usable[:n]) for n in range(len(usable) + 1)]
 
     def shared_bytes(self, records: Sequence[tuple[BlockKey, Part]]) -> dict[SharedTier, int]:
         """The bytes that each shared tier is read for, if these records are."""
-        missing = set(_missing(Lookups(self.here), records)) if self.shared else set()
+        missing = set(_missing(TierLookups(self.here), records)) if self.shared else set()
         found = {}
         for tier in self.shared:
             known = tier.have({key for key, _ in missing})
@@ -120,7 +120,7 @@ class Lookups:
         return list({state for _, tier in self.looked_up for state in tier.states(parents)})
 
 
-class Tiers(Lookups):
+class Tiers(TierLookups):
     """The same with the records. A read does not fill faster tiers: captured blocks do, and the
     page cache keeps files that are read often.
     """
@@ -141,10 +141,10 @@ class Tiers(Lookups):
         """Those of this machine alone."""
         return Tiers(self._local) if self.shared else self
 
-    def with_answers(self, answers: DiskAnswers) -> Lookups:
+    def with_answers(self, answers: DiskAnswers) -> TierLookups:
         """The same, where the disk is not asked again."""
         here = [(name, answers if name == DISK else tier) for name, tier in self._local]
-        return Lookups(here, self.shared)
+        return TierLookups(here, self.shared)
 
     def visit(
         self,
@@ -193,7 +193,7 @@ class Tiers(Lookups):
 
 
 def _missing(
-    tiers: Lookups, records: Sequence[tuple[BlockKey, Part]]
+    tiers: TierLookups, records: Sequence[tuple[BlockKey, Part]]
 ) -> Iterator[tuple[BlockKey, Part]]:
     known = tiers.have({key for key, _ in records})
     return (one for one in records if one[0] not in known or one[1] not in known[one[0]].parts)

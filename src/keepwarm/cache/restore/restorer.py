@@ -46,7 +46,7 @@ from keepwarm.prefix.blocks import (
 from keepwarm.prefix.policy import Policy
 from keepwarm.records.record import Part
 from keepwarm.store.tier import BlockInfo, RemoteLookup, SharedTier
-from keepwarm.store.tiers import DISK, SHARED, DiskAnswers, Lookups, Tiers
+from keepwarm.store.tiers import DISK, SHARED, DiskAnswers, TierLookups, Tiers
 
 if TYPE_CHECKING:
     from keepwarm.remote.uploader import Uploader  # only where a remote is set
@@ -141,7 +141,7 @@ class Restorer:
         return made
 
     @property
-    def lookups(self) -> Lookups:
+    def lookups(self) -> TierLookups:
         """What plans are made from."""
         return self.tiers if self.answers is None else self.tiers.with_answers(self.answers)
 
@@ -157,7 +157,7 @@ class Restorer:
         if self.answers is None:
             self.catch_up()
         lookups = self.lookups
-        reaches = [Lookups(lookups.here)] if only_here else lookups.reaches()
+        reaches = [TierLookups(lookups.here)] if only_here else lookups.reaches()
         plans = [self._plan_in(tiers, tokens, without) for tiers in reaches]
         best = min(plans, key=lambda plan: plan.seconds(len(tokens)) if plans[1:] else 0.0)
         slower = zip(reaches[1:], plans[1:], strict=True)
@@ -165,7 +165,7 @@ class Restorer:
         return replace(best, n_here=plans[0].n_tokens, declined=tuple(more))
 
     def _plan_in(
-        self, tiers: Lookups, tokens: Sequence[int], without: Collection[BlockKey]
+        self, tiers: TierLookups, tokens: Sequence[int], without: Collection[BlockKey]
     ) -> Plan:
         limit = self._limit(tokens)
         point = self._longest(tiers, tokens, limit, without) if limit > 0 else NOTHING
@@ -181,12 +181,16 @@ class Restorer:
         return min(len(tokens) - 1, self.max_restored)
 
     def _longest(
-        self, tiers: Lookups, tokens: Sequence[int], limit: int, without: Collection[BlockKey] = ()
+        self,
+        tiers: TierLookups,
+        tokens: Sequence[int],
+        limit: int,
+        without: Collection[BlockKey] = (),
     ) -> Point:
         return longest(self.needs, self.blocks_of(tokens, tiers, without), limit)
 
     def blocks_of(
-        self, tokens: Sequence[int], tiers: Lookups, without: Collection[BlockKey] = ()
+        self, tokens: Sequence[int], tiers: TierLookups, without: Collection[BlockKey] = ()
     ) -> KnownBlocks:
         """What these tiers have of a prompt."""
         blocks = list(chain(self.namespace, tokens))
@@ -203,7 +207,7 @@ class Restorer:
         return KnownBlocks(refs, known, matched, children, states)
 
     def _states(
-        self, tiers: Lookups, refs: Sequence[BlockRef], packed: bytes
+        self, tiers: TierLookups, refs: Sequence[BlockRef], packed: bytes
     ) -> dict[int, BlockKey]:
         """Checkpoints inside the blocks of this prompt, by position."""
         starts = {root(self.namespace): 0}
@@ -224,7 +228,7 @@ class Restorer:
         shared = [tier for tier in self.tiers.shared if not tier.is_open]
         if limit <= 0 or not shared or not policy.reads:
             return
-        blocks = self.blocks_of(tokens, Lookups(self.lookups.here))
+        blocks = self.blocks_of(tokens, TierLookups(self.lookups.here))
         n_here = longest(self.needs, blocks, limit).n_tokens
         computing_s = self.rates.prefill_s(n_here, len(tokens))
         if n_here >= limit or computing_s < SMALL_LOAD_S:
@@ -361,7 +365,7 @@ class Restorer:
     def _on_disk(self) -> Tiers:
         return Tiers([(name, tier) for name, tier in self.tiers.named if name == DISK])
 
-    def _n_in(self, tiers: Lookups, tokens: Sequence[int], limit: int) -> int:
+    def _n_in(self, tiers: TierLookups, tokens: Sequence[int], limit: int) -> int:
         return self._longest(tiers, tokens, limit).n_tokens if limit > 0 else 0
 
     def survives(self, tokens: Sequence[int]) -> bool:
@@ -374,7 +378,7 @@ class Restorer:
         saved = self.lookups.here[1:]  # without memory
         if not saved or len(tokens) < WORTH_SAVING:
             return True
-        point = self._longest(Lookups(saved), tokens, len(tokens))
+        point = self._longest(TierLookups(saved), tokens, len(tokens))
         if point.n_tokens <= len(tokens) - WORTH_SAVING:
             return False
         last = list(chain(self.namespace, tokens[: point.n_tokens]))[-1]

@@ -23,7 +23,7 @@ from keepwarm.records.record import Header, Part, Record
 from keepwarm.store.disk.write_budget import WriteBudget
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tier import BlockInfo, LookupTier, Outdated, PutResult, Tier, is_busy
-from keepwarm.store.tiers import Lookups
+from keepwarm.store.tiers import TierLookups
 
 LOG = logging.getLogger(__name__)
 MAX_DEFERRAL_S = 2.0  # how long a save waits for restores
@@ -210,7 +210,7 @@ class Writer:
     def kept(
         self, keys: Collection[BlockKey], disk: LookupTier | None = None
     ) -> dict[BlockKey, BlockInfo]:
-        return Lookups([("queue", self.queued), ("disk", disk or self._disk)]).have(keys)
+        return TierLookups([("queue", self.queued), ("disk", disk or self._disk)]).have(keys)
 
     def accepts_resaves(self, policy: Policy) -> bool:
         """Slicing blocks takes the engine's time, so after a refusal only for durable requests."""
