@@ -1,4 +1,4 @@
-"""Configuration, data and downloads are where the system wants them, and old data stays warm."""
+"""Configuration, data and downloads are where the system wants them."""
 
 import sys
 from pathlib import Path
@@ -20,11 +20,6 @@ def user(tmp_path, monkeypatch):
     return tmp_path
 
 
-def store_in(folder: Path) -> Path:
-    (folder / "keepwarm" / "store").mkdir(parents=True)
-    return folder / "keepwarm"
-
-
 def test_a_new_user_has_one_folder_of_each_kind(user):
     found = config.load({})
     assert found.home == user / "data" / "keepwarm"
@@ -42,26 +37,11 @@ def test_the_file_in_the_config_folder_is_read(user):
 
 
 def test_everything_is_in_keepwarm_home_where_it_is_set(user):
-    store_in(user / "cache")
     home = user / "mine"
     environ = {"KEEPWARM_HOME": str(home)}
     found = config.load(environ)
     assert (found.home, found.store, found.models) == (home, home / "store", home / "models")
     assert find_folders(environ).config == home / "config.toml"
-
-
-def test_an_old_store_in_the_cache_folder_is_used_where_it_is(user):
-    old = store_in(user / "cache")
-    (old / "config.toml").write_text("port = 98")
-    found = config.load({})
-    assert (found.home, found.store, found.port) == (old, old / "store", 98)
-    assert not (user / "data").exists()
-
-
-def test_what_was_moved_to_the_new_folders_is_used_there(user):
-    store_in(user / "cache")
-    new = store_in(user / "data")
-    assert config.load({}).store == new / "store"
 
 
 def test_downloads_can_be_elsewhere(user):

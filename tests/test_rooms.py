@@ -24,7 +24,7 @@ MAX_FUNCTION_LINES = 60
 # on the ground floor. The package itself and `python -m` stand above everything.
 GROUND = 0
 LEVELS = {
-    **dict.fromkeys(("errors", "concurrency", "config", "files", "folders"), GROUND),
+    **dict.fromkeys(("errors", "concurrency", "config", "files"), GROUND),
     **dict.fromkeys(("progress", "units", "backend", "blas", "blas_trial", "mlx_import"), GROUND),
     "prefix": 1,
     "records": 2,
@@ -159,6 +159,16 @@ def _same_room(folder: str, other: str) -> bool:
     return folder.partition(".")[0] == other.partition(".")[0]
 
 
+def folder_imports(trees: Trees) -> dict[str, set[str]]:
+    """Which folders of the same room each folder imports; a folder is a layer, so in no circle."""
+    found: dict[str, set[str]] = {}
+    for module, others in dependencies(trees).items():
+        folder = folder_of(module)
+        wings = {other for other in map(folder_of, others) if _same_room(folder, other)}
+        found.setdefault(folder, set()).update(wings - {folder})
+    return found
+
+
 def imports_of(trees: Trees, packages: set[str]) -> list[str]:
     return [
         f"{module}: {name}"
@@ -282,6 +292,10 @@ def test_modules_import_in_no_circle(trees):
     TopologicalSorter(dependencies(trees)).prepare()
 
 
+def test_folders_of_a_room_import_one_way(trees):
+    TopologicalSorter(folder_imports(trees)).prepare()
+
+
 def test_prefix_is_pure(trees):
     assert impurities({m: t for m, t in trees.items() if room(m) == "prefix"}) == []
 
@@ -354,6 +368,16 @@ def test_an_import_that_no_docstring_names_is_seen():
     assert undeclared(rooms) == []
     rooms["keepwarm.store.disk.files"] = ast.parse("from keepwarm.store.index import rows")
     assert undeclared(rooms) == ["keepwarm.store.disk.files imports from store.index"]
+
+
+def test_folders_that_import_each_other_are_seen():
+    both = _parsed(
+        store__tier="",
+        store__disk="from keepwarm.store.index import rows",
+        store__index__rows="from keepwarm.store.tier import Tier",
+    )
+    with pytest.raises(CycleError):
+        TopologicalSorter(folder_imports(both)).prepare()
 
 
 def test_a_circle_is_seen():

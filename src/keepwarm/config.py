@@ -15,7 +15,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-from keepwarm import folders
+import platformdirs
+
 from keepwarm.errors import BadInput
 from keepwarm.units import parse_bytes
 
@@ -24,6 +25,7 @@ from keepwarm.units import parse_bytes
 SECRETS = frozenset({"encryption_key", "api_keys", "admin_key", "remote_password", "fleet_key"})
 FROM_FILE = "@"
 PREFIX = "KEEPWARM_"
+CONFIG = "config.toml"
 OTHER_VARIABLES = frozenset({"API_KEY", "BLAS", "BLAS_THREADS"})  # with this prefix too
 KEY_NAME = re.compile(r"(?!admin$)[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
@@ -170,13 +172,25 @@ def _unknown_variable(name: str, known: list[str]) -> str:
     return f"Warning: the variable {PREFIX}{name} is not a setting and is ignored; {hint}"
 
 
-def find_folders(environ: Mapping[str, str]) -> folders.Folders:
-    """Where files are kept; raises BadInput for a `KEEPWARM_HOME` that is no path."""
+class Folders(NamedTuple):
+    """Where files are kept: in the user's folders, or all in `KEEPWARM_HOME` where that is set."""
+
+    home: Path  # agents, blocks and measurements of this machine
+    downloads: Path
+    config: Path  # the file, which need not exist
+
+
+def find_folders(environ: Mapping[str, str]) -> Folders:
+    """Raises BadInput for a `KEEPWARM_HOME` that is not a path."""
+    if not (given := environ.get("KEEPWARM_HOME")):
+        config = platformdirs.user_config_path("keepwarm") / CONFIG
+        data, cache = platformdirs.user_data_path, platformdirs.user_cache_path
+        return Folders(data("keepwarm"), cache("keepwarm"), config)
     try:
-        return folders.find(environ)
-    except (ValueError, RuntimeError) as error:
-        given = environ.get("KEEPWARM_HOME")
+        home = Path(given).expanduser().absolute()
+    except (ValueError, RuntimeError) as error:  # RuntimeError: the home of an unknown user
         raise BadInput(f"KEEPWARM_HOME must be a path, not {given!r}.") from error
+    return Folders(home, home, home / CONFIG)
 
 
 def _from_file(path: Path) -> dict[str, Any]:
