@@ -585,7 +585,7 @@ def test_the_command_line_with_the_key_without_it_and_with_another(tmp_path, typ
     assert second["text"] == first["text"]
 
     assert [agent["id"] for agent in cache("ls")] == [AGENT]
-    assert cache("show", AGENT)["turns"]
+    assert cache("show", AGENT)["branches"][0]["turns"]
     assert "namespace" not in cache("show", AGENT)
     assert cache("verify")["bad"] == []
     for key in ("", OTHER_KEY):
