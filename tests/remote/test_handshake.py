@@ -72,3 +72,8 @@ def test_a_place_that_does_not_answer_delays_no_new_store(tmp_path):
     cipher, mark = opened(tmp_path / "a", missing)
     assert json.loads(mark)["scrypt"] == COST
     assert cipher is not None
+
+
+def test_a_store_that_another_version_has_filled_is_refused(machine, place):
+    assert place.put(STORE_META, [b"plain"], SOON)
+    assert "Another version" in machine().refused

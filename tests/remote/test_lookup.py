@@ -18,7 +18,6 @@ from keepwarm.remote.health import RemoteSpeed
 from keepwarm.remote.lookup import (
     ABSENT_S,
     CONNECTING,
-    MAX_REQUESTS,
     PRESENT_S,
     STATE_BLOCKS,
     Finder,
@@ -257,7 +256,7 @@ def test_a_bucket_is_asked_in_twelve_requests(counted, open_tier, model, n_token
     n_whole = n_tokens // BLOCK_TOKENS
     is_far = 0 < n_whole < N_BLOCKS and n_whole not in ENDS
     more = STATE_BLOCKS - 2 if is_far and MODELS[model].get("has_states") else 0
-    assert 0 < sum(seen.values()) <= MAX_REQUESTS + more, seen
+    assert 0 < sum(seen.values()) <= 12 + more, seen
     check_found(tier, n_tokens, MODELS[model])
 
 
@@ -324,7 +323,7 @@ def test_a_prompt_of_100_000_tokens_costs_a_few_requests(model):
         ask_place(place, known, asked)
         assert len(known.have(keys)) == n_there
         assert place.n_calls <= (1 if in_batches else n_round_trips(asked) - CONNECTING)
-        assert in_batches or place.n_names <= MAX_REQUESTS
+        assert in_batches or place.n_names <= 12
 
 
 @pytest.mark.parametrize("address", ["directory"], indirect=True)
