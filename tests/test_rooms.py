@@ -40,6 +40,14 @@ LEVELS = {
     **dict.fromkeys(("__init__", "__main__"), 12),
 }
 
+# Words that meant something here alone, or several things; docs/glossary.md has ours.
+PRIVATE_WORDS = {
+    *("asked", "begun", "behind", "chore", "chores", "doomed", "given", "hand", "hands", "hollow"),
+    *("insight", "mark", "mine", "outgrown", "parting", "partings", "said", "seal", "settle"),
+    *("sharer", "shelf", "thinning", "told", "traceless", "unheeded", "unsharing", "upkeep"),
+    *("wear",),
+}
+
 # `prefix` is pure: it computes, and reads and writes nothing.
 IMPURE = {
     *("mlx", "mlx_lm", "numpy", "os", "io", "pathlib", "shutil", "tempfile", "sqlite3", "socket"),
@@ -217,6 +225,18 @@ def shared_class_names(trees: Trees) -> dict[str, list[str]]:
     return {name: modules for name, modules in found.items() if len(modules) > 1}
 
 
+def private_names(trees: Trees) -> list[str]:
+    """Modules and classes named by a word of `PRIVATE_WORDS`."""
+    found = []
+    for module, tree in trees.items():
+        classes = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        names = [module.rpartition(".")[2], *classes]
+        for name in names:
+            words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
+            found += [f"{module}: {name}"] if words & PRIVATE_WORDS else []
+    return found
+
+
 def unused_names(trees: Trees) -> list[str]:
     """Functions, classes and methods that nothing in the source mentions but their definition.
 
@@ -316,6 +336,10 @@ def test_no_two_public_classes_share_a_name(trees):
     assert shared_class_names(trees) == {}
 
 
+def test_names_have_no_private_words(trees):
+    assert private_names(trees) == []
+
+
 def test_nothing_is_there_for_tests_alone(trees):
     assert unused_names(trees) == []
 
@@ -395,6 +419,7 @@ def test_the_small_readers_see_what_is_wrong():
     assert shared_class_names(twice) == {"A": ["keepwarm.a", "keepwarm.b"]}
     used = "class A:\n    def m(self): pass\n    def n(self): pass\nA().m()\ndef f(): pass"
     assert unused_names(_parsed(a=used)) == ["keepwarm.a.n", "keepwarm.a.f"]
+    assert private_names(_parsed(a="class HandBook: pass")) == ["keepwarm.a: HandBook"]
     assert globals_of(_parsed(a="def f():\n    global x")) == ["keepwarm.a"]
     pure = _parsed(prefix__a="import hashlib", prefix__b="from mlx import core\nopen('x')")
     assert impurities(pure) == ["keepwarm.prefix.b: mlx.core", "keepwarm.prefix.b: open()"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
-from keepwarm.agents.block_refs import find_holders
+from keepwarm.agents.block_refs import find_block_refs
 from keepwarm.errors import BadInput, BadRecord, NewerFormat
 from keepwarm.prefix.blocks import (
     BLOCK_TOKENS,
@@ -340,7 +340,7 @@ class BranchMatcher:
         block, rest = branch.sized_blocks[n_same], self._rest(n_same)
         if block_key(branch.namespace, block.parent, rest[: 4 * block.n_tokens]) == block.key:
             return n_known + block.n_tokens
-        held = next(find_holders(self._disk, [block], block.n_tokens), None)
+        held = next(find_block_refs(self._disk, [block], block.n_tokens), None)
         if held is not None:
             return n_known + common_tokens(held.tokens, rest)
         return max(n_known, self._n_shared_turns(branch))

@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 
 from keepwarm.agents.agent import Agent, Branch
 from keepwarm.agents.agents import Agents
-from keepwarm.agents.block_refs import Holder, find_holders
+from keepwarm.agents.block_refs import Holder, find_block_refs
 from keepwarm.agents.bundle import (
     BundleExport,
     BundleSource,
@@ -126,7 +126,7 @@ class AgentStore:
 
     def holders(self, agent: Agent) -> Iterator[Holder]:
         """The blocks that hold an agent's conversation, up to the first missing one."""
-        return find_holders(self.disk, agent.head.sized_blocks, agent.n_tokens)
+        return find_block_refs(self.disk, agent.head.sized_blocks, agent.n_tokens)
 
     def tokens_of(self, agent: Agent) -> list[int]:
         """The agent's conversation, read from its blocks up to the first missing one."""

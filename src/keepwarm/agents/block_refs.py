@@ -55,7 +55,9 @@ def _begins(header: Header, block: NamedBlock) -> bool:
     return block_key(header.namespace, header.parent, start) == block.key
 
 
-def find_holders(disk: DiskTier, blocks: Sequence[NamedBlock], n_tokens: int) -> Iterator[Holder]:
+def find_block_refs(
+    disk: DiskTier, blocks: Sequence[NamedBlock], n_tokens: int
+) -> Iterator[Holder]:
     """The blocks on disk that hold these tokens, up to the first missing one.
 
     An open block may have been replaced by a longer one, which then takes its place.

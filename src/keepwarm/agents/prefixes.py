@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from keepwarm.agents.agent import Agent, Branch
 from keepwarm.agents.agents import Agents
-from keepwarm.agents.block_refs import find_holders, read_header
+from keepwarm.agents.block_refs import find_block_refs, read_header
 from keepwarm.agents.reachability import used_by
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, chain, pack
@@ -62,7 +62,7 @@ class StoredPrefixes:
 
     def _held_by(self, agent: Agent) -> Iterator[BlockKey]:
         for branch in agent.branches:
-            held = find_holders(self._disk, branch.sized_blocks, branch.n_tokens)
+            held = find_block_refs(self._disk, branch.sized_blocks, branch.n_tokens)
             yield from (holder.key for holder in held)
 
     def show(self, prefix_id: str) -> Agent:

@@ -89,8 +89,8 @@ class MeasuredRemote(NamedTuple):
         if problem:
             return "not usable"
         written = f"writes {format_rate(put)}" if put else "is full"
-        said = f"{latency_s * 1000:.1f} ms, reads {format_rate(read)}, {written}"
-        return f"{said}: {self.verdict}" if self.verdict else said
+        rates = f"{latency_s * 1000:.1f} ms, reads {format_rate(read)}, {written}"
+        return f"{rates}: {self.verdict}" if self.verdict else rates
 
     def __str__(self) -> str:
         why = f": {self.report.problem}" if self.report.problem else ""

@@ -87,12 +87,12 @@ class RunningSequence(Row):
         )
         self._max_tokens = prepared.max_new_tokens
         self._infos: list[TokenInfo] = []  # not yet part of an event
-        self._said: list[Piece] = []
+        self._pieces: list[Piece] = []
 
     @property
     def calls(self) -> list[ToolCall]:
         """Calls of tools so far."""
-        return [piece for piece in self._said if isinstance(piece, ToolCall)]
+        return [piece for piece in self._pieces if isinstance(piece, ToolCall)]
 
     @property
     def n_tokens(self) -> int:
@@ -115,10 +115,10 @@ class RunningSequence(Row):
         past = request.history.turn if request.history else None
         if request.messages is None or (request.history and request.history.tokens and not past):
             return None
-        answer, said = message_of(self._said), list(request.messages)
+        answer, sent = message_of(self._pieces), list(request.messages)
         if request.partial_answer:
-            answer = continued_message(said.pop(), answer)
-        messages = [*(past.messages if past else ()), *said, answer]
+            answer = continued_message(sent.pop(), answer)
+        messages = [*(past.messages if past else ()), *sent, answer]
         is_whole = self._reader.stopped is None and not request.partial_answer
         options = (request.tools, request.thinking, request.template_options)
         return KeptTurn(messages, *options, verbatim=is_whole)
@@ -146,7 +146,7 @@ class RunningSequence(Row):
     def _event(self, piece: Piece) -> Event:
         if isinstance(piece, CallPiece):  # the tokens go with the whole call, or its text
             return ToolCallDelta(self.choice, *piece)
-        self._said.append(piece)
+        self._pieces.append(piece)
         if isinstance(piece, ToolCall):
             return ToolCalled(self.choice, piece, self._flush())
         if isinstance(piece, ReasoningText):
@@ -245,9 +245,9 @@ class Job:
     @property
     def is_later_turn(self) -> bool:
         """Whether it continues a conversation: its prompt holds an earlier answer."""
-        said = self.request.messages or ()
+        sent = self.request.messages or ()
         goes_on = self.prepared.spliced > 0 or bool(self.prepared.continued)
-        return goes_on or any(one.get("role") == "assistant" for one in said)
+        return goes_on or any(one.get("role") == "assistant" for one in sent)
 
     @property
     def n_answers(self) -> int:
@@ -310,8 +310,8 @@ class Job:
         if not made:
             return ()
         past = self.request.history.turn if self.request.history else None
-        said = [*(past.messages if past else ()), *(self.request.messages or ())]
-        before = calls_of_round(said)
+        sent = [*(past.messages if past else ()), *(self.request.messages or ())]
+        before = calls_of_round(sent)
         return tuple(c.id for c in made if signature_of(c.name, c.arguments) in before)
 
     def end(self, error: KeepwarmError | None = None) -> None:

@@ -113,10 +113,10 @@ def check_was_fed(path: str, leaf: Cache, announced: AnnouncedSlice) -> None:
             f"Layer {path} was fed nothing since prepare; feed the padded slice first."
         )
     if n_tokens != max(announced.lengths, default=max(n_tokens, at_least)):
-        said = max(announced.lengths, default=f"at least {at_least}")
+        length = max(announced.lengths, default=f"at least {at_least}")
         raise UnsupportedCache(
-            f"Layer {path} was fed {n_tokens} tokens a row since prepare, which announced {said}; "
-            "build the batch again."
+            f"Layer {path} was fed {n_tokens} tokens a row since prepare, which announced "
+            f"{length}; build the batch again."
         )
 
 

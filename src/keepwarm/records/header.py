@@ -88,8 +88,8 @@ class HeaderText:
 
     @classmethod
     def parse(cls, text: bytes | bytearray) -> HeaderText:
-        said: dict[str, Any] = from_json(text, allow_inf_nan=False)
-        return cls(said.pop("__metadata__"), said)
+        payload: dict[str, Any] = from_json(text, allow_inf_nan=False)
+        return cls(payload.pop("__metadata__"), payload)
 
     @cached_property
     def entries(self) -> str:
@@ -105,8 +105,8 @@ class HeaderText:
         text = self.text().encode()
         return text + b" " * (-len(text) % 8)
 
-    def digest(self, said: str) -> str:
-        return xxhash.xxh3_128(f"{said}\n{self.entries}".encode()).hexdigest()
+    def digest(self, payload: str) -> str:
+        return xxhash.xxh3_128(f"{payload}\n{self.entries}".encode()).hexdigest()
 
     def sealed(self, cipher: Cipher) -> HeaderText:
         """Tensors by number, as bytes; everything else is in one sealed string."""

@@ -180,9 +180,9 @@ def encode_record(record: Record, cipher: Cipher | None = None) -> list[bytes | 
         table[tensor.name] = entry_json(tensor.dtype, tensor.shape, at, end)
         at = end
     digests = {t.name: digest for t, (_, digest) in zip(record.tensors, stored, strict=True)}
-    said = dumps({**_header_json(record.header), "digests": digests})
-    head = HeaderText({"keepwarm": said}, table)
-    head.metadata["digest"] = head.digest(said)
+    payload = dumps({**_header_json(record.header), "digests": digests})
+    head = HeaderText({"keepwarm": payload}, table)
+    head.metadata["digest"] = head.digest(payload)
     text = (head if cipher is None else head.sealed(cipher)).padded()
     return [struct.pack("<Q", len(text)), text, *(data for data, _ in stored)]
 
@@ -205,10 +205,10 @@ def open_record(
         if text != head.padded():  # duplicate names, for example: readers differ in which they take
             raise BadRecord("the header is not canonical")
         head = head.opened(cipher)
-        said = head.metadata["keepwarm"]
-        if head.digest(said) != head.metadata["digest"]:
+        payload = head.metadata["keepwarm"]
+        if head.digest(payload) != head.metadata["digest"]:
             raise BadRecord("the header does not match its digest")
-        return _parse(from_json(said), head.entries, 8 + n_header, file_bytes, cipher)
+        return _parse(from_json(payload), head.entries, 8 + n_header, file_bytes, cipher)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadRecord(f"the header cannot be read ({type(error).__name__})") from error
 
@@ -308,24 +308,24 @@ def _tag(data: bytes | memoryview) -> str:
 
 
 def _parse(
-    said: dict[str, Any], table: str, data_start: int, n_file: int | None, cipher: Cipher | None
+    payload: dict[str, Any], table: str, data_start: int, n_file: int | None, cipher: Cipher | None
 ) -> VerifiedHeader:
-    version = whole(said["version"], least=1)
+    version = whole(payload["version"], least=1)
     if version > FORMAT_VERSION:
         raise NewerFormat(f"format version {version} is newer than {FORMAT_VERSION}")
-    tokens, extra = b64decode(said["tokens"], validate=True), dict(said["extra"])
+    tokens, extra = b64decode(payload["tokens"], validate=True), dict(payload["extra"])
     _check_counts(tokens, extra)
     header = Header(
-        namespace=Namespace(_hex(said["namespace"], NAMESPACE_BYTES)),
-        key=BlockKey(_hex(said["key"], KEY_BYTES)),
-        parent=BlockKey(_hex(said["parent"], KEY_BYTES)),
-        part=Part(said["part"]),
-        number=whole(said["number"]),
+        namespace=Namespace(_hex(payload["namespace"], NAMESPACE_BYTES)),
+        key=BlockKey(_hex(payload["key"], KEY_BYTES)),
+        parent=BlockKey(_hex(payload["parent"], KEY_BYTES)),
+        part=Part(payload["part"]),
+        number=whole(payload["number"]),
         tokens=tokens,
         extra=extra,
         version=version,
     )
-    places, digests = parse_table(table, 0 if cipher is None else OVERHEAD), said["digests"]
+    places, digests = parse_table(table, 0 if cipher is None else OVERHEAD), payload["digests"]
     entries = tuple(TensorEntry(*place, digests[place.name]) for place in places)
     opened = VerifiedHeader(header, entries, data_start, cipher)
     if n_file not in (None, opened.n_bytes):

@@ -204,7 +204,7 @@ class _Folder:
 
     def erase(self, blocks: Sequence[NamedBlock], keep: Collection[BlockKey]) -> None:
         listed = self._listed()
-        doomed = set(self._doomed(listed, blocks)) - set(keep)
+        doomed = set(self._deleting(listed, blocks)) - set(keep)
         names = [one.name for key in doomed & listed.keys() for one in listed[key]]
         if self._backend.in_batches:  # the list of a folder may have been evicted before its names
             names += [
@@ -222,7 +222,7 @@ class _Folder:
                 found[word.key].append(blob)
         return dict(found)
 
-    def _doomed(
+    def _deleting(
         self, listed: Mapping[BlockKey, Sequence[Listed]], blocks: Sequence[NamedBlock]
     ) -> Iterator[BlockKey]:
         """The blocks, those that begin with an open one, and their own beginnings."""

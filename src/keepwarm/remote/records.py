@@ -204,8 +204,8 @@ class VerifiedRecords:
         except PermissionError as error:  # no key for it; a backend would be out of order
             raise NewerFormat(str(error)) from error
         check_identity(record.header, wanted.key, wanted.part)
-        told = RemoteRecord.of(record.header)
-        if (told.n_tokens, told.w_rows) != (wanted.n_tokens, wanted.w_rows):
+        stored = RemoteRecord.of(record.header)
+        if (stored.n_tokens, stored.w_rows) != (wanted.n_tokens, wanted.w_rows):
             raise BadRecord("its name tells other tokens or window rows than it has")
         return FetchedRecord(record, len(data))
 

@@ -207,10 +207,12 @@ class EventPublisher:
             self._send([cleared_event()])
         events: list[Event] = []
         for medium in {**before, **found}:  # a model that is loaded anew may have others
-            told, blocks = before.get(medium, {}), found.get(medium, {})
-            new = sorted((blocks[key] for key in blocks.keys() - told), key=_number)
+            published, blocks = before.get(medium, {}), found.get(medium, {})
+            new = sorted((blocks[key] for key in blocks.keys() - published), key=_number)
             events += (self._stored(block, medium) for block in new)
-            gone = sorted((told[key] for key in told.keys() - blocks), key=_number, reverse=True)
+            gone = sorted(
+                (published[key] for key in published.keys() - blocks), key=_number, reverse=True
+            )
             if gone:
                 events.append(removed_event([block.key for block in gone], medium))
         self._told = found

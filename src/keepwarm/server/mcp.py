@@ -245,14 +245,14 @@ class McpEndpoint:
         self, context: ServerRequestContext[Any], asked: types.CallToolRequestParams
     ) -> types.CallToolResult:
         try:
-            said, is_error = await self._answer(context.request, asked), False
+            result, is_error = await self._answer(context.request, asked), False
         except ValidationError as error:
-            said, is_error = _first_problem(error), True
+            result, is_error = _first_problem(error), True
         except KeepwarmError as error:
-            said, is_error = str(error), True
+            result, is_error = str(error), True
         from mcp import types
 
-        text = types.TextContent(type="text", text=said)
+        text = types.TextContent(type="text", text=result)
         return types.CallToolResult(content=[text], is_error=is_error)
 
     async def _answer(self, request: Any, asked: types.CallToolRequestParams) -> str:

@@ -60,8 +60,8 @@ def _is_marked(root: Path) -> bool:
         return False
     try:
         with open_unlinked(root / MARKER) as file:
-            said = json.loads(file.read(MAX_BYTES))
-            is_ours, version = bool(said["keepwarm"] == "store"), int(said["version"])
+            fields = json.loads(file.read(MAX_BYTES))
+            is_ours, version = bool(fields["keepwarm"] == "store"), int(fields["version"])
     except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         return False
     if is_ours and version > VERSION:
@@ -173,11 +173,11 @@ def _opened_elsewhere(mark: bytes, secret: str) -> Cipher | None:
     Whoever can write there could make the passphrase easy to guess, so its cost must be ours.
     """
     try:
-        said = json.loads(mark)
-        if said["version"] != KEY_VERSION or said["scrypt"] != SCRYPT:
+        fields = json.loads(mark)
+        if fields["version"] != KEY_VERSION or fields["scrypt"] != SCRYPT:
             return None
-        cipher = Cipher(derive_key(secret, bytes.fromhex(said["salt"]), SCRYPT))
-        cipher.open(CHECK, bytes.fromhex(said["check"]))
+        cipher = Cipher(derive_key(secret, bytes.fromhex(fields["salt"]), SCRYPT))
+        cipher.open(CHECK, bytes.fromhex(fields["check"]))
     except (BadRecord, ValueError, KeyError, TypeError, RecursionError):
         return None
     return cipher

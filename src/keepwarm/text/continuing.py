@@ -111,15 +111,15 @@ def last_answer(
 def _kept_answer(turn: KeptTurn, stop: str) -> LastAnswer | None:
     if not turn.verbatim or not turn.messages:
         return None
-    said = normalise(turn.messages[-1])
+    last = normalise(turn.messages[-1])
     thoughts = [bool(normalise(each).get("reasoning_content")) for each in turn.messages]
-    is_cut_thought = not stop and thoughts[-1] and not said["content"]
-    if said["role"] != "assistant" or is_cut_thought:
+    is_cut_thought = not stop and thoughts[-1] and not last["content"]
+    if last["role"] != "assistant" or is_cut_thought:
         return None
     thinking = {} if turn.thinking is None else {"enable_thinking": turn.thinking}
     return LastAnswer(
         [{"tools": turn.tools, **turn.template_options, **thinking}],
-        calling=said if said.get("tool_calls") else None,
+        calling=last if last.get("tool_calls") else None,
         has_thought=any(thoughts),
         stop=stop,
     )
@@ -176,8 +176,8 @@ class SuffixRenderer:
     def _behind(
         self, past: Sequence[Message], new: Sequence[Message], options: Mapping[str, Any]
     ) -> str | None:
-        said = self.answer.calling or _ANSWER
-        whole_past = [_with_thought(each, self.answer.has_thought) for each in (*past, said)]
+        last = self.answer.calling or _ANSWER
+        whole_past = [_with_thought(each, self.answer.has_thought) for each in (*past, last)]
         alone = self.write(whole_past, **{**options, "add_generation_prompt": False})
         known = alone[: self._end(alone)]
         whole = self.write([*whole_past, *new], **options)

@@ -228,11 +228,11 @@ class AnswerReader:
         yield AnswerText(text)
 
 
-def message_of(said: Sequence[Piece]) -> dict[str, Any]:
+def message_of(answer: Sequence[Piece]) -> dict[str, Any]:
     """An answer as a message."""
-    texts = [piece.text for piece in said if isinstance(piece, AnswerText)]
-    thoughts = [piece.text for piece in said if isinstance(piece, ReasoningText)]
-    calls = [piece for piece in said if isinstance(piece, ToolCall)]
+    texts = [piece.text for piece in answer if isinstance(piece, AnswerText)]
+    thoughts = [piece.text for piece in answer if isinstance(piece, ReasoningText)]
+    calls = [piece for piece in answer if isinstance(piece, ToolCall)]
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)

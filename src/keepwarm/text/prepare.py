@@ -348,9 +348,9 @@ class Preparer:
             if found is None:
                 return None
             begins_anew = found.reason == "diverged" or (found.reason == "new" and not n_known)
-            told: MissCause = "compacted" if is_compacted and begins_anew else found.reason
+            cause: MissCause = "compacted" if is_compacted and begins_anew else found.reason
             message = prompt.message_at(n_known)
-            return Miss(found.position, message, why or told, found.nearest)
+            return Miss(found.position, message, why or cause, found.nearest)
 
         return explain
 

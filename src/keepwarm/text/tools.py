@@ -201,8 +201,8 @@ def call_text(name: str, arguments: str) -> str:
 
 def _with_system(messages: list[Message], block: str, block_first: bool) -> list[Message]:
     if messages and messages[0]["role"] == "system":
-        said = messages[0].get("content") or ""
-        parts = (block, said) if block_first else (said, block)
+        system = messages[0].get("content") or ""
+        parts = (block, system) if block_first else (system, block)
         return [{**messages[0], "content": BETWEEN.join(parts)}, *messages[1:]]
     return [{"role": "system", "content": block}, *messages]
 

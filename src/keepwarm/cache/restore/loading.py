@@ -186,7 +186,7 @@ class Reader:
                 started.add(Future() if is_ready else pool.submit(self._one, started, read))
             started.use.set_result(prepare())
             for read, future in compress(zip(reads, started.futures, strict=True), ready):
-                _settle(future, partial(self._one, started, read))
+                _resolve(future, partial(self._one, started, read))
                 meanwhile()
         except BaseException:
             started.stop()
@@ -239,7 +239,7 @@ class Reader:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _settle(future: Future[str], read: Callable[[], str]) -> None:
+def _resolve(future: Future[str], read: Callable[[], str]) -> None:
     try:
         future.set_result(read())
     except Exception as error:

@@ -63,12 +63,14 @@ def block_of(record: Record | RecordView) -> Block:
 
 
 def _first_rows(header: Header) -> dict[str, int]:
-    n_tokens, said = len(header.tokens) // 4, header.extra.get("first_rows", {})
-    if not isinstance(said, dict) or not all(type(n) is int for n in said.values()):
+    n_tokens, rows_by_layer = len(header.tokens) // 4, header.extra.get("first_rows", {})
+    if not isinstance(rows_by_layer, dict) or not all(
+        type(n) is int for n in rows_by_layer.values()
+    ):
         raise CorruptBlock("?", header.number, "its first rows are not numbers")
-    if not all(0 <= n < n_tokens for n in said.values()):
+    if not all(0 <= n < n_tokens for n in rows_by_layer.values()):
         raise CorruptBlock("?", header.number, "its first rows are not in the block")
-    return dict(said)
+    return dict(rows_by_layer)
 
 
 class SlabTensor:

@@ -228,17 +228,17 @@ class TenantAgents:
 
     def release(self, stored_id: str) -> AgentOut:
         """Of any tenant: for the admin."""
-        self._settle()
+        self._finish()
         return self._out(self._disk_store.release(stored_id))
 
-    def _settle(self) -> None:
+    def _finish(self) -> None:
         """Finish recording the latest answers."""
         for engine in self._models.engines:
             engine.wait_until_saved()
 
     def _find(self, agent_id: str, branch: int | None = None) -> Agent:
         """An agent, seen from one of its branches."""
-        self._settle()
+        self._finish()
         try:
             agent = self._disk_store.agents.show(tenant_agent_id(self.tenant, agent_id))
         except UnknownAgent as error:
@@ -349,8 +349,8 @@ async def import_agent(
 
 def _length(request: Request, settings: Settings) -> int:
     """Bytes of a body, at most."""
-    said = request.headers.get("content-length", "")
-    return min(int(said), settings.disk_bytes) if said.isdecimal() else settings.disk_bytes
+    length = request.headers.get("content-length", "")
+    return min(int(length), settings.disk_bytes) if length.isdecimal() else settings.disk_bytes
 
 
 @router.get("/{agent_id}")

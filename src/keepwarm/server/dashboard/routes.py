@@ -267,8 +267,8 @@ def _launched(server: ServerInfo, key: str | None, first: list[str]) -> Iterator
 
 
 def _curl(server: ServerInfo, key: str | None, first: list[str]) -> JsonObject:
-    said = [{"role": "user", "content": "Say hello."}]
-    body = json.dumps({"model": server.model, "messages": said, "max_tokens": 32})
+    messages = [{"role": "user", "content": "Say hello."}]
+    body = json.dumps({"model": server.model, "messages": messages, "max_tokens": 32})
     header = [] if key is None else [f'  -H "Authorization: Bearer ${KEY_VARIABLE}" \\']
     return {
         "client": "curl",

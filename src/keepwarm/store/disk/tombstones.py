@@ -40,21 +40,21 @@ class Tombstone(NamedTuple):
 
     @classmethod
     def from_json(cls, text: bytes) -> Tombstone:
-        said = json.loads(text)
-        names = (Namespace(bytes.fromhex(name)) for name in said["namespaces"])
+        fields = json.loads(text)
+        names = (Namespace(bytes.fromhex(name)) for name in fields["namespaces"])
         blocks = (
             NamedBlock(BlockKey(bytes.fromhex(key)), BlockKey(bytes.fromhex(parent)), int(n))
-            for key, parent, n in said["blocks"]
+            for key, parent, n in fields["blocks"]
         )
-        return cls(tuple(names), tuple(blocks), tuple(map(str, said["left"])))
+        return cls(tuple(names), tuple(blocks), tuple(map(str, fields["left"])))
 
     def to_json(self) -> bytes:
-        said = {
+        fields = {
             "namespaces": [name.hex() for name in self.namespaces],
             "blocks": [(key.hex(), parent.hex(), n) for key, parent, n in self.blocks],
             "left": self.left,
         }
-        return json.dumps(said).encode()
+        return json.dumps(fields).encode()
 
 
 class Tombstones:
