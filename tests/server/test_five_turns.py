@@ -241,11 +241,10 @@ def test_from_the_second_turn_on_only_what_is_new_is_computed(serving, client):
     assert places[0] > 0
 
 
-@clients
-def test_without_scrubbing_the_second_turn_is_cold(serving, client):
+def test_without_scrubbing_the_second_turn_is_cold(serving):
     """The control: the noise is there, and it costs."""
     with serving() as live:
-        turns = take_turns(live, client(), 2, **{"X-Keepwarm-Scrub": "none"})
+        turns = take_turns(live, ClaudeCode(), 2, **{"X-Keepwarm-Scrub": "none"})
     for receipt, n_new, _ in turns[1:]:
         assert receipt["recomputed"] > n_new + SLACK
         assert receipt["scrubbed"] == []

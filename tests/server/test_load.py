@@ -113,7 +113,6 @@ def test_many_clients_some_of_whom_leave(checkpoint, tmp_path, seconds, record_p
     with capsys.disabled():
         sys.stdout.write(f"\n{measured.seen}, /health ms {health}, RSS MiB {rss}\n")
     check(measured)
-    assert measured.health(0.1) < 0.04  # what an unanswered packet would cost every time
 
 
 def running_requests(server):

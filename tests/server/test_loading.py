@@ -73,7 +73,7 @@ def running(model, home, port):
         process.communicate()
 
 
-def test_it_says_what_is_being_done_until_it_is_ready(loading):
+def test_server_while_loading_answers_503_with_its_progress(loading):
     wait_until(lambda: "opening its files" in loading.get("/health/ready").text)
     for path in ("/health/ready", "/health", "/v1/models"):
         answer = loading.get(path)
@@ -93,11 +93,10 @@ def test_it_says_what_is_being_done_until_it_is_ready(loading):
     assert loading.process.wait(60) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_at_once(loading, number):
-    loading.process.send_signal(number)
+def test_sigterm_while_loading_ends_the_server_at_once(loading):
+    loading.process.send_signal(signal.SIGTERM)
     printed, logged = loading.process.communicate(timeout=60)
-    assert loading.process.returncode == -number
+    assert loading.process.returncode == -signal.SIGTERM
     assert printed == ""
     *lines, last = logged.splitlines()
     assert last == "Stopped before the model was loaded."
@@ -113,7 +112,7 @@ with process.bind("127.0.0.1", 0) as listening:
 """
 
 
-def test_a_signal_before_the_server_runs_ends_it_at_once(tmp_path):
+def test_sigint_before_the_server_runs_ends_it_at_once(tmp_path):
     """Not as KeyboardInterrupt: the thread that loads would be unwound inside MLX, and abort."""
     ended = subprocess.run(
         [sys.executable, "-c", EARLY.format(int(signal.SIGINT))],
@@ -127,7 +126,7 @@ def test_a_signal_before_the_server_runs_ends_it_at_once(tmp_path):
     assert (ended.stdout, ended.stderr) == ("", "Stopped before the model was loaded.\n")
 
 
-def test_a_model_that_cannot_be_loaded_ends_it_with_a_sentence(loading):
+def test_model_that_cannot_be_loaded_ends_the_server_with_one_sentence(loading):
     loading.give_config("{}")
     printed, said = loading.process.communicate(timeout=60)
     assert loading.process.returncode == 2

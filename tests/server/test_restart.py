@@ -5,7 +5,6 @@ Real processes: a signal reaches no thread alone.
 
 import asyncio
 import signal
-import time
 from contextlib import suppress
 from dataclasses import replace
 
@@ -30,7 +29,7 @@ from tests.server.talks import (
 )
 from tests.server.test_keep_alive import Slowly
 
-N_TALKS = 8
+N_TALKS = 4
 N_LONG = 1500  # tokens of an answer that goes on while a client is refused
 SLICE = 512  # prompt tokens that are read in one go, at most
 
@@ -67,7 +66,7 @@ async def cut_off(server, talks, plain):
     return texts
 
 
-def test_a_killed_server_goes_on_where_it_was(checkpoint, serving, plain, tmp_path):
+def test_server_killed_in_mid_stream_goes_on_where_it_was(checkpoint, serving, plain, tmp_path):
     """After kill -9 in mid-stream every prefix comes from disk, and answers are the same."""
     talks = [begun(number) for number in range(N_TALKS)]
     with serving() as undisturbed:
@@ -100,7 +99,9 @@ def test_a_killed_server_goes_on_where_it_was(checkpoint, serving, plain, tmp_pa
         assert known <= after.prompt_tokens_details.cached_tokens < after.prompt_tokens
 
 
-def test_a_signal_lets_answers_end_and_refuses_new_ones(checkpoint, serving, plain, tmp_path):
+def test_server_at_sigterm_ends_running_answers_and_refuses_new_ones(
+    checkpoint, serving, plain, tmp_path
+):
     """Running streams end whole, who comes is told in the shape of his API, all is on disk."""
 
     async def stop_in_mid_stream(server):
@@ -141,27 +142,30 @@ def test_a_signal_lets_answers_end_and_refuses_new_ones(checkpoint, serving, pla
     assert usage.prompt_tokens_details.cached_tokens > N_LONG
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_it_at_once(checkpoint, plain, tmp_path, number):
+def test_server_with_a_running_stream_ends_at_once_with_the_second_signal(
+    checkpoint, plain, tmp_path
+):
+    """By SIGINT; the other test stops with SIGTERM."""
+
     async def stop_twice(server):
         async with client_of(server.url) as client:
             stream = await ask(client, begun(0), plain, 4000, stream=True)
             await anext(stream)
             async with httpx.AsyncClient(base_url=server.url) as plain_client:
-                server.process.send_signal(number)
+                server.process.send_signal(signal.SIGINT)
                 await no_longer_ready(plain_client)
             assert server.process.poll() is None  # it waits for the stream
-            begun_at = time.monotonic()
-            server.process.send_signal(number)
+            server.process.send_signal(signal.SIGINT)
             wait_until(lambda: server.process.poll() is not None)
-            return time.monotonic() - begun_at
 
     with served(checkpoint, tmp_path, KEEPWARM_DRAIN_S="300") as server:
-        assert asyncio.run(stop_twice(server)) < 120
-        assert server.process.returncode == -number
+        asyncio.run(stop_twice(server))
+        assert server.process.returncode == -signal.SIGINT
 
 
-def test_a_stream_that_fails_says_so_and_others_go_on(checkpoint, serving, plain, tmp_path):
+def test_stream_whose_model_fails_has_an_error_event_and_others_go_on(
+    checkpoint, serving, plain, tmp_path
+):
     """The model breaks under one of three streams, which are one batch."""
     token = 50
     others = {**plain, str(token): -100}
@@ -169,18 +173,18 @@ def test_a_stream_that_fails_says_so_and_others_go_on(checkpoint, serving, plain
 
     async def all_at_once(server):
         async with client_of(server.url) as client:
-            whole = [ask(client, begun(number), others, 100, stream=True) for number in (1, 2)]
+            whole = [ask(client, begun(number), others, 40, stream=True) for number in (1, 2)]
             streams = await asyncio.gather(*whole)
             first = [await anext(stream) for stream in streams]
             with pytest.raises(openai.APIError, match="the model broke") as failed:
-                async for _ in await ask(client, begun(3), poisoned, 100, stream=True):
+                async for _ in await ask(client, begun(3), poisoned, 40, stream=True):
                     pass
             chunks = [[head, *[c async for c in s]] for head, s in zip(first, streams, strict=True)]
             texts = ["".join(c.choices[0].delta.content or "" for c in some) for some in chunks]
             return failed.value, texts
 
     with serving() as undisturbed:
-        wanted = asyncio.run(turns(undisturbed.url, [begun(1), begun(2)], others, n_tokens=100))
+        wanted = asyncio.run(turns(undisturbed.url, [begun(1), begun(2)], others, n_tokens=40))
     with served(checkpoint, tmp_path, command=SMALL, KEEPWARM_BREAKS_AT=str(token)) as server:
         error, texts = asyncio.run(all_at_once(server))
         after = httpx.get(f"{server.url}/health/ready")
@@ -189,9 +193,9 @@ def test_a_stream_that_fails_says_so_and_others_go_on(checkpoint, serving, plain
     assert after.is_success
 
 
-def test_a_client_that_leaves_costs_no_more_than_a_step(served_model, plain, tmp_path):
+def test_client_that_leaves_costs_no_more_than_a_step(served_model, plain, tmp_path):
     """While its prompt is read, and while it is answered; what was done by then is used again."""
-    long = [{"role": "user", "content": "The quick brown fox jumps over the lazy dog. " * 500}]
+    long = [{"role": "user", "content": "The quick brown fox jumps over the lazy dog. " * 250}]
     body = {"model": "m", "max_tokens": 8000, "logit_bias": plain, "stream": True}
     slow = Slowly(served_model.module, 0.001)  # a step takes longer than the news of a leave
     settings = config.load({"KEEPWARM_HOME": str(tmp_path)})

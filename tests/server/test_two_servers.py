@@ -11,7 +11,7 @@ import pytest
 from tests.server.processes import PROGRAM, served
 from tests.server.talks import DURABLE, begun, plain_bias, turns
 
-N_TALKS = 6
+N_TALKS = 4
 
 
 @pytest.fixture(scope="module")
