@@ -102,12 +102,12 @@ class Leading(EngineHost):
         self._calls = calls
 
     async def submit_all(
-        self, requests: Sequence[Request], turn: PrepareSlot
+        self, requests: Sequence[Request], slot: PrepareSlot
     ) -> list[ObservedAnswer]:
         for request in requests:
             prepared = self.engine.prepare(request)
             self.asked.append(Asked(request, prepared.prompt.text, len(prepared.tokens)))
-        return await super().submit_all([self._led(request) for request in requests], turn)
+        return await super().submit_all([self._led(request) for request in requests], slot)
 
     def _led(self, request: Request) -> Request:
         if request.format or request.tool_choice.mode == "required" or request.messages is None:

@@ -57,21 +57,21 @@ async def embed(
     host: EngineHost,
     inputs: Sequence[TextOrTokens],
     fields: RequestFields,
-    turn: PrepareSlot,
+    slot: PrepareSlot,
     *,
     prompt_name: str | None = None,
     truncate: bool = False,
 ) -> EmbeddingAnswer:
-    """Prepare all inputs, which ends the turn; a bad one is refused here.
+    """Prepare all inputs, which ends the slot; a bad one is refused here.
 
     `prompt_name` is one of the model's own prompts, `truncate` shortens inputs to its context.
     """
     if not 0 < len(inputs) <= MAX_INPUTS:
         raise BadField(f"There are {len(inputs):,} inputs; send 1 to {MAX_INPUTS:,}.", "input")
     work = _Preparing(host.engine, fields, truncate)
-    answer = EmbeddingAnswer(host, await turn.run(work.plan, inputs, prompt_name), turn)
-    turn.end()
-    turn.answers = [answer]
+    answer = EmbeddingAnswer(host, await slot.run(work.plan, inputs, prompt_name), slot)
+    slot.end()
+    slot.answers = [answer]
     return answer
 
 
@@ -143,10 +143,10 @@ class _Preparing(NamedTuple):
 class EmbeddingAnswer:
     """The vectors of all inputs, once they are computed; `wait` has that done."""
 
-    def __init__(self, host: EngineHost, plan: EmbeddingPlan, turn: PrepareSlot) -> None:
+    def __init__(self, host: EngineHost, plan: EmbeddingPlan, slot: PrepareSlot) -> None:
         self._host = host
-        self._turn = turn
-        self.on_thread = turn.on_thread
+        self._slot = slot
+        self.on_thread = slot.on_thread
         self._plan = plan
         self._running: Sequence[ObservedAnswer] = ()
         self._is_cancelled = False
@@ -179,7 +179,7 @@ class EmbeddingAnswer:
     async def _run(self, requests: Sequence[PreparedRequest]) -> list[Result]:
         if self._is_cancelled:
             raise Cancelled("The request was cancelled.")
-        self._running = await self._host.run(requests, self._turn)
+        self._running = await self._host.run(requests, self._slot)
         if self._is_cancelled:
             self.cancel()  # meanwhile; they had not begun
         return list(await asyncio.gather(*(answer.wait() for answer in self._running)))

@@ -180,39 +180,39 @@ class EngineHost:
         """Whether the engine's thread runs and accepts requests."""
         return self._engine is not None and self._engine.alive and not self._draining
 
-    async def submit(self, request: Request, turn: PrepareSlot) -> ObservedAnswer:
-        """Start an answer, which ends the turn. Nothing is prepared on the event loop."""
-        (answer,) = await self.submit_all([request], turn)
+    async def submit(self, request: Request, slot: PrepareSlot) -> ObservedAnswer:
+        """Start an answer, which ends the slot. Nothing is prepared on the event loop."""
+        (answer,) = await self.submit_all([request], slot)
         return answer
 
     async def submit_all(
-        self, requests: Sequence[Request], turn: PrepareSlot
+        self, requests: Sequence[Request], slot: PrepareSlot
     ) -> list[ObservedAnswer]:
         """Start several answers; if one is refused, the others are cancelled."""
-        turn.agent = requests[0].agent if requests else None
-        answers = await turn.run(_submit_all, self.engine, requests)
+        slot.agent = requests[0].agent if requests else None
+        answers = await slot.run(_submit_all, self.engine, requests)
         is_empty = requests[0].sampling.max_tokens == 0 if requests else False
-        return self._observed(answers, turn, requests[0].n if is_empty else 0)
+        return self._observed(answers, slot, requests[0].n if is_empty else 0)
 
     async def run(
-        self, prepared: Sequence[PreparedRequest], turn: PrepareSlot
+        self, prepared: Sequence[PreparedRequest], slot: PrepareSlot
     ) -> list[ObservedAnswer]:
         """Start answers to requests that were prepared before, after their slot has ended."""
-        answers = await turn.on_thread(_submit_all, self.engine, prepared)
+        answers = await slot.on_thread(_submit_all, self.engine, prepared)
         return [ObservedAnswer(answer) for answer in answers]
 
-    async def warm(self, request: Request, turn: PrepareSlot) -> ObservedAnswer:
+    async def warm(self, request: Request, slot: PrepareSlot) -> ObservedAnswer:
         """Start to prefill a prompt that needs no answer."""
-        turn.agent = request.agent
-        (answer,) = self._observed([await turn.run(self.engine.warm, request)], turn)
+        slot.agent = request.agent
+        (answer,) = self._observed([await slot.run(self.engine.warm, request)], slot)
         return answer
 
     def _observed(
-        self, answers: Sequence[Answer], turn: PrepareSlot, n_empty: int = 0
+        self, answers: Sequence[Answer], slot: PrepareSlot, n_empty: int = 0
     ) -> list[ObservedAnswer]:
-        turn.end()
+        slot.end()
         observed = [ObservedAnswer(answer, n_empty) for answer in answers]
-        turn.answers = observed
+        slot.answers = observed
         return observed
 
     def drain(self, timeout_s: float) -> None:

@@ -225,13 +225,13 @@ class Models:
 
     # requests
 
-    async def use(self, name: str | None, turn: PrepareSlot) -> EngineHost:
+    async def use(self, name: str | None, slot: PrepareSlot) -> EngineHost:
         """The model that a request names, which stays loaded until the request has ended."""
-        slot = await self._find(name, turn.on_thread)
-        if not self._lease(slot, turn.held):
-            async with turn.paused():
-                await self._wait_for(slot, turn.held)
-        return slot.host
+        found = await self._find(name, slot.on_thread)
+        if not self._lease(found, slot.held):
+            async with slot.paused():
+                await self._wait_for(found, slot.held)
+        return found.host
 
     @asynccontextmanager
     async def using(self, name: str | None = None) -> AsyncIterator[EngineHost]:
