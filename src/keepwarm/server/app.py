@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
@@ -13,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from keepwarm import __version__
 from keepwarm.agents.signing import BundleKeys
@@ -64,6 +66,7 @@ ROUTERS = (
 )
 
 log = logging.getLogger(__name__)
+SHORT_PATHS = re.compile(r"/(chat/completions|completions|responses|models|embeddings)(/.*)?")
 
 
 def create_app(models: Models, settings: Settings) -> FastAPI:
@@ -101,7 +104,20 @@ def create_app(models: Models, settings: Settings) -> FastAPI:
     _add_cors(app, settings)
     app.add_middleware(RequestLog, recent=lines)
     app.add_middleware(RequestCounter, metrics=app.state.metrics)
+    app.add_middleware(ShortPaths)
     return app
+
+
+class ShortPaths:
+    """Takes OpenAI's paths without `/v1` too, as mlx_lm.server does; first of all middlewares."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and SHORT_PATHS.fullmatch(scope["path"]):
+            scope = {**scope, "path": f"/v1{scope['path']}"}
+        await self._app(scope, receive, send)
 
 
 @asynccontextmanager

@@ -343,8 +343,19 @@ def test_model_name_with_ollamas_tag_is_found_by_openais_list(live):
     assert live.get("/v1/models/tiny:latest").json()["id"] == "tiny"
 
 
+def test_openai_paths_without_v1_are_the_same_routes(live):
+    body = {"model": "tiny", "messages": [ASK], "max_tokens": 4, "temperature": 0}
+    answers = [live.post(f"{v}/chat/completions", body).json() for v in ("/v1", "")]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    response = live.post("/responses", {"input": "Once", "max_output_tokens": 4}).json()
+    assert live.get(f"/responses/{response['id']}").json()["id"] == response["id"]
+    assert live.get("/models").json() == live.get("/v1/models").json()
+    wrong = live.post("/chat/completions", {"messages": []})
+    assert wrong.json()["error"]["param"] == "messages"
+
+
 def test_paths_have_no_second_name(live):
     """Nor may a path lead around the checks of another."""
-    second = ("/chat/completions", "/admin/unload", "/agents", "/cache/clear", "/v1/v1/models")
+    second = ("/modelsx", "/admin/unload", "/agents", "/cache/clear", "/v1/v1/models")
     for path in second:
         assert live.post(path, {}).status_code == 404, path
