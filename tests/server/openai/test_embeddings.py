@@ -14,6 +14,7 @@ import pytest
 from tokenizers import processors
 
 from keepwarm import config
+from keepwarm.engine.engine import Cancel
 from keepwarm.errors import Cancelled
 from keepwarm.models.load import load
 from keepwarm.prefix.blocks import common_prefix
@@ -209,8 +210,9 @@ def test_an_answer_runs_beside_a_batch_which_ends_with_its_client(live):
         assert live.post("/v1/chat/completions", asked).status_code == 200
         with held(engine):
             assert engine.stats().counters["requests"] - before < n_inputs
+            wait_until(lambda: engine._is_busy)
             batch.close()
-            wait_until(lambda: bool(engine._commands))  # it was cancelled
+            wait_until(lambda: any(isinstance(each, Cancel) for each in [*engine._commands]))
     wait_until(lambda: not engine._is_busy)
     assert engine.stats().counters["requests"] - before < n_inputs
     assert engine.stats().counters["cancelled"] >= 1
