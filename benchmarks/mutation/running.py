@@ -1,7 +1,6 @@
 """Tests in forks of a process that has imported what they need and computed nothing.
 
-A process in which MLX has computed cannot be forked. A first run of every test notes which
-functions it calls, and a mutant meets only the tests that call its function.
+A process in which MLX has computed cannot be forked.
 """
 
 from __future__ import annotations
@@ -11,14 +10,11 @@ import math
 import os
 import resource
 import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import CodeType, FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import psutil
 import pytest
@@ -27,51 +23,34 @@ from benchmarks.mutation.sites import Mutant, install
 
 QUIET = [
     *("-q", "-x", "-p", "no:cacheprovider", "--no-header", "--tb=no"),
-    *("-p", "_hypothesis_pytestplugin"),  # the only one these rooms need; others take a second
+    *("-p", "_hypothesis_pytestplugin"),  # the only one that is needed; others take a second
     *("-W", "ignore::pytest.PytestAssertRewriteWarning"),  # the process has imported much already
 ]
-NO_END = -1000
+NO_END, NOT_POSSIBLE = -1000, 99
+PATIENCE = 3  # times the CPU time of a mutant may pass by the clock
 IDLE_S = 60  # hardly computing: it waits for something that never comes
 WAITING_S = 1.0  # what waiting so long may compute
 
 
-class Recorder:
-    """A pytest plugin: each test's CPU seconds, and the functions of the package it called."""
+class Limit:
+    """A pytest plugin: no test begins when the time for a mutant is spent."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = str(root / "src") + os.sep
-        self._called: set[CodeType] = set()
-        self._failed: set[str] = set()
-        self.tests: dict[str, dict[str, Any]] = {}
+    def __init__(self, seconds: float) -> None:
+        self.tests = 0
+        self._cpu_s, self._end = seconds, time.monotonic() + PATIENCE * seconds
 
-    @pytest.hookimpl(hookwrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
-        self._called, start = set(), _computed()
-        threading.settrace(self._trace)
-        sys.settrace(self._trace)
-        yield
-        sys.settrace(None)
-        called = sorted(f"{self._module(code)}:{code.co_qualname}" for code in self._called)
-        seconds = round(_computed() - start, 3)
-        if item.nodeid not in self._failed:
-            self.tests[item.nodeid] = {"seconds": seconds, "calls": called}
+    @property
+    def spent(self) -> bool:
+        return sum(os.times()[:4]) > self._cpu_s or time.monotonic() > self._end
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            self._failed.add(report.nodeid)
+    def pytest_runtest_logfinish(self) -> None:
+        self.tests += 1
 
-    def _trace(self, frame: FrameType, event: str, argument: Any) -> None:  # noqa: ARG002
-        if frame.f_code.co_filename.startswith(self._root):
-            self._called.add(frame.f_code)
-
-    def _module(self, code: CodeType) -> str:
-        path = code.co_filename.removeprefix(self._root).removesuffix(".py")
-        return path.replace(os.sep, ".").removesuffix(".__init__")
-
-
-def _computed() -> float:
-    """CPU seconds of this process and of those it has waited for."""
-    return sum(os.times()[:4])
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> None:
+        if self.spent:
+            item.session.shouldstop = "the time for this mutant is spent"
+            raise item.session.Interrupted(item.session.shouldstop)
 
 
 class Failures:
@@ -94,41 +73,40 @@ class Failures:
 
 class Judgement(NamedTuple):
     verdict: str
-    by: str = ""  # the test that failed
+    by: str  # the test that failed
+    tests: int
+    calls: int
+    spent: bool  # so further tests were not tried
 
 
-def record(root: Path, test_file: str, target: Path) -> None:
-    """Run a test file and note what its tests call; failing tests are left out."""
-
-    def work() -> int:
-        recorder = Recorder(root)
-        arguments = [flag for flag in QUIET if flag != "-x"]
-        status = int(pytest.main([*arguments, test_file], plugins=[recorder]))
-        target.write_text(json.dumps({"status": status, "tests": recorder.tests}))
-        return status
-
-    in_fork(work, cpu_s=3600)
-
-
-def judge(mutant: Mutant, tests: Sequence[str], cpu_s: float) -> Judgement:
-    """Whether these tests, run in their order, notice the change."""
+def judge(mutant: Mutant, files: Sequence[str], seconds: float) -> Judgement:
+    """Whether the tests of these files notice the change before the time is spent."""
     with TemporaryDirectory() as folder:
-        failures = Path(folder) / "failures"
+        failures, report = Path(folder) / "failures", Path(folder) / "report"
 
         def work() -> int:
             try:
-                install(mutant)
+                calls = install(mutant)
             except (AttributeError, ValueError):
-                return 99  # its code cannot be exchanged
-            return int(pytest.main([*QUIET, *tests], plugins=[Failures(failures)]))
+                return NOT_POSSIBLE
+            limit = Limit(seconds)
+            for file in files:
+                pytest.main([*QUIET, file], plugins=[limit, Failures(failures)])
+                if failures.exists() or limit.spent:
+                    break
+            report.write_text(json.dumps([limit.tests, len(calls), limit.spent]))
+            return 0
 
-        status = in_fork(work, cpu_s)
+        status = in_fork(work, cpu_s=2 * seconds + 20)
         by = failures.read_text().split("\n")[0] if failures.exists() else ""
+        tests, calls, spent = json.loads(report.read_text()) if report.exists() else (0, 0, False)
     if by:
-        return Judgement("killed", by)
+        return Judgement("killed", by, tests, calls, spent)
     # A signal is a crash, or somebody ended the program.
-    outcomes = {0: "survived", NO_END: "does not end", 99: "not possible"}
-    return Judgement(outcomes.get(status, "crashed" if status < 0 else "not run"))
+    outcomes = {0: "survived" if calls else "not called", NO_END: "does not end"}
+    outcomes |= {NOT_POSSIBLE: "not possible"}
+    verdict = outcomes.get(status, "crashed" if status < 0 else "not run")
+    return Judgement(verdict, "", tests, calls, spent)
 
 
 def failing(tests: Sequence[str]) -> list[str]:

@@ -25,6 +25,7 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.FloorDiv: ast.Mult,
 }  # fmt: skip
 UNTOUCHED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.arguments)
+CALLS = "calls_of_the_mutant"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -37,7 +38,7 @@ class Mutant:
     line: int
     change: str
     number: int
-    mark: str  # the same for as long as the function stays as it is
+    identity: str  # the same for as long as the function stays as it is, wherever it lies
 
     @property
     def key(self) -> str:
@@ -46,7 +47,7 @@ class Mutant:
 
 class _Site(NamedTuple):
     function: str
-    source: str
+    body: str
     line: int
     change: str
     apply: Callable[[], None]
@@ -56,22 +57,31 @@ def mutants_of(module: str, source: Path) -> list[Mutant]:
     seen: Counter[str] = Counter()
     mutants = []
     for number, site in enumerate(_sites(ast.parse(source.read_text()))):
-        named = f"{module} {site.function} {seen[site.function]} {site.change} {site.source}"
-        mark = hashlib.sha256(named.encode()).hexdigest()[:24]
-        mutants.append(Mutant(module, site.function, site.line, site.change, number, mark))
+        named = f"{site.function} {seen[site.function]} {site.change} {site.body}"
+        identity = hashlib.sha256(named.encode()).hexdigest()[:24]
+        mutants.append(Mutant(module, site.function, site.line, site.change, number, identity))
         seen[site.function] += 1
     return mutants
 
 
-def install(mutant: Mutant) -> None:
-    """Exchange the code of the function, in this process, for whoever holds it."""
+def install(mutant: Mutant) -> list[None]:
+    """Exchange the code of the function, in this process, for whoever holds it.
+
+    The list that is returned grows with every call of the function.
+    """
     module = import_module(mutant.module)
     assert module.__file__ is not None
     tree = ast.parse(Path(module.__file__).read_text())
     next(site for n, site in enumerate(_sites(tree)) if n == mutant.number).apply()
+    body = next(node.body for path, node in _outermost(tree, "") if path == mutant.function)
+    body[:0] = ast.parse(f"{CALLS}.append(None)").body
     whole = compile(ast.fix_missing_locations(tree), module.__file__, "exec")
     changed = next(code for code in _codes(whole) if code.co_qualname == mutant.function)
-    _function(module, mutant.function).__code__ = changed
+    function = _function(module, mutant.function)
+    function.__code__ = changed
+    calls: list[None] = []
+    function.__globals__[CALLS] = calls
+    return calls
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -100,11 +110,17 @@ def _function(module: Any, name: str) -> FunctionType:
 
 def _sites(tree: ast.Module) -> Iterator[_Site]:
     for path, function in _outermost(tree, ""):
-        source = ast.unparse(function)
+        body = _normalised(function)
         for statement in function.body:
             for node, line in _inside(statement):
                 for change, apply in _changes(node):
-                    yield _Site(path, source, line, change, apply)
+                    yield _Site(path, body, line, change, apply)
+
+
+def _normalised(function: Any) -> str:
+    """What the function does, as text without docstrings, comments and layout."""
+    body = [statement for statement in function.body if not _is_text(statement)]
+    return "\n".join(ast.unparse(statement) for statement in body)
 
 
 def _outermost(node: ast.AST, prefix: str) -> Iterator[tuple[str, Any]]:

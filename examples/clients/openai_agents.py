@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from openai import AsyncOpenAI
+
 from agents import (
     Agent,
     Model,
@@ -18,7 +20,6 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from openai import AsyncOpenAI
 
 
 @function_tool

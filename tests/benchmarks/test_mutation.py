@@ -6,8 +6,10 @@ import time
 from textwrap import dedent
 
 import pytest
-from benchmarks.mutation.running import NO_END, Recorder, in_fork
-from benchmarks.mutation.sites import install, mutants_of
+from benchmarks.mutation.__main__ import drawn, escaped
+from benchmarks.mutation.nearest import Suite
+from benchmarks.mutation.running import NO_END, in_fork, judge
+from benchmarks.mutation.sites import Mutant, install, mutants_of
 
 SOURCE = '''
     import logging
@@ -40,6 +42,8 @@ SOURCE = '''
         def twice(n: int) -> int:
             return n + n
 '''
+
+VERDICTS = ("killed", "does not end", "survived", "not called")
 
 
 @pytest.fixture
@@ -75,19 +79,76 @@ def test_a_mutant_takes_hold_for_whoever_holds_the_function(module):
     assert (clamp(3), counter.total, twice(4)) == (3, 1, 0)
 
 
-def test_a_mutant_is_known_for_as_long_as_its_function_stays(module):
-    """So a verdict and a sample outlive changes elsewhere in the module."""
+def test_a_mutant_keeps_its_identity_while_its_body_stays(module, tmp_path):
+    """In another module too, and under another docstring, so that two commits can be compared."""
 
-    def marks():
-        return {(m.function, m.change): m.mark for m in mutants_of("counted", module)}
+    def identities(name, path):
+        return {(m.function, m.change): m.identity for m in mutants_of(name, path)}
 
-    before = marks()
+    before = identities("counted", module)
     assert len(set(before.values())) == len(before)
     moved = "def first(n):\n    return n + 2\n" + module.read_text()
-    module.write_text(moved.replace("n < LIMIT", "n <= LIMIT"))
-    after = marks()
+    moved = moved.replace("sum(self.seen) + 0", "sum(self.seen) - 0").replace("The smaller", "A")
+    (tmp_path / "elsewhere.py").write_text(moved)
+    after = identities("elsewhere", tmp_path / "elsewhere.py")
     kept = {key for key in before if before[key] == after.get(key)}
-    assert kept == {key for key in before if key[0] != "clamp"}
+    assert kept == {key for key in before if key[0] != "Counter.total"}
+
+
+def test_a_draw_depends_on_seed_and_identities_alone(module):
+    mutants = mutants_of("counted", module)
+    three = drawn(mutants, seed=1, count=3)
+    assert drawn([*reversed(mutants), *mutants], seed=1, count=3) == three
+    assert any(drawn(mutants, seed=seed, count=3) != three for seed in range(2, 9))
+    assert drawn(mutants, seed=1, count=99)[:3] == three
+
+
+def test_compared_runs_name_what_was_killed_and_survives():
+    earlier = [{"identity": i, "verdict": v} for i, v in zip("abcd", VERDICTS, strict=True)]
+    now = [{"identity": i, "verdict": "survived"} for i in "xdcba"]
+    assert [before["identity"] for before, _ in escaped(earlier, now)] == ["b", "a"]
+    assert escaped(earlier, [{"identity": "a", "verdict": "killed"}]) == []
+
+
+def test_nearest_tests_are_those_of_the_folder_and_then_importers(tmp_path):
+    texts = {
+        "store/disk/test_files.py": "",
+        "store/test_journal.py": "",
+        "store/test_other.py": "Journal()",
+        "server/test_app.py": "from keepwarm.store import files, journal",
+        "server/test_far.py": "from keepwarm.store import files",
+        "cli/test_run.py": "from keepwarm.store.journal import Journal",
+    }
+    for name, text in texts.items():
+        file = tmp_path / "tests" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    mutant = Mutant("keepwarm.store.journal", "Journal.add", 1, "0 → 1", 0, "")
+    assert [file.removeprefix("tests/") for file in Suite(tmp_path).nearest(mutant)] == [
+        "store/test_journal.py",
+        "store/test_other.py",
+        "store/disk/test_files.py",
+        "cli/test_run.py",
+        "server/test_app.py",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("test", "seconds", "expected"),
+    [
+        ("assert counted.clamp(3) == 0", 300, ("killed", "test_it.py::test_it", 1, 1, False)),
+        ("assert counted.clamp(1) == 1", 300, ("survived", "", 1, 1, False)),
+        ("assert counted.LIMIT == 3", 300, ("not called", "", 1, 0, False)),
+        ("assert counted.clamp(3) == 0", 0, ("not called", "", 0, 0, True)),
+    ],
+)
+def test_judged_mutant_has_the_verdict_of_its_tests(module, monkeypatch, test, seconds, expected):
+    test_file = module.with_name("test_it.py")
+    test_file.write_text(f"import counted\n\ndef test_it():\n    {test}\n")
+    monkeypatch.chdir(module.parent)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    _, wider, *_ = mutants_of("counted", module)
+    assert tuple(judge(wider, ["test_it.py"], seconds)) == expected
 
 
 def test_work_in_a_fork_has_an_exit_status_and_a_time_limit():
@@ -95,26 +156,3 @@ def test_work_in_a_fork_has_an_exit_status_and_a_time_limit():
     assert in_fork(lambda: 1 // 0, 300) == 98
     assert in_fork(lambda: time.sleep(3600) or 0, 300, idle_s=0.1) == NO_END
     assert in_fork(lambda: max(itertools.count()), 1) == NO_END
-
-
-def test_calls_are_noted_by_test(tmp_path):
-    """Those of the package alone, on threads too, each for the test that made them."""
-    package = tmp_path / "src" / "keepwarm"
-    package.mkdir(parents=True)
-    code = compile("def used(): return 1", str(package / "some.py"), "exec")
-    names = {}
-    exec(code, names)
-    recorder = Recorder(tmp_path)
-
-    class Item:
-        nodeid = "test_one"
-
-    around = recorder.pytest_runtest_protocol(Item())
-    before = sys.gettrace()
-    next(around)
-    names["used"]()
-    dedent("not ours")
-    with pytest.raises(StopIteration):
-        next(around)
-    sys.settrace(before)
-    assert recorder.tests["test_one"]["calls"] == ["keepwarm.some:used"]
