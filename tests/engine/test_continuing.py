@@ -163,6 +163,19 @@ def test_an_answer_that_was_cancelled_is_continued_as_far_as_it_came(models, tmp
         assert turn("ops").turn.messages[1]["content"].startswith(heard)
 
 
+def test_an_answer_cut_by_a_stop_string_is_continued_by_its_text(llama, tmp_path):
+    """The tokens that it was cut in were generated, and never said."""
+    with engine_on(llama, tmp_path) as engine:
+        whole = ask(engine, ASK, agent="other").choices[0].text
+        stop = whole[len(whole) // 2 :][:1]
+        cut = engine.submit(
+            Request(messages=[ASK], agent="ops", sampling=replace(EIGHT, stop=(stop,)))
+        ).result()
+        assert whole.startswith(cut.choices[0].text + stop)
+        second = go_on(engine, NEXT)
+        assert second.usage.prompt_tokens == len(prompt_of(engine, ASK, said(cut), NEXT))
+
+
 def test_messages_are_sealed_with_the_store_and_go_with_the_agent(llama, tmp_path):
     def files():
         return list((tmp_path / "store" / "messages").glob("*"))

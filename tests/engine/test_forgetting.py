@@ -13,7 +13,7 @@ from keepwarm.engine.engine import Engine
 from keepwarm.prefix.policy import Policy
 from keepwarm.store.disk.disk import DiskLimits
 from keepwarm.text.request import Request, Sampling, Started
-from tests.kit.engines import ask, engine_on, tokens_of
+from tests.kit.engines import ask, engine_on, held, tokens_of
 from tests.kit.runs import prompt_of
 
 LIMITS = DiskLimits(min_free_bytes=0)
@@ -118,19 +118,29 @@ class Gate:
 
 
 @pytest.mark.parametrize(
-    ("engine", "n_written"),
-    [("llama", 0), ("llama", 1), ("gemma3_text", 1), ("qwen3_next", 1), ("qwen3_next", 2)],
+    ("engine", "n_written", "is_known"),
+    [
+        ("llama", 0, False),
+        ("llama", 0, True),
+        ("llama", 1, False),
+        ("gemma3_text", 1, False),
+        ("qwen3_next", 1, False),
+        ("qwen3_next", 2, True),
+    ],
     indirect=["engine"],
 )
-def test_the_queue_of_the_writer_is_not_written(engine, other, n_written, monkeypatch):
+def test_the_queue_of_the_writer_is_not_written(engine, other, n_written, is_known, monkeypatch):
     """A turn was computed, and the rest of its records waits to be saved, when its agent is
-    deleted: what they continue may be on disk, and in the queue no more."""
+    deleted: what they continue may be on disk, and in the queue no more. Of the record that is
+    being written the writer, or before it another thread, learns that."""
     first = answer(engine, PROMPT, agent="ada")
     second = [*PROMPT, *tokens_of(first.choices[0]), *prompt_of(300, seed=2)]
     gate = Gate(engine, n_written, monkeypatch)
     engine.submit(ask(second, 3, agent="ada")).result()
     assert gate.reached.wait(60)
     other.agents.delete("ada")
+    if is_known:
+        engine.store.catch_up()
     before = engine.store.saver.stats().written_records
     gate.open()
     engine.wait_until_saved()
@@ -140,20 +150,40 @@ def test_the_queue_of_the_writer_is_not_written(engine, other, n_written, monkey
     assert engine.live.stats.entries == 0
 
 
-def test_a_request_that_runs_meanwhile_leaves_nothing(engine, other):
-    """It ends with its answer, and neither its blocks nor its agent come back."""
+@pytest.mark.parametrize("agent", ["ada", None])
+def test_a_request_that_runs_meanwhile_leaves_nothing(engine, other, agent):
+    """It ends with its answer, and neither its blocks nor its agent come back; also where it goes
+    on from the agent's text under no name."""
     first = answer(engine, PROMPT, agent="ada")
     second = [*PROMPT, *tokens_of(first.choices[0]), *prompt_of(300, seed=2)]
-    running = engine.submit(ask(second, 40, agent="ada", policy=Policy.DURABLE))
+    running = engine.submit(ask(second, 40, agent=agent, policy=Policy.DURABLE))
     assert any(isinstance(event, Started) for event in running)
-    other.agents.delete("ada")
+    with held(engine):
+        other.agents.delete("ada")
+        engine.store.catch_up()
     result = running.result()
     engine.wait_until_saved()
     assert result.usage.completion_tokens == 40
     assert not result.receipt.durable
     assert list(other.agents.all()) == []
     assert list(other.disk.walk()) == []
+    assert (engine.live.stats.entries, n_in_memory(engine)) == (0, 0)
     assert reused(engine, second) == {}
+
+
+def test_a_request_that_waits_for_a_prefix_deleted_meanwhile_computes_it(engine, other):
+    shared = prompt_of(600, seed=5)
+    answer(engine, PROMPT, agent="ada")
+    engine._scheduler.slice_sizer.max_slice = 2  # so many that this thread may be late
+    with held(engine):
+        leader = engine.submit(ask([*shared, 1], 3, agent="ada"))
+        waiter = engine.submit(ask([*shared, 2, 3], 3))
+    _ = [next(leader), next(leader), next(leader)]  # started, and two slices
+    with held(engine):
+        assert engine.stats().counters["waited_for_prefix"] == 1
+        other.agents.delete("ada")
+    assert waiter.result().receipt.cached_tokens == 0
+    leader.result()
 
 
 def test_another_branch_that_runs_meanwhile_leaves_nothing(engine, other):

@@ -133,6 +133,17 @@ def test_a_leader_cancelled_half_way(models, tmp_path):
         assert events[2].done == 10
 
 
+def test_tenants_that_ask_together_share_no_prefill(models, tmp_path):
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        tenants = ("ada", "bob")
+        for tenant in tenants:
+            engine.lane_of(tenant)  # which is made on the thread that is paused
+        requests = [ask(agents(1)[0], N, tenant=tenant) for tenant in tenants]
+        results = [answer.result() for answer in ask_together(engine, requests)]
+        assert [result.receipt.cached_tokens for result in results] == [0, 0]
+        assert engine.stats().counters["waited_for_prefix"] == 0
+
+
 def test_no_store_neither_waits_nor_leads(models, tmp_path):
     model = models.of("llama")
     prompts = agents(3)

@@ -66,6 +66,18 @@ def test_a_saved_cache_says_its_place_and_its_owner(models, tmp_path):
     assert own[1]["parent"] == own[0]["key"]
 
 
+def test_agent_asked_for_several_answers_goes_on_from_the_first(models, tmp_path):
+    prompt = prompt_of(300)
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        asked = ask(prompt, 4, agent="ada", n=3, temperature=1.5, seed=7)
+        answers = [tokens_of(choice) for choice in engine.submit(asked).result().choices]
+        engine.wait_until_saved()
+        agent = engine.store.on_disk.agents.show("ada")
+        said = engine.store.on_disk.tokens_of(agent)
+    assert answers[0] not in answers[1:]
+    assert (said, agent.turns) == ([*prompt, *answers[0]], (304,))
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
 def test_an_agents_blocks_are_loaded_by_its_id(architecture, models, tmp_path):
     """By layer, in order, with the number of tokens and its labels."""

@@ -13,7 +13,7 @@ from keepwarm.session.session import Session
 from keepwarm.text.request import Request, Sampling
 from tests.kit.engines import engine_on
 from tests.kit.runs import FedCounter
-from tests.kit.scripted import write_scripted
+from tests.kit.scripted import call, write_scripted
 
 SYSTEM = "You answer in one sentence, in the words of the question. " * 4
 FEW = Sampling(max_tokens=8, temperature=0)
@@ -57,9 +57,12 @@ def test_an_agent_goes_on_from_its_summary(engine):
     session.respond("What is the quick brown fox?")
     session.respond("And the lazy dog?")
     engine.wait_until_saved()
+    before = engine.store.on_disk.agents.show("ops")
     work = Compaction.of_agent(engine, Request(agent="ops"), "Sum up.", 12)
     result = engine.submit(work.request).result()
     assert result.receipt.continued
+    engine.wait_until_saved()
+    assert engine.store.on_disk.agents.show("ops") == before, "the question is no turn of its"
     work.warm(result).result()
     made = work.finish(result)
     asked = Request(messages=[{"role": "user", "content": "Why?"}], agent="ops", sampling=FEW)
@@ -89,6 +92,18 @@ def test_who_cannot_be_compacted_stays_as_he_is(engine):
     with pytest.raises(BadInput, match="no summary"):
         work.warm(replace(silent, choices=(choice,)))
     assert engine.store.on_disk.agents.show("ops") == before
+
+
+def test_summary_that_looks_like_a_call_of_a_tool_is_text(tmp_path):
+    """The tools are in the prompt, as before; they may not be called."""
+    look = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    path = write_scripted(tmp_path / "model", ["It is quick.", call("look")])
+    model = keepwarm.load(str(path))
+    model = replace(model, module=FedCounter(model.module))
+    with engine_on(model, tmp_path / "home") as engine:
+        session = Session(engine, id="ops", tools=[look])
+        session.respond("What is the quick brown fox?")
+        assert session.compact("Sum up.").summary == call("look")
 
 
 SUMMARY = "The fox is quick and brown; the dog is lazy.\nNext: whom does the fox jump over?"

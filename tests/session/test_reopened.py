@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -67,6 +68,21 @@ def test_rewound_forked_or_with_another_system_prompt_it_sends_its_messages(mode
         assert other.respond("Where?").receipt.continued is None
         fresh = Session(engine, id="copy", kv=KVOptions(max_kv_size=64), sampling=FEW)
         assert fresh.messages == []  # its blocks are of another kind
+
+
+def test_an_answer_cut_by_a_stop_string_is_sent_by_its_text(model, tmp_path):
+    with engine_on(model, tmp_path) as engine:
+        first = Session(engine, id="ops", sampling=FEW)
+        first.respond("Who?")
+        engine.wait_until_saved()
+        whole = first.fork().respond("Why?").text
+        session = Session(engine, id="ops", sampling=FEW)
+        stop = whole[len(whole) // 2 :][:1]
+        assert session.respond("Why?", sampling=replace(FEW, stop=(stop,))).text in whole[:-1]
+        twin = Session(engine, messages=session.messages, sampling=FEW).respond("Where?")
+        reply = session.respond("Where?")
+        assert reply.usage.prompt_tokens == twin.usage.prompt_tokens
+        assert reply.text == twin.text
 
 
 def test_a_turn_that_fails_leaves_the_conversation_where_it_was(model, tmp_path):

@@ -11,7 +11,7 @@ from keepwarm.cache.restore.loading import Reader
 from keepwarm.cache.restore.plan import Point
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.restore.restorer import WORTH_SAVING, Plan, Restorer
-from keepwarm.cache.restore.writing import MemorySaver
+from keepwarm.cache.restore.writing import MemorySaver, Writer
 from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import probe
 from keepwarm.prefix.blocks import Namespace
@@ -150,6 +150,19 @@ def test_who_stops_at_the_end_of_a_block_has_its_state(name, tier, tiny_model, r
     assert restored.n_tokens == 512
     run = continue_from(model, restored.caches, PROMPT[512:], N)
     assert_same(reference(name, tuple(PROMPT)), run)
+
+
+def test_temporary_open_block_is_in_memory_only(tiny_model, tmp_path):
+    """A longer one is written soon; the whole blocks before it are."""
+    model, memory = tiny_model("llama"), MemoryTier(1 << 30)
+    with closing(DiskTier(tmp_path / "store", DiskLimits(min_free_bytes=0))) as disk:
+        writer = Writer(memory, disk, 64 << 20)
+        capture = replace(restorer(model, memory), writer=writer).open(PROMPT)
+        caches = prefill(model, make_prompt_cache(model), PROMPT[:600])
+        capture.capture(caches, 600, checkpoint=True, temporary=True)
+        writer.close()
+        lengths = [sorted(block.n_tokens for block in tier.walk()) for tier in (memory, disk)]
+    assert lengths == [[88, 256, 256], [256, 256]]
 
 
 def test_policies(tier, tiny_model):

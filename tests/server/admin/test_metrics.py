@@ -48,26 +48,47 @@ def ask(live, text=None):
 def test_a_request_is_counted(live):
     text = f"{uuid.uuid4()} the quick brown fox " * 8
     before = read(live)
-    cold, warm = ask(live, text), ask(live, text)
+    cold, *warm = [ask(live, text) for _ in range(3)]
     after = read(live)
 
     def more(*name):
         return after[name] - before.get(name, 0)
 
-    usages = [cold["usage"], warm["usage"]]
+    answers = [cold, *warm]
+    usages = [answer["usage"] for answer in answers]
     assert more("keepwarm_prompt_tokens_total") == sum(u["prompt_tokens"] for u in usages)
     assert more("keepwarm_generated_tokens_total") == sum(u["completion_tokens"] for u in usages)
-    n_fed = cold["keepwarm"]["recomputed"] + warm["keepwarm"]["recomputed"]
+    n_fed = sum(answer["keepwarm"]["recomputed"] for answer in answers)
     assert more("keepwarm_prefilled_tokens_total") == n_fed
-    reused = sum(sum(a["keepwarm"]["reused"].values()) for a in (cold, warm))
+    reused = sum(sum(a["keepwarm"]["reused"].values()) for a in answers)
     tiers = {name[1] for name in after if name[0] == "keepwarm_reused_tokens_total"}
     assert sum(more("keepwarm_reused_tokens_total", tier) for tier in tiers) == reused
-    assert more("keepwarm_answers_total", "finished") == 2
-    assert more("keepwarm_http_requests_total", "chat", "ok") == 2
+    assert more("keepwarm_answers_total", "finished") == 3
+    assert more("keepwarm_http_requests_total", "chat", "ok") == 3
     counts = [more("keepwarm_time_to_first_token_seconds_count", warm) for warm in ("no", "yes")]
-    assert sum(counts) == 2
-    assert counts[1] >= 1
-    assert more("keepwarm_token_seconds_count") == 2
+    assert counts == [1, 2]
+    assert more("keepwarm_token_seconds_count") == 3
+
+
+def test_what_the_engine_did_beside_requests_is_counted_in_its_unit(live):
+    engine = live.host.engine
+    ask(live)
+    engine.wait_until_saved()
+    before, n_live = read(live), engine.live.stats.entries
+    engine.live.release(engine.live.max_bytes)
+    engine.ledger.count(saved_ms=2500)
+    after = read(live)
+    assert (
+        after["keepwarm_evictions_total", "live"] - before["keepwarm_evictions_total", "live"]
+        == n_live
+        > 0
+    )
+    assert after["keepwarm_saved_seconds_total",] - before[
+        "keepwarm_saved_seconds_total",
+    ] == pytest.approx(2.5)
+    writes = engine.stats().writes
+    assert writes.queued_bytes == 0
+    assert after["keepwarm_written_bytes_total",] == writes.written_bytes > 0
 
 
 def test_routers_find_what_they_read_of_vllm(live):

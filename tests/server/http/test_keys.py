@@ -136,7 +136,9 @@ def test_admin_key_beside_a_key_file_is_the_admin(keyed, tmp_path):
     for admin in ("root", f"@{file}"):
         settings = keyed("alice = secret", admin_key=admin)
         assert caller(settings, "secret").name == "alice"
-        assert caller(settings, "root").name == "admin"
+        root = caller(settings, "root")
+        assert (root.name, root.tenant) == ("admin", digest("root").hex()[:16])
+        assert root.owner == root.tenant != caller(settings, "secret").tenant
 
 
 def test_a_damaged_book_is_told_and_not_overwritten(keyed, tmp_path):
