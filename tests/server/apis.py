@@ -10,7 +10,22 @@ import anthropic.types
 import ollama
 import openai.types.chat
 import openai.types.responses
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
+
+from keepwarm import config
+from keepwarm.errors import BadField
+from keepwarm.prefix.policy import Policy
+from keepwarm.server.anthropic import request as messages_request
+from keepwarm.server.anthropic.shapes import MessagesRequest
+from keepwarm.server.http.problems import validation_problem
+from keepwarm.server.http.request_fields import RequestFields
+from keepwarm.server.ollama import request as ollama_request
+from keepwarm.server.ollama.shapes import OllamaChatRequest
+from keepwarm.server.openai import chat, completions
+from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest
+from keepwarm.server.responses import request as responses_request
+from keepwarm.server.responses.shapes import ResponsesRequest
+from keepwarm.text.request import KVOptions, Request
 
 Fields = dict[str, Any]
 PLACES = ("here", "there")
@@ -20,6 +35,9 @@ SCHEMA = {
     "required": ["place"],
     "additionalProperties": False,
 }
+HELLO = {"role": "user", "content": "Hello"}
+CALLER = RequestFields("t", "me", Policy.READ_WRITE, False, KVOptions(), 60.0)
+SETTINGS = config.load({})
 FUNCTION = {"name": "weather", "description": "The weather at a place.", "parameters": SCHEMA}
 
 
@@ -46,6 +64,27 @@ class Api:
     name: ClassVar[str]
     path: ClassVar[str]
     answer: ClassVar[type[BaseModel]]  # of the official client
+    shape: ClassVar[type[BaseModel]]
+    least: ClassVar[Fields] = {"messages": [HELLO]}  # that a body needs
+
+    def request(self, fields: Fields, settings: config.Settings = SETTINGS) -> Request:
+        """What the engine is asked by a body with these fields."""
+        return self.request_of(self.shape.model_validate(self.least | fields), settings)
+
+    def request_of(self, body: Any, settings: config.Settings) -> Request:
+        raise NotImplementedError
+
+    def refusal(self, fields: Fields, settings: config.Settings = SETTINGS) -> Problem:
+        """Why such a body is refused; `kind` is the path of the field."""
+        try:
+            self.request(fields, settings)
+        except BadField as error:
+            return Problem(str(error), error.param)
+        except ValidationError as error:
+            reasons = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+            problem = validation_problem(reasons, self.least | fields)
+            return Problem(problem.message, problem.param)
+        raise AssertionError(f"{fields} is not refused")
 
     def body(self, text: str, n_tokens: int = 8, **fields: Any) -> Fields:
         """A question; `stop`, `schema` and `tool` as this API takes them."""
@@ -79,6 +118,10 @@ def events_of(stream: str) -> list[Fields]:
 class ChatApi(Api):
     name, path = "chat", "/v1/chat/completions"
     answer = openai.types.chat.ChatCompletion
+    shape = ChatRequest
+
+    def request_of(self, body: Any, settings: config.Settings) -> Request:
+        return chat.request_of(body, CALLER, settings)
 
     def body(self, text: str, n_tokens: int = 8, **fields: Any) -> Fields:
         body: Fields = {"messages": [{"role": "user", "content": text}], "max_tokens": n_tokens}
@@ -133,9 +176,17 @@ class ChatApi(Api):
         return last | {"object": "chat.completion", "choices": [choice]}
 
 
+def no_fill_in() -> Any:
+    raise BadField("The model has no tokens for a suffix.", "suffix")
+
+
 class TextApi(ChatApi):
     name, path = "text", "/v1/completions"
     answer = openai.types.Completion
+    shape, least = CompletionRequest, {"prompt": "Hello"}
+
+    def request_of(self, body: Any, settings: config.Settings) -> Request:
+        return completions.requests_of(body, CALLER, no_fill_in)[0]
 
     def body(self, text: str, n_tokens: int = 8, **fields: Any) -> Fields:
         body = super().body(text, n_tokens, **fields)
@@ -159,6 +210,10 @@ class TextApi(ChatApi):
 class MessagesApi(Api):
     name, path = "messages", "/v1/messages"
     answer = anthropic.types.Message
+    shape, least = MessagesRequest, {"messages": [HELLO], "max_tokens": 9}
+
+    def request_of(self, body: Any, settings: config.Settings) -> Request:
+        return messages_request.request_of(body, CALLER, settings)
 
     def body(self, text: str, n_tokens: int = 8, **fields: Any) -> Fields:
         body: Fields = {"messages": [{"role": "user", "content": text}], "max_tokens": n_tokens}
@@ -227,6 +282,11 @@ class MessagesApi(Api):
 class ResponsesApi(Api):
     name, path = "responses", "/v1/responses"
     answer = openai.types.responses.Response
+    shape, least = ResponsesRequest, {"input": "Hello"}
+
+    def request_of(self, body: Any, settings: config.Settings) -> Request:
+        items = responses_request.items_of(body.input)
+        return responses_request.request_of(body, items, CALLER, settings)
 
     def body(self, text: str, n_tokens: int = 8, **fields: Any) -> Fields:
         items = [{"role": "user", "content": text}]
@@ -282,6 +342,10 @@ class ResponsesApi(Api):
 class OllamaApi(Api):
     name, path = "ollama", "/api/chat"
     answer = ollama.ChatResponse
+    shape, least = OllamaChatRequest, {"model": "m", "messages": [HELLO]}
+
+    def request_of(self, body: Any, settings: config.Settings) -> Request:
+        return ollama_request.chat_request(body, body.messages, CALLER, settings)
 
     def body(self, text: str, n_tokens: int = 8, **fields: Any) -> Fields:
         options = {"num_predict": n_tokens, "temperature": 0}

@@ -163,79 +163,40 @@ def test_agent_is_known_by_header_and_by_the_fields_of_the_api(live, api):
 # Wrong bodies
 
 
-USER = [{"role": "user", "content": "x"}]
 ROBOT = [{"role": "robot", "content": "x"}]
-IMAGE = [{"role": "user", "content": [{"type": "image_url"}]}]
-WRONG = {  # fields, and what the error names
+WRONG = {  # a field that the shape refuses, one that the adapter does, and what only a server finds
     CHAT: [
-        ({"temperature": "hot"}, "temperature"),
-        ({"temperature": 3}, "temperature"),
-        ({"messages": []}, "messages"),
         ({"messages": ROBOT}, "messages[0].role"),
-        ({"messages": IMAGE}, "messages[0].content[0]"),
-        ({"n": 1000}, "n"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"keepwarm": {"agent": "../x"}}, "agent id"),
-        ({"messages": None}, "messages"),
-        ({"messages": "hello"}, "messages"),
-        ({"messages": [*USER, {"role": "user", "content": 5}]}, "messages[1].content"),
-        ({"messages": [{"content": "x"}]}, "messages[0].role"),
-        (
-            {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
-            "messages[0].content[0].type",
-        ),
-        ({"n": 0}, "n"),
-        ({"n": True}, "n"),
-        ({"stream": "yes"}, "stream"),
-        ({"max_tokens": 1.5}, "max_tokens"),
-        ({"stop": [1]}, "stop[0]"),
-        ({"tools": [{"type": "function"}]}, "tools[0].function"),
-        ({"tool_choice": "maybe"}, "tool_choice"),
-        ({"logit_bias": {"1": 200}}, "logit_bias.1"),
-        ({"keepwarm": {"cache": "always"}}, "keepwarm.cache"),
     ],
     TEXT: [
         ({"prompt": []}, "prompt"),
-        ({"suffix": "!"}, "suffix"),
         ({"best_of": 4}, "best_of"),
-        ({"echo": True, "logprobs": 1, "suffix": "x"}, "echo"),
+        ({"suffix": "!"}, "suffix"),
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": [1, -5]}, "token"),
         ({"prompt": [1, 10**9]}, "token"),
     ],
     MESSAGES: [
-        ({"max_tokens": -2}, "max_tokens"),
-        ({"messages": []}, "messages"),
         ({"messages": ROBOT}, "messages[0].role"),
-        ({"messages": IMAGE}, "messages[0].content[0]"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"temperature": -1}, "temperature"),
-        ({"max_tokens": "9"}, "max_tokens"),
-        ({"tool_choice": {"type": "x"}}, "tool_choice"),
     ],
     RESPONSES: [
-        ({"max_output_tokens": -2}, "max_output_tokens"),
+        ({"input": ROBOT}, "input[0].role"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"background": True}, "omit store"),
         ({"conversation": "conv_1"}, "previous_response_id"),
         ({"prompt": {"id": "pmpt_1"}}, "instructions"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"input": []}, "input"),
-        ({"input": ROBOT}, "input[0].role"),
-        ({"input": [{"type": "message", "role": "user", "content": 1}]}, "input[0].content"),
         ({"input": [{"type": "item_reference", "id": "msg_gone"}]}, "msg_gone"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
     ],
     OLLAMA: [
-        ({"think": True}, "does not support thinking"),
         ({"options": {"temperature": "hot"}}, "options.temperature"),
+        ({"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "images"),
+        ({"think": True}, "does not support thinking"),
         ({"options": {"temperature": 1e300}}, "temperature"),
         ({"options": {"num_predict": 1 << 70}}, "64 bits"),
-        ({"options": {"stop": ["a"] * 99}}, "stop"),
         ({"keep_alive": "soon"}, "keep_alive"),
-        ({"messages": "Hello"}, "messages"),
-        ({"model": None}, "model"),
-        ({"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "images"),
     ],
 }
 

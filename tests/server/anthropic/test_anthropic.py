@@ -1,4 +1,4 @@
-"""Anthropic's messages as pure functions: JSON to a request, events to JSON."""
+"""Anthropic's messages as pure functions: sessions, usage, events to JSON."""
 
 import json
 
@@ -8,9 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from keepwarm import config
-from keepwarm.errors import BadField
-from keepwarm.prefix.policy import Policy
 from keepwarm.server.anthropic.events import (
     CachedPrefix,
     MessageMeta,
@@ -18,269 +15,23 @@ from keepwarm.server.anthropic.events import (
     message,
     usage_of,
 )
-from keepwarm.server.anthropic.request import ignored_tools, request_of, session_of
-from keepwarm.server.anthropic.shapes import CountRequest, MessagesRequest
+from keepwarm.server.anthropic.request import session_of
 from keepwarm.server.http.problems import Problem
-from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.text.request import (
-    Breakpoint,
     Choice,
     Delta,
     Done,
     Finished,
-    KVOptions,
     Progress,
     Receipt,
     Result,
     Started,
     ToolCall,
     ToolCalled,
-    ToolChoice,
     Usage,
 )
 
-SETTINGS = config.load({})
-CALLER = RequestFields("", None, Policy.READ_WRITE, False, KVOptions(), None)
-HELLO = {"role": "user", "content": "Hello"}
-SHORT = {"cache_control": {"type": "ephemeral"}}
-LONG = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
-READ = {"name": "read", "description": "Reads", "input_schema": {"type": "object"}}
 EVENTS = TypeAdapter(RawMessageStreamEvent)
-
-
-def asked(*messages, shape=MessagesRequest, **fields):
-    if shape is MessagesRequest:
-        fields.setdefault("max_tokens", 9)
-    return request_of(body(*messages, shape=shape, **fields), CALLER, SETTINGS)
-
-
-def body(*messages, shape=MessagesRequest, **fields):
-    return shape.model_validate({"messages": list(messages) or [HELLO], **fields})
-
-
-def text(words, **more):
-    return {"type": "text", "text": words, **more}
-
-
-# Messages.
-
-
-def test_a_system_text_comes_first():
-    assert asked(system="Be kind").messages == [{"role": "system", "content": "Be kind"}, HELLO]
-
-
-def test_system_blocks_stay_apart():
-    messages = asked(system=[text("One"), text("Two")]).messages
-    assert messages[0] == {"role": "system", "content": [text("One"), text("Two")]}
-
-
-def test_system_messages_stay_where_they_stand():
-    late = {"role": "system", "content": "Linux"}
-    assert asked(HELLO, late).messages == [HELLO, late]
-
-
-def test_a_tool_call_and_what_it_gave():
-    call = {"type": "tool_use", "id": "t1", "name": "read", "input": {"path": "ä", "n": 1}}
-    result = {"type": "tool_result", "tool_use_id": "t1", "content": [text("a"), text("b")]}
-    messages = asked(
-        HELLO,
-        {"role": "assistant", "content": [text("Let me see."), call]},
-        {"role": "user", "content": [result, text("Go on")]},
-    ).messages
-    function = {"name": "read", "arguments": '{"path": "ä", "n": 1}'}
-    assert messages[1:] == [
-        {
-            "role": "assistant",
-            "content": "Let me see.",
-            "tool_calls": [{"id": "t1", "type": "function", "function": function}],
-        },
-        {"role": "tool", "tool_call_id": "t1", "content": "a\nb"},
-        {"role": "user", "content": [text("Go on")]},
-    ]
-
-
-@pytest.mark.parametrize(
-    ("content", "wanted"),
-    [
-        ("Done", "Error: Done"),
-        (None, "Error: "),
-        ([{"type": "tool_reference", "tool_name": "grep"}], "Error: grep"),
-    ],
-)
-def test_results_of_tools_that_failed_say_so(content, wanted):
-    result = {"type": "tool_result", "tool_use_id": "t", "content": content, "is_error": True}
-    assert asked({"role": "user", "content": [result]}).messages[0]["content"] == wanted
-
-
-def test_past_thinking_goes_along_under_its_own_name():
-    thought = {"type": "thinking", "thinking": "Hm", "signature": "x"}
-    hidden = {"type": "redacted_thinking", "data": "x"}
-    said = {"role": "assistant", "content": [hidden, thought, text("Hi")]}
-    messages = asked(HELLO, said, HELLO).messages
-    assert messages[1] == {"role": "assistant", "content": "Hi", "reasoning_content": "Hm"}
-
-
-@pytest.mark.parametrize(
-    ("content", "param"),
-    [
-        ([text("a"), {"type": "image", "source": {}}], "messages[0].content[1]"),
-        ([{"type": "document"}], "messages[0].content[0]"),
-        ([{"type": "text"}], "messages[0].content[0].text"),
-        ([{"type": "tool_result"}], "messages[0].content[0].tool_use_id"),
-    ],
-)
-def test_what_cannot_be_read_is_refused_by_name(content, param):
-    with pytest.raises(BadField) as error:
-        asked({"role": "user", "content": content})
-    assert error.value.param == param
-
-
-def test_an_answer_that_the_client_began_is_continued():
-    begun = {"role": "assistant", "content": "The answer is ("}
-    for shape in (CountRequest, MessagesRequest):
-        assert asked(HELLO, begun, shape=shape).partial_answer
-        assert len(asked(HELLO, begun, shape=shape).messages) == 2
-        assert not asked(HELLO, shape=shape).partial_answer
-
-
-# Wishes.
-
-
-def test_sampling_and_stops():
-    sampling = asked(
-        max_tokens=7, temperature=0.5, top_p=0.9, top_k=3, stop_sequences=["END"]
-    ).sampling
-    assert (sampling.max_tokens, sampling.temperature) == (7, 0.5)
-    assert (sampling.top_p, sampling.top_k, sampling.stop) == (0.9, 3, ("END",))
-
-
-@pytest.mark.parametrize(
-    ("kind", "wanted"),
-    [("enabled", True), ("disabled", False), ("adaptive", None), ("between_tools", None)],
-)
-def test_thinking(kind, wanted):
-    assert asked(thinking={"type": kind, "budget_tokens": 2000}).thinking is wanted
-
-
-def test_effort_and_format_are_given_on():
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    output = {"effort": "max", "format": {"type": "json_schema", "schema": schema}}
-    request = asked(output_config=output, context_management={"edits": []})
-    assert request.template_options == {"reasoning_effort": "high"}
-    assert request.format.schema == schema
-
-
-@pytest.mark.parametrize(
-    ("choice", "wanted"),
-    [
-        ({"type": "auto"}, ToolChoice()),
-        ({"type": "any"}, ToolChoice("required")),
-        ({"type": "none"}, ToolChoice("none")),
-        ({"type": "tool", "name": "read"}, ToolChoice("required", "read")),
-        (
-            {"type": "auto", "disable_parallel_tool_use": True},
-            ToolChoice("auto", None, parallel=False),
-        ),
-    ],
-)
-def test_tool_choice(choice, wanted):
-    request = asked(tools=[READ], tool_choice=choice)
-    assert request.tool_choice == wanted
-    function = {"name": "read", "description": "Reads", "parameters": {"type": "object"}}
-    assert request.tools == [{"type": "function", "function": function}]
-
-
-def test_tools_that_only_anthropic_runs_are_left_out_and_named():
-    search = {"type": "web_search_20250305", "name": "web_search"}
-    given = body(tools=[search, READ], max_tokens=1)
-    assert [tool["function"]["name"] for tool in asked(tools=[search, READ]).tools] == ["read"]
-    assert ignored_tools(given) == ["web_search"]
-
-
-FETCH = {"name": "fetch", "description": "Fetches", "input_schema": {"type": "object"}}
-WRITTEN = (
-    '<function>{"description": "Fetches", "name": "fetch", "parameters": {"type": "object"}}'
-    "</function>"
-)
-
-
-def names(request, deferred):
-    return [t["function"]["name"] for t in request.tools if bool(t.get("deferred")) is deferred]
-
-
-def test_a_deferred_tool_is_written_where_it_was_found():
-    """Found by the client's own search: it can be called, and the prompt's beginning stays."""
-    tools = [READ, {**FETCH, "defer_loading": True}]
-    found = {"type": "tool_result", "tool_use_id": "1"}
-    found["content"] = [{"type": "tool_reference", "tool_name": "fetch"}]
-    request = asked({"role": "user", "content": [found]}, tools=tools)
-    assert names(request, deferred=False) == ["read"]
-    assert names(request, deferred=True) == ["fetch"]
-    assert request.messages[0]["content"] == WRITTEN
-
-
-def test_no_tool_is_deferred_where_only_anthropic_could_search():
-    search = {"type": "tool_search_tool_regex_20251119", "name": "tool_search"}
-    request = asked(tools=[search, READ, {**FETCH, "defer_loading": True}])
-    assert names(request, deferred=False) == ["read", "fetch"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "tool", "text"),
-    [
-        ("tool_addition", {"type": "tool_definition", "definition": FETCH}, WRITTEN),
-        ("tool_addition", {"type": "tool_reference", "name": "read"}, '"name": "read"'),
-        ("tool_removal", {"type": "tool_reference", "name": "read"}, "read can no longer"),
-    ],
-)
-def test_a_message_of_the_system_changes_the_tools(kind, tool, text):
-    change = {"role": "system", "content": [{"type": kind, "tool": tool}]}
-    request = asked(HELLO, change, tools=[READ])
-    assert text in request.messages[1]["content"][0]["text"]
-    assert names(request, deferred=False) == ["read"]
-    assert names(request, deferred=True) == ["fetch"] * ("definition" in tool)
-
-
-@pytest.mark.parametrize(
-    "choice", [{"type": "tool", "name": "grep"}, {"type": "tool"}, {"type": "tool", "name": "ws"}]
-)
-def test_a_choice_of_what_is_not_there_is_refused(choice):
-    with pytest.raises(BadField, match="not in tools"):
-        asked(tools=[READ, {"type": "web_search_1", "name": "ws"}], tool_choice=choice)
-
-
-def test_any_without_tools_is_refused():
-    with pytest.raises(BadField, match="tools is empty"):
-        asked(tool_choice={"type": "any"})
-
-
-def test_a_tool_without_a_schema_is_refused():
-    with pytest.raises(BadField, match="'read' has no input_schema"):
-        asked(tools=[{"name": "read"}])
-
-
-# Breakpoints.
-
-
-def test_breakpoints_stand_at_the_end_of_their_message():
-    result = {"type": "tool_result", "tool_use_id": "t", "content": "x", **SHORT}
-    request = asked(
-        HELLO,
-        {"role": "user", "content": [result, text("a", **LONG), text("b", **SHORT)]},
-        system=[text("One", **LONG), text("Two")],
-        tools=[READ, {**READ, "name": "write", **SHORT}],
-    )
-    assert [m["role"] for m in request.messages] == ["system", "user", "tool", "user"]
-    assert request.breakpoints == (
-        Breakpoint(-1, 300),
-        Breakpoint(0, 3600),
-        Breakpoint(2, 300),
-        Breakpoint(3, 3600),
-    )
-
-
-def test_a_breakpoint_of_the_whole_body_stands_at_its_end():
-    assert asked(HELLO, HELLO, **SHORT).breakpoints == (Breakpoint(1, 300),)
 
 
 # Whose conversation it is.

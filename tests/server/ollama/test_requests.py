@@ -6,7 +6,6 @@ import math
 from functools import partial
 
 import pytest
-from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
 from keepwarm import config
@@ -23,7 +22,6 @@ from keepwarm.text.request import (
     Delta,
     Done,
     Finished,
-    Format,
     KVOptions,
     Progress,
     Result,
@@ -51,50 +49,6 @@ def chat(*messages, **fields):
 def generate(settings=SETTINGS, fill_in=LACKING, **fields):
     body = OllamaGenerateRequest.model_validate({"model": "m", "prompt": "Once", **fields})
     return requests.generate_request(body, FIELDS, settings, fill_in)
-
-
-def test_options_become_sampling():
-    drawn = {"temperature": 1, "top_k": 40.0, "top_p": 0.5, "min_p": 0.1, "seed": 3}
-    ends = {"num_predict": 7.0, "stop": ["\n", ""]}
-    penalties = {"repeat_penalty": 1.1, "presence_penalty": 0.5}
-    sampling = chat(options=drawn | ends | penalties).sampling
-    assert (sampling.max_tokens, sampling.temperature, sampling.top_k) == (7, 1, 40)
-    assert (sampling.top_p, sampling.min_p, sampling.seed) == (0.5, 0.1, 3)
-    assert (sampling.stop, sampling.repetition_penalty) == (("\n",), 1.1)
-    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, 0.0)
-
-
-def test_what_ollama_calls_none_is_none():
-    options = {"num_predict": -2, "seed": -1, "top_k": -1, "repeat_last_n": 0, "min_p": None}
-    sampling = chat(options={**options, "repeat_penalty": 2, "frequency_penalty": 1}).sampling
-    assert (sampling.max_tokens, sampling.seed, sampling.top_k) == (None, None, 0)
-    assert (sampling.repetition_penalty, sampling.frequency_penalty) == (1.0, 0.0)
-    assert sampling.min_p is None
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"options": {"temperature": "hot"}},
-        {"options": {"temperature": -1}},
-        {"options": {"num_predict": 1.5}},
-        {"options": {"top_k": True}},
-        {"options": {"stop": [1]}},
-        {"options": {"stop": ["a"] * 17}},
-        {"options": []},
-        {"format": "yaml"},
-        {"think": "loud"},
-        {"keep_alive": True},
-        {"messages": [{"role": "owl", "content": "hu"}]},
-        {"messages": [{"role": "user", "content": ["hu"]}]},
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]},
-        {"model": ""},
-        {"tools": [{"type": "web", "function": {"name": "f"}}]},
-    ],
-)
-def test_wrong_fields_are_refused(fields):
-    with pytest.raises(ValidationError):
-        OllamaChatRequest.model_validate({"model": "m", "messages": [ASK], **fields})
 
 
 @pytest.mark.parametrize(
@@ -153,32 +107,11 @@ def test_ids_of_results_alone_are_those_of_the_calls():
     assert alone.messages[1]["tool_call_id"] == "call_1"
 
 
-def test_an_answer_that_is_begun_is_continued():
-    assert chat(ASK, {"role": "assistant", "content": "Four"}).partial_answer
-    assert not chat(ASK).partial_answer
-    assert not chat(ASK, {"role": "assistant", "content": ""}).partial_answer
-
-
-def test_images_are_refused_or_noted():
-    seen = {"role": "user", "content": "Look.", "images": ["aGk="]}
-    with pytest.raises(BadField, match=r"messages\[0\]\.images\[0\]"):
-        chat(seen)
-    asked = chat(seen, {"role": "assistant", "content": "I see."}, ASK)
-    assert asked.unread == ("image",)
-    assert asked.messages[0]["content"].startswith("Look.\n[image: left out")
+def test_image_of_generate_is_refused_or_noted():
     with pytest.raises(BadField, match=r"images\[0\]"):
         generate(images=["aGk="])
     lenient = config.load({}, skip_unreadable=True)
     assert generate(lenient, images=["aGk="]).unread == ("image",)
-
-
-def test_thinking_and_formats():
-    assert (chat().thinking, chat(think=False).thinking) == (None, False)
-    asked = chat(think="max", format="json")
-    assert (asked.thinking, asked.template_options) == (True, {"reasoning_effort": "high"})
-    assert asked.format == Format(json=True)
-    assert chat(format={"type": "object"}).format == Format(json=True, schema={"type": "object"})
-    assert chat(format="").format is None
 
 
 def test_prompts():

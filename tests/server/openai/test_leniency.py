@@ -11,42 +11,25 @@ from transformers import PreTrainedTokenizerFast
 from keepwarm import config
 from keepwarm.errors import BadField
 from keepwarm.models.load import load
-from keepwarm.prefix.policy import Policy
-from keepwarm.server.anthropic import request as messages
-from keepwarm.server.anthropic.shapes import MessageIn, MessagesRequest
-from keepwarm.server.http.body import LEAST_TOP_P, ignored_fields
-from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.openai import chat, completions
 from keepwarm.server.openai.chat import call_style_of, custom_input
 from keepwarm.server.openai.common import CompletionMeta
-from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest
-from keepwarm.server.responses import request as responses
-from keepwarm.server.responses.shapes import ResponsesRequest
+from keepwarm.server.openai.shapes import ChatRequest
 from keepwarm.text.request import (
     Choice,
     Done,
     Finished,
-    Format,
-    KVOptions,
     Receipt,
     Result,
     ToolCall,
     ToolCalled,
-    ToolChoice,
     Usage,
 )
 from tests.kit.checkpoints import SPECIALS, make_tokenizer, write_checkpoint
 from tests.server.conftest import serve
 
-SETTINGS = config.load({})
-CALLER = RequestFields("", None, Policy.READ_WRITE, False, KVOptions(), None)
 USER = {"role": "user", "content": "Well?"}
 YES_OR_NO = 'root ::= "yes" | "no"'
-
-
-def asked(**fields):
-    body = ChatRequest.model_validate({"messages": [USER], **fields})
-    return chat.request_of(body, CALLER, SETTINGS)
 
 
 @pytest.fixture(scope="module")
@@ -62,64 +45,6 @@ def ask(client, **options):
 # Numbers and stop strings.
 
 
-@pytest.mark.parametrize(
-    ("fields", "name", "value"),
-    [
-        ({"max_tokens": -1}, "max_tokens", None),
-        ({"max_tokens": 0}, "max_tokens", 0),
-        ({"max_tokens": 9, "max_completion_tokens": 0}, "max_tokens", 0),
-        ({"top_k": -1}, "top_k", 0),
-        ({"top_k": 40.0}, "top_k", 40),
-        ({"stop": ""}, "stop", ()),
-        ({"stop": ["", "END"]}, "stop", ("END",)),
-    ],
-)
-def test_other_ways_to_write_a_number(fields, name, value):
-    assert getattr(asked(**fields).sampling, name) == value
-
-
-@pytest.mark.parametrize("fields", [{"top_k": 2.5}, {"top_k": -2}, {"max_tokens": -2}])
-def test_what_nobody_accepts(fields):
-    with pytest.raises(ValueError, match=next(iter(fields))):
-        asked(**fields)
-
-
-@pytest.mark.parametrize("top_p", [0, 0.5])
-def test_the_other_apis_too(top_p):
-    message = MessagesRequest(messages=[MessageIn(**USER)], max_tokens=1, top_p=top_p, top_k=-1)
-    assert (message.top_p, message.top_k) == (top_p or LEAST_TOP_P, 0)
-    assert ResponsesRequest(input="a", top_p=top_p).top_p == message.top_p
-
-
-@pytest.mark.parametrize(("given", "limit"), [(-1, None), (0, 0), (9, 9)])
-def test_the_other_apis_count_tokens_alike(given, limit):
-    message = MessagesRequest(messages=[MessageIn(**USER)], max_tokens=given)
-    assert messages.request_of(message, CALLER, SETTINGS).sampling.max_tokens == limit
-    body = ResponsesRequest(input="a", max_output_tokens=given)
-    items = responses.items_of(body.input)
-    assert responses.request_of(body, items, CALLER, SETTINGS).sampling.max_tokens == limit
-
-
-def test_empty_stop_sequences_are_dropped():
-    given = ["", "END"]
-    message = MessagesRequest(messages=[MessageIn(**USER)], max_tokens=1, stop_sequences=given)
-    assert messages.request_of(message, CALLER, SETTINGS).sampling.stop == ("END",)
-
-
-def no_suffix():
-    pytest.fail("there is no suffix")
-
-
-def test_a_text_completion_too():
-    def sampling(**fields):
-        body = CompletionRequest.model_validate({"prompt": "a", **fields})
-        return completions.requests_of(body, CALLER, no_suffix)[0].sampling
-
-    assert sampling().max_tokens == completions.DEFAULT_MAX_TOKENS
-    assert sampling(max_tokens=-1).max_tokens is None
-    assert sampling(max_tokens=0).max_tokens == 0
-
-
 def test_a_top_p_of_zero_is_the_likeliest_token(client):
     hot = {"extra_body": {"temperature": 2}, "max_tokens": 4}
     assert ask(client, top_p=0, **hot).choices[0].message == (
@@ -127,17 +52,9 @@ def test_a_top_p_of_zero_is_the_likeliest_token(client):
     )
 
 
-def test_no_tokens_are_an_empty_answer_with_usage(client):
-    answer = ask(client, max_tokens=0, n=2)
-    assert [(c.message.content, c.finish_reason) for c in answer.choices] == [("", "length")] * 2
-    assert answer.usage.completion_tokens == 0
-    chunks = list(ask(client, max_tokens=0, stream=True, stream_options={"include_usage": True}))
-    reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices]
-    assert reasons == [None, "length"]
-    assert chunks[-1].usage.prompt_tokens == answer.usage.prompt_tokens
-
-
-def test_no_tokens_with_echo_are_the_prompts(client):
+def test_no_tokens_are_empty_choices_or_with_echo_the_prompts(client):
+    none = ask(client, max_tokens=0, n=2)
+    assert [(c.message.content, c.finish_reason) for c in none.choices] == [("", "length")] * 2
     asked = {"model": "m", "prompt": ["One", "Two"], "echo": True, "max_tokens": 0}
     answer = client.completions.create(**asked)
     assert [choice.text for choice in answer.choices] == ["One", "Two"]
@@ -170,12 +87,6 @@ def test_an_answer_follows_a_grammar_of_llama_cpp(client):
 def test_a_grammar_that_cannot_be_read_is_refused(client, grammar, why):
     with pytest.raises(openai.BadRequestError, match=why):
         ask(client, extra_body={"grammar": grammar})
-
-
-def test_a_grammar_beside_another_format_is_refused():
-    assert asked(grammar=YES_OR_NO).format == Format(grammar=YES_OR_NO)
-    with pytest.raises(BadField, match="cannot be combined"):
-        asked(grammar=YES_OR_NO, response_format={"type": "json_object"})
 
 
 HUES = ["red/green", 'the "blue"', "\n"]
@@ -231,12 +142,6 @@ def test_the_taken_token_is_among_the_likeliest(client):
     assert logprobs.top_logprobs == [{name: logprob} for name, logprob in taken]
 
 
-def test_tokens_that_are_none_are_named():
-    wrong = ["oak", "-1", "1234567890"]
-    with pytest.raises(BadField, match="not 'oak', '-1', '1234567890'"):
-        asked(logit_bias={"5": 1} | dict.fromkeys(wrong, 1))
-
-
 # Tools.
 
 PATCH = {"type": "custom", "custom": {"name": "patch", "description": "Edits."}}
@@ -247,10 +152,6 @@ CALL = ToolCall("c1", "patch", '{"input": "+ \\"ä\\""}')
 READING = ToolCall("c2", "read", "{}")
 META = CompletionMeta("id", 1, "m")
 USAGE, RECEIPT = Usage(9, 8, 5, 2, 4.0, 100.0), Receipt(9, {}, 9, 0.0)
-
-
-def names(request):
-    return [tool["function"]["name"] for tool in request.tools]
 
 
 def told(body, *calls):
@@ -268,29 +169,6 @@ def told(body, *calls):
     return whole.choices[0], chunks
 
 
-def test_a_custom_tool_is_a_function_with_one_text():
-    request = asked(
-        tools=[PATCH, READ], tool_choice={"type": "custom", "custom": {"name": "patch"}}
-    )
-    assert names(request) == ["patch", "read"]
-    assert request.tools[0]["function"]["parameters"]["required"] == ["input"]
-    assert request.tool_choice == ToolChoice("required", "patch")
-
-
-def test_the_grammar_of_a_custom_tool_is_named_and_not_enforced():
-    grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "x"'}}
-    given = [PATCH, {"type": "custom", "custom": {"name": "x", "format": grammar}}]
-    assert names(asked(tools=given)) == ["patch", "x"]
-    body = {"messages": [USER], "tools": given}
-    named = ignored_fields(ChatRequest.model_validate(body), body)
-    assert named == ("tools[].custom.format",)
-    body = {"input": "a", "tools": [{"type": "custom", "name": "x", "format": grammar}]}
-    read = ResponsesRequest.model_validate(body)
-    made = responses.request_of(read, responses.items_of("a"), CALLER, SETTINGS)
-    assert names(made) == ["x"]
-    assert ignored_fields(read, body) == ("tools[].format",)
-
-
 def test_a_call_of_a_custom_tool_is_told_as_one():
     choice, chunks = told({"messages": [USER], "tools": [PATCH, READ]}, CALL, READING)
     custom, function = choice.message.tool_calls
@@ -305,39 +183,6 @@ def test_a_call_of_a_custom_tool_is_told_as_one():
 @pytest.mark.parametrize("arguments", ["{", "[]", '{"input": 5}', '{"other": "x"}'])
 def test_an_input_that_is_no_text_is_shown_as_it_is(arguments):
     assert custom_input(arguments) == arguments
-
-
-def test_only_allowed_tools_are_offered():
-    named = {"type": "function", "function": {"name": "read"}}
-    allowed = {"mode": "required", "tools": [named]}
-    choice = {"type": "allowed_tools", "allowed_tools": allowed}
-    request = asked(tools=[PATCH, READ], tool_choice=choice)
-    assert names(request) == ["read"]
-    assert request.tool_choice == ToolChoice("required")
-    with pytest.raises(BadField, match="not in tools"):
-        asked(tools=[PATCH], tool_choice=choice)
-
-
-def test_functions_from_before_there_were_tools():
-    past = [
-        USER,
-        {
-            "role": "assistant",
-            "content": None,
-            "function_call": {"name": "read", "arguments": "{}"},
-        },
-        {"role": "function", "name": "read", "content": "Rain."},
-    ]
-    request = asked(messages=past, functions=[OLD], function_call={"name": "read"})
-    assert names(request) == ["read"]
-    assert request.tool_choice == ToolChoice("required", "read", parallel=False)
-    called, result = request.messages[1:]
-    assert called["tool_calls"][0]["function"] == {"name": "read", "arguments": "{}"}
-    assert (result["role"], result["content"]) == ("tool", "Rain.")
-    assert result["tool_call_id"] == called["tool_calls"][0]["id"]
-    assert asked(functions=[OLD], function_call="none").tool_choice.mode == "none"
-    with pytest.raises(BadField, match="cannot be combined"):
-        asked(functions=[OLD], tools=[READ])
 
 
 def test_their_calls_are_told_as_then():

@@ -1,4 +1,4 @@
-"""OpenAI's responses as pure functions: JSON to a request, events to JSON, stored responses."""
+"""OpenAI's responses as pure functions: reasoning, tools, events to JSON."""
 
 import json
 
@@ -9,7 +9,6 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from keepwarm import config
-from keepwarm.errors import BadField
 from keepwarm.prefix.policy import Policy
 from keepwarm.server.http.problems import Problem
 from keepwarm.server.http.request_fields import RequestFields
@@ -26,7 +25,7 @@ from keepwarm.server.responses.request import (
     offered_tools,
     request_of,
 )
-from keepwarm.server.responses.shapes import Item, ResponsesRequest, ResponseTool
+from keepwarm.server.responses.shapes import ResponsesRequest, ResponseTool
 from keepwarm.text.request import (
     Delta,
     Done,
@@ -37,7 +36,6 @@ from keepwarm.text.request import (
     Started,
     ToolCall,
     ToolCalled,
-    ToolChoice,
     Usage,
 )
 from keepwarm.text.sampling_rules import DrawRules
@@ -53,102 +51,6 @@ NAMESPACE = {"type": "namespace", "name": "files", "description": "Files", "tool
 
 def body(**fields):
     return ResponsesRequest.model_validate({"input": "Hello", **fields})
-
-
-def asked(**fields):
-    given = body(**fields)
-    return request_of(given, items_of(given.input), CALLER, SETTINGS)
-
-
-def items(*values):
-    return [Item.model_validate(value) for value in values]
-
-
-def said(role, text, kind="input_text"):
-    return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
-
-
-# Items.
-
-
-def test_a_text_is_what_the_user_says():
-    assert asked().messages == [{"role": "user", "content": "Hello"}]
-
-
-def test_instructions_come_first_and_parts_stay_apart():
-    messages = asked(instructions="Be kind", input=[said("developer", "Short"), said("user", "Hi")])
-    assert messages.messages == [
-        {"role": "system", "content": "Be kind"},
-        {"role": "developer", "content": [{"type": "text", "text": "Short"}]},
-        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
-    ]
-
-
-def test_what_an_assistant_did_in_one_turn_is_one_message():
-    made = asked(
-        input=[
-            {"role": "user", "content": "Go"},
-            {"type": "reasoning", "summary": [], "encrypted_content": encode_reasoning("Hm")},
-            said("assistant", "I look.", "output_text"),
-            {"type": "function_call", "call_id": "c1", "name": "read", "arguments": '{"a": 1}'},
-            {"type": "function_call", "call_id": "c2", "name": "read", "namespace": "files"},
-            {"type": "function_call_output", "call_id": "c1", "output": "x"},
-            {
-                "type": "function_call_output",
-                "call_id": "c2",
-                "output": [{"type": "input_text", "text": "y"}],
-            },
-            said("assistant", "Done.", "output_text"),
-        ]
-    ).messages
-    first = {"name": "read", "arguments": '{"a": 1}'}
-    second = {"name": "files__read", "arguments": "{}"}
-    assert made == [
-        {"role": "user", "content": "Go"},
-        {
-            "role": "assistant",
-            "content": "I look.",
-            "reasoning_content": "Hm",
-            "tool_calls": [
-                {"id": "c1", "type": "function", "function": first},
-                {"id": "c2", "type": "function", "function": second},
-            ],
-        },
-        {"role": "tool", "tool_call_id": "c1", "content": "x"},
-        {"role": "tool", "tool_call_id": "c2", "content": "y"},
-        {"role": "assistant", "content": "Done."},
-    ]
-
-
-def test_what_comes_earlier_in_a_turn_begins_another():
-    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm"}]}
-    one, two = (said("assistant", text, "output_text") for text in ("One", "Two"))
-    made = asked(input=[one, two, thought, thought, two]).messages
-    assert [message["content"] for message in made] == ["One", "Two", "Two"]
-    assert made[2]["reasoning_content"] == "HmHm"
-
-
-@pytest.mark.parametrize(
-    ("item", "param"),
-    [
-        ({"type": "mesage", "id": "x"}, "input[0]"),
-        ({"type": "message", "content": "x"}, "input[0].role"),
-        ({"role": "user"}, "input[0].content"),
-        ({"type": "function_call", "name": "read"}, "input[0]"),
-        ({"type": "function_call_output", "output": "x"}, "input[0].call_id"),
-        (said("user", "x", "input_image"), "input[0].content[0]"),
-        ({"role": "user", "content": [{"type": "input_text"}]}, "input[0].content[0]"),
-    ],
-)
-def test_what_cannot_be_read_is_refused_by_name(item, param):
-    with pytest.raises(BadField) as error:
-        asked(input=[item])
-    assert error.value.param == param
-
-
-def test_no_input_is_refused():
-    with pytest.raises(BadField, match="input is empty"):
-        asked(input=[])
 
 
 @given(st.text())
@@ -172,19 +74,6 @@ def test_a_custom_tool_is_called_with_text():
     assert kinds == ["custom_tool_call_input.delta", "custom_tool_call_input.done"]
     for number, event in enumerate(made):
         EVENTS.validate_python({**event, "sequence_number": number})
-    assert asked(tools=[PATCH], tool_choice={"type": "custom", "name": "patch"}).tool_choice == (
-        ToolChoice("required", "patch")
-    )
-
-
-def test_only_allowed_tools_are_offered():
-    named = {"type": "function", "name": "read"}
-    choice = {"type": "allowed_tools", "mode": "required", "tools": [named]}
-    request = asked(tools=[READ, PATCH], tool_choice=choice)
-    assert [tool["function"]["name"] for tool in request.tools] == ["read"]
-    assert request.tool_choice == ToolChoice("required")
-    with pytest.raises(BadField, match="not in tools"):
-        asked(tools=[PATCH], tool_choice=choice)
 
 
 def test_functions_are_offered_and_hosted_tools_left_out():
@@ -194,59 +83,6 @@ def test_functions_are_offered_and_hosted_tools_left_out():
     assert tools.names["files__read"] == ("read", "files", False)
     assert tools.names["files__patch"].custom
     assert tools.ignored == ["web_search"]
-
-
-@pytest.mark.parametrize(
-    ("choice", "wanted"),
-    [
-        ("auto", ToolChoice()),
-        ("none", ToolChoice("none")),
-        ("required", ToolChoice("required")),
-        ({"type": "function", "name": "read"}, ToolChoice("required", "read")),
-        (
-            {"type": "function", "name": "read", "namespace": "files"},
-            ToolChoice("required", "files__read"),
-        ),
-    ],
-)
-def test_tool_choice(choice, wanted):
-    assert asked(tools=[READ, NAMESPACE], tool_choice=choice).tool_choice == wanted
-
-
-def test_calls_one_by_one():
-    request = asked(tools=[READ], parallel_tool_calls=False)
-    assert request.tool_choice == ToolChoice(parallel=False)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"tool_choice": "required"},
-        {"tool_choice": {"type": "function", "name": "grep"}, "tools": [READ]},
-        {"tool_choice": {"type": "web_search"}, "tools": [SEARCH]},
-        {"text": {"format": {"type": "json_schema", "name": "x"}}},
-    ],
-)
-def test_unsupported_options_are_rejected(wrong):
-    with pytest.raises(BadField):
-        asked(**wrong)
-
-
-def test_formats():
-    schema = {"type": "object"}
-    wanted = {"type": "json_schema", "name": "x", "schema": schema}
-    assert asked(text={"format": wanted}).format.schema == schema
-    assert asked(text={"format": {"type": "json_object"}}).format.json
-    assert asked(text={"format": {"type": "text"}, "verbosity": "low"}).format is None
-
-
-def test_effort_and_sampling():
-    request = asked(reasoning={"effort": "low"}, temperature=0.5, top_p=0.9, max_output_tokens=7)
-    assert (request.thinking, request.template_options) == (True, {"reasoning_effort": "low"})
-    assert asked(reasoning={"effort": "none"}).thinking is False
-    assert asked(reasoning={"summary": "auto"}).thinking is None
-    sampling = request.sampling
-    assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.5, 0.9, 7)
 
 
 # Answers.

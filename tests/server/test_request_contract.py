@@ -1,0 +1,1130 @@
+"""One contract for all APIs: which request of the engine a body becomes, and what is refused."""
+
+import base64
+from operator import attrgetter
+
+import pytest
+
+from keepwarm import config
+from keepwarm.server.anthropic.request import ignored_tools
+from keepwarm.server.anthropic.shapes import CountRequest
+from keepwarm.server.http.body import LEAST_TOP_P, ignored_fields
+from keepwarm.server.http.content import NOTE
+from keepwarm.server.openai import completions
+from keepwarm.server.responses.request import encode_reasoning
+from keepwarm.text.request import Breakpoint, Format, ToolChoice
+from tests.server.apis import (
+    APIS,
+    CALLER,
+    CHAT,
+    FORCING,
+    HELLO,
+    MESSAGES,
+    OLLAMA,
+    RESPONSES,
+    SETTINGS,
+    TEXT,
+)
+
+EVERY = pytest.mark.parametrize("api", APIS, ids=lambda api: api.name)
+OBJECT = {"type": "object"}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+YES_OR_NO = 'root ::= "yes" | "no"'
+
+
+def rows(table):
+    cases = [(api, *case) for api, cases in table.items() for case in cases]
+    return {
+        "argvalues": cases,
+        "ids": [f"{case[0].name}-{number}" for number, case in enumerate(cases)],
+    }
+
+
+def text(words, **more):
+    return {"type": "text", "text": words, **more}
+
+
+def user(*parts):
+    return {"role": "user", "content": list(parts)}
+
+
+def assistant(content, **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+def said(role, words, kind="input_text"):
+    return {"type": "message", "role": role, "content": [{"type": kind, "text": words}]}
+
+
+def past_call(call_id, name, arguments):
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def tool_result(content, call_id="t", **more):
+    return {"type": "tool_result", "tool_use_id": call_id, "content": content, **more}
+
+
+def function_call(call_id, name, **more):
+    return {"type": "function_call", "call_id": call_id, "name": name, **more}
+
+
+def function_output(call_id, output):
+    return {"type": "function_call_output", "call_id": call_id, "output": output}
+
+
+def tool_message(call_id, content, **more):
+    return {"role": "tool", "tool_call_id": call_id, "content": content, **more}
+
+
+def system(content):
+    return {"role": "system", "content": content}
+
+
+def seen(request, name):
+    match name:
+        case "tool_names":
+            return [tool["function"]["name"] for tool in request.tools]
+        case "deferred":
+            return [tool["function"]["name"] for tool in request.tools if tool.get("deferred")]
+        case "texts":
+            return [texts(message["content"]) for message in request.messages]
+        case _:
+            return attrgetter(name)(request)
+
+
+def sampled(n=1, **wanted):
+    return {f"sampling.{name}": value for name, value in wanted.items()} | {"n": n}
+
+
+def texts(content):
+    return content if isinstance(content, str) else [part["text"] for part in content]
+
+
+# Tools as each API names them
+
+READ = {"type": "function", "function": {"name": "read", "parameters": OBJECT}}
+PATCH = {"type": "custom", "custom": {"name": "patch", "description": "Edits."}}
+OLD = {"name": "read", "parameters": OBJECT}
+ALLOWED = {
+    "type": "allowed_tools",
+    "allowed_tools": {
+        "mode": "required",
+        "tools": [{"type": "function", "function": {"name": "read"}}],
+    },
+}
+CLAUDE_READ = {"name": "read", "description": "Reads", "input_schema": OBJECT}
+FETCH = {"name": "fetch", "description": "Fetches", "input_schema": OBJECT}
+LATER = {**FETCH, "defer_loading": True}
+FETCH_WRITTEN = (
+    '<function>{"description": "Fetches", "name": "fetch", "parameters": {"type": "object"}}'
+    "</function>"
+)
+READ_WRITTEN = FETCH_WRITTEN.replace("Fetches", "Reads").replace("fetch", "read")
+CAN_BE_CALLED = "From here on this tool can be called:\n"
+WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+FOUND = tool_result([{"type": "tool_reference", "tool_name": "fetch"}], "1")
+FLAT_READ = {"type": "function", "name": "read", "parameters": OBJECT, "strict": True}
+FLAT_PATCH = {"type": "custom", "name": "patch"}
+FILES = {
+    "type": "namespace",
+    "name": "files",
+    "description": "Files",
+    "tools": [FLAT_READ, FLAT_PATCH],
+}
+FLAT_ALLOWED = {
+    "type": "allowed_tools",
+    "mode": "required",
+    "tools": [{"type": "function", "name": "read"}],
+}
+SHORT = {"cache_control": {"type": "ephemeral"}}
+LONG = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+
+CHOICES = {  # offered tools, choice, what the engine is told
+    CHAT: [
+        ([READ], {}, ToolChoice("auto")),
+        ([READ], {"tool_choice": "none"}, ToolChoice("none")),
+        (
+            [READ],
+            {"tool_choice": {"type": "function", "function": {"name": "read"}}},
+            ToolChoice("required", "read"),
+        ),
+        (
+            [READ],
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            ToolChoice("required", None, parallel=False),
+        ),
+        (
+            [PATCH, READ],
+            {"tool_choice": {"type": "custom", "custom": {"name": "patch"}}},
+            ToolChoice("required", "patch"),
+        ),
+        ([PATCH, READ], {"tool_choice": ALLOWED}, ToolChoice("required")),
+    ],
+    MESSAGES: [
+        ([CLAUDE_READ], {"tool_choice": {"type": "auto"}}, ToolChoice()),
+        ([CLAUDE_READ], {"tool_choice": {"type": "any"}}, ToolChoice("required")),
+        ([CLAUDE_READ], {"tool_choice": {"type": "none"}}, ToolChoice("none")),
+        (
+            [CLAUDE_READ],
+            {"tool_choice": {"type": "tool", "name": "read"}},
+            ToolChoice("required", "read"),
+        ),
+        (
+            [CLAUDE_READ],
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+            ToolChoice(parallel=False),
+        ),
+    ],
+    RESPONSES: [
+        ([FLAT_READ], {"tool_choice": "auto"}, ToolChoice()),
+        ([FLAT_READ], {"tool_choice": "none"}, ToolChoice("none")),
+        ([FLAT_READ], {"tool_choice": "required"}, ToolChoice("required")),
+        ([FLAT_READ], {"parallel_tool_calls": False}, ToolChoice(parallel=False)),
+        (
+            [FLAT_READ],
+            {"tool_choice": {"type": "function", "name": "read"}},
+            ToolChoice("required", "read"),
+        ),
+        (
+            [FLAT_READ, FILES],
+            {"tool_choice": {"type": "function", "name": "read", "namespace": "files"}},
+            ToolChoice("required", "files__read"),
+        ),
+        (
+            [FLAT_PATCH],
+            {"tool_choice": {"type": "custom", "name": "patch"}},
+            ToolChoice("required", "patch"),
+        ),
+        ([FLAT_READ, FLAT_PATCH], {"tool_choice": FLAT_ALLOWED}, ToolChoice("required")),
+    ],
+}
+
+
+@pytest.mark.parametrize(("api", "tools", "fields", "wanted"), **rows(CHOICES))
+def test_tool_choice_of_the_api_becomes_the_engines(api, tools, fields, wanted):
+    request = api.request({"tools": tools} | fields)
+    assert request.tool_choice == wanted
+    if fields.get("tool_choice") in (ALLOWED, FLAT_ALLOWED):
+        assert seen(request, "tool_names") == ["read"]
+    elif len(tools) == 1:
+        assert len(request.tools) == 1
+
+
+CODE_SEARCH = {"type": "tool_search_tool_regex_20251119", "name": "tool_search"}
+PENALTIES = {"repeat_penalty": 1.1, "presence_penalty": 0.5}
+MADE = {  # fields of the body, attributes of the request
+    CHAT: [
+        (
+            {},
+            {
+                "messages": [HELLO],
+                "sampling.max_tokens": None,
+                "sampling.top_logprobs": None,
+                "thinking": None,
+            },
+        ),
+        ({"messages": [system("S"), HELLO]}, {"messages": [system("S"), HELLO]}),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "developer",
+                        "content": [text("a"), {"type": "refusal", "refusal": "b"}],
+                    }
+                ]
+            },
+            {"messages": [{"role": "system", "content": [text("a"), text("b")]}]},
+        ),
+        (
+            {
+                "messages": [
+                    assistant(
+                        None, tool_calls=[past_call("c1", "read", "{}")], reasoning_content="hm"
+                    ),
+                    tool_message("c1", "rain"),
+                ],
+                "tools": [READ],
+            },
+            {
+                "messages": [
+                    assistant(
+                        "", tool_calls=[past_call("c1", "read", "{}")], reasoning_content="hm"
+                    ),
+                    tool_message("c1", "rain"),
+                ],
+                "tools": [READ],
+            },
+        ),
+        (
+            {
+                "max_completion_tokens": 5,
+                "temperature": 0.5,
+                "top_p": 0.9,
+                "top_k": 40,
+                "min_p": 0.1,
+                "stop": "END",
+                "logit_bias": {"7": -100, "8": 2.5},
+                "presence_penalty": 1,
+                "frequency_penalty": -1,
+                "logprobs": True,
+                "top_logprobs": 3,
+                "n": 2,
+            },
+            sampled(
+                max_tokens=5,
+                temperature=0.5,
+                top_p=0.9,
+                top_k=40,
+                min_p=0.1,
+                stop=("END",),
+                logit_bias={7: -100, 8: 2.5},
+                presence_penalty=1,
+                frequency_penalty=-1,
+                top_logprobs=3,
+                n=2,
+            ),
+        ),
+        ({"stop": ["a", "b"]}, sampled(stop=("a", "b"))),
+        ({"logprobs": True}, sampled(top_logprobs=0)),
+        ({"max_tokens": -1}, sampled(max_tokens=None)),
+        ({"max_tokens": 0}, sampled(max_tokens=0)),
+        ({"max_tokens": 9, "max_completion_tokens": 0}, sampled(max_tokens=0)),
+        ({"top_k": -1}, sampled(top_k=0)),
+        ({"top_k": 40.0}, sampled(top_k=40)),
+        ({"stop": ""}, sampled(stop=())),
+        ({"stop": ["", "END"]}, sampled(stop=("END",))),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            {"format": Format(json=True, schema=SCHEMA)},
+        ),
+        ({"response_format": {"type": "json_object"}}, {"format": Format(json=True)}),
+        (
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            {"format": Format(schema=SCHEMA)},
+        ),
+        ({"response_format": {"type": "text"}}, {"format": None}),
+        ({"grammar": YES_OR_NO}, {"format": Format(grammar=YES_OR_NO)}),
+        ({"reasoning_effort": "none"}, {"thinking": False}),
+        (
+            {"reasoning_effort": "high"},
+            {"thinking": True, "template_options": {"reasoning_effort": "high"}},
+        ),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False, "x": 1}},
+            {"thinking": False, "template_options": {"x": 1}},
+        ),
+        ({"service_tier": "auto", "store": True, "metadata": {"a": "b"}}, {"n": 1}),
+        ({"tools": [PATCH, READ]}, {"tool_names": ["patch", "read"]}),
+        (  # functions, from before there were tools
+            {
+                "messages": [
+                    HELLO,
+                    assistant(None, function_call={"name": "read", "arguments": "{}"}),
+                    {"role": "function", "name": "read", "content": "Rain."},
+                ],
+                "functions": [OLD],
+                "function_call": {"name": "read"},
+            },
+            {
+                "tool_names": ["read"],
+                "tool_choice": ToolChoice("required", "read", parallel=False),
+                "messages": [
+                    HELLO,
+                    assistant("", tool_calls=[past_call("call_read", "read", "{}")]),
+                    {
+                        "role": "tool",
+                        "name": "read",
+                        "tool_call_id": "call_read",
+                        "content": "Rain.",
+                    },
+                ],
+            },
+        ),
+        ({"functions": [OLD], "function_call": "none"}, {"tool_choice.mode": "none"}),
+    ],
+    TEXT: [
+        ({}, {"prompt": "Hello", "sampling.max_tokens": completions.DEFAULT_MAX_TOKENS}),
+        ({"max_tokens": -1}, sampled(max_tokens=None)),
+        ({"max_tokens": 0}, sampled(max_tokens=0)),
+    ],
+    MESSAGES: [
+        ({"system": "Be kind"}, {"messages": [system("Be kind"), HELLO]}),
+        (
+            {"system": [text("One"), text("Two")]},
+            {"messages": [{"role": "system", "content": [text("One"), text("Two")]}, HELLO]},
+        ),
+        ({"messages": [HELLO, system("Linux")]}, {"messages": [HELLO, system("Linux")]}),
+        (
+            {
+                "messages": [
+                    HELLO,
+                    assistant(
+                        [
+                            text("Let me see."),
+                            {
+                                "type": "tool_use",
+                                "id": "t1",
+                                "name": "read",
+                                "input": {"path": "ä", "n": 1},
+                            },
+                        ]
+                    ),
+                    user(tool_result([text("a"), text("b")], "t1"), text("Go on")),
+                ]
+            },
+            {
+                "messages": [
+                    HELLO,
+                    assistant(
+                        "Let me see.", tool_calls=[past_call("t1", "read", '{"path": "ä", "n": 1}')]
+                    ),
+                    tool_message("t1", "a\nb"),
+                    user(text("Go on")),
+                ]
+            },
+        ),
+        *(
+            ({"messages": [user(tool_result(content, "t", is_error=True))]}, {"texts": [wanted]})
+            for content, wanted in (
+                ("Done", "Error: Done"),
+                (None, "Error: "),
+                ([{"type": "tool_reference", "tool_name": "grep"}], "Error: grep"),
+            )
+        ),
+        (
+            {
+                "messages": [
+                    HELLO,
+                    assistant(
+                        [
+                            {"type": "redacted_thinking", "data": "x"},
+                            {"type": "thinking", "thinking": "Hm", "signature": "x"},
+                            text("Hi"),
+                        ]
+                    ),
+                    HELLO,
+                ]
+            },
+            {"messages": [HELLO, assistant("Hi", reasoning_content="Hm"), HELLO]},
+        ),
+        (
+            {
+                "max_tokens": 7,
+                "temperature": 0.5,
+                "top_p": 0.9,
+                "top_k": 3,
+                "stop_sequences": ["", "END"],
+            },
+            sampled(max_tokens=7, temperature=0.5, top_p=0.9, top_k=3, stop=("END",)),
+        ),
+        ({"top_p": 0, "top_k": -1}, sampled(top_p=LEAST_TOP_P, top_k=0)),
+        ({"max_tokens": -1}, sampled(max_tokens=None)),
+        ({"max_tokens": 0}, sampled(max_tokens=0)),
+        *(
+            ({"thinking": {"type": kind, "budget_tokens": 2000}}, {"thinking": wanted})
+            for kind, wanted in (
+                ("enabled", True),
+                ("disabled", False),
+                ("adaptive", None),
+                ("between_tools", None),
+            )
+        ),
+        (
+            {
+                "output_config": {
+                    "effort": "max",
+                    "format": {"type": "json_schema", "schema": SCHEMA},
+                },
+                "context_management": {"edits": []},
+            },
+            {"template_options": {"reasoning_effort": "high"}, "format.schema": SCHEMA},
+        ),
+        (
+            {"tools": [CLAUDE_READ]},
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "read", "description": "Reads", "parameters": OBJECT},
+                    }
+                ]
+            },
+        ),
+        ({"tools": [WEB_SEARCH, CLAUDE_READ]}, {"tool_names": ["read"]}),
+        (  # found by the client's own search: it can be called, and the prompt's beginning stays
+            {"messages": [user(FOUND)], "tools": [CLAUDE_READ, LATER]},
+            {"tool_names": ["read", "fetch"], "deferred": ["fetch"], "texts": [FETCH_WRITTEN]},
+        ),
+        (  # only Anthropic could search, so nothing waits to be found
+            {"tools": [CODE_SEARCH, CLAUDE_READ, LATER]},
+            {"tool_names": ["read", "fetch"], "deferred": []},
+        ),
+        *(
+            (
+                {
+                    "messages": [
+                        HELLO,
+                        {"role": "system", "content": [{"type": kind, "tool": tool}]},
+                    ],
+                    "tools": [CLAUDE_READ],
+                },
+                {"tool_names": ["read", *deferred], "deferred": deferred, "texts": written},
+            )
+            for kind, tool, deferred, written in (
+                (
+                    "tool_addition",
+                    {"type": "tool_definition", "definition": FETCH},
+                    ["fetch"],
+                    ["Hello", [CAN_BE_CALLED + FETCH_WRITTEN]],
+                ),
+                (
+                    "tool_addition",
+                    {"type": "tool_reference", "name": "read"},
+                    [],
+                    ["Hello", [CAN_BE_CALLED + READ_WRITTEN]],
+                ),
+                (
+                    "tool_removal",
+                    {"type": "tool_reference", "name": "read"},
+                    [],
+                    ["Hello", ["The tool read can no longer be called."]],
+                ),
+            )
+        ),
+        (
+            {
+                "messages": [
+                    HELLO,
+                    user(tool_result("x", "t", **SHORT), text("a", **LONG), text("b", **SHORT)),
+                ],
+                "system": [text("One", **LONG), text("Two")],
+                "tools": [CLAUDE_READ, {**CLAUDE_READ, "name": "write", **SHORT}],
+            },
+            {
+                "texts": [["One", "Two"], "Hello", "x", ["a", "b"]],
+                "breakpoints": (
+                    Breakpoint(-1, 300),
+                    Breakpoint(0, 3600),
+                    Breakpoint(2, 300),
+                    Breakpoint(3, 3600),
+                ),
+            },
+        ),
+        ({"messages": [HELLO, HELLO], **SHORT}, {"breakpoints": (Breakpoint(1, 300),)}),
+    ],
+    RESPONSES: [
+        ({}, {"messages": [HELLO]}),
+        (
+            {"instructions": "Be kind", "input": [said("developer", "Short"), said("user", "Hi")]},
+            {
+                "messages": [
+                    system("Be kind"),
+                    {"role": "developer", "content": [text("Short")]},
+                    user(text("Hi")),
+                ]
+            },
+        ),
+        (  # what an assistant did in one turn is one message
+            {
+                "input": [
+                    HELLO,
+                    {
+                        "type": "reasoning",
+                        "summary": [],
+                        "encrypted_content": encode_reasoning("Hm"),
+                    },
+                    said("assistant", "I look.", "output_text"),
+                    function_call("c1", "read", arguments='{"a": 1}'),
+                    function_call("c2", "read", namespace="files"),
+                    function_output("c1", "x"),
+                    function_output("c2", [{"type": "input_text", "text": "y"}]),
+                    said("assistant", "Done.", "output_text"),
+                ]
+            },
+            {
+                "messages": [
+                    HELLO,
+                    assistant(
+                        "I look.",
+                        reasoning_content="Hm",
+                        tool_calls=[
+                            past_call("c1", "read", '{"a": 1}'),
+                            past_call("c2", "files__read", "{}"),
+                        ],
+                    ),
+                    tool_message("c1", "x"),
+                    tool_message("c2", "y"),
+                    assistant("Done."),
+                ]
+            },
+        ),
+        (  # what comes earlier in a turn begins another
+            {
+                "input": [
+                    said("assistant", "One", "output_text"),
+                    said("assistant", "Two", "output_text"),
+                    *[{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm"}]}]
+                    * 2,
+                    said("assistant", "Two", "output_text"),
+                ]
+            },
+            {
+                "messages": [
+                    assistant("One"),
+                    assistant("Two"),
+                    assistant("Two", reasoning_content="HmHm"),
+                ]
+            },
+        ),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": OBJECT}}},
+            {"format.schema": OBJECT},
+        ),
+        ({"text": {"format": {"type": "json_object"}}}, {"format.json": True}),
+        ({"text": {"format": {"type": "text"}, "verbosity": "low"}}, {"format": None}),
+        (
+            {
+                "reasoning": {"effort": "low"},
+                "temperature": 0.5,
+                "top_p": 0.9,
+                "max_output_tokens": 7,
+            },
+            {
+                "thinking": True,
+                "template_options": {"reasoning_effort": "low"},
+                "sampling.temperature": 0.5,
+                "sampling.top_p": 0.9,
+                "sampling.max_tokens": 7,
+            },
+        ),
+        ({"reasoning": {"effort": "none"}}, {"thinking": False}),
+        ({"reasoning": {"summary": "auto"}}, {"thinking": None}),
+        ({"top_p": 0}, sampled(top_p=LEAST_TOP_P)),
+        ({"max_output_tokens": -1}, sampled(max_tokens=None)),
+        ({"max_output_tokens": 0}, sampled(max_tokens=0)),
+    ],
+    OLLAMA: [
+        (
+            {
+                "options": {
+                    "temperature": 1,
+                    "top_k": 40.0,
+                    "top_p": 0.5,
+                    "min_p": 0.1,
+                    "seed": 3,
+                    "num_predict": 7.0,
+                    "stop": ["\n", ""],
+                    **PENALTIES,
+                }
+            },
+            sampled(
+                max_tokens=7,
+                temperature=1,
+                top_k=40,
+                top_p=0.5,
+                min_p=0.1,
+                seed=3,
+                stop=("\n",),
+                repetition_penalty=1.1,
+                presence_penalty=0.5,
+                frequency_penalty=0.0,
+            ),
+        ),
+        (  # what Ollama calls none
+            {
+                "options": {
+                    "num_predict": -2,
+                    "seed": -1,
+                    "top_k": -1,
+                    "repeat_last_n": 0,
+                    "min_p": None,
+                    "repeat_penalty": 2,
+                    "frequency_penalty": 1,
+                }
+            },
+            sampled(
+                max_tokens=None,
+                seed=None,
+                top_k=0,
+                repetition_penalty=1.0,
+                frequency_penalty=0.0,
+                min_p=None,
+            ),
+        ),
+        ({}, {"thinking": None}),
+        ({"think": False}, {"thinking": False}),
+        (
+            {"think": "max", "format": "json"},
+            {
+                "thinking": True,
+                "template_options": {"reasoning_effort": "high"},
+                "format": Format(json=True),
+            },
+        ),
+        ({"format": OBJECT}, {"format": Format(json=True, schema=OBJECT)}),
+        ({"format": ""}, {"format": None}),
+    ],
+}
+
+
+@pytest.mark.parametrize(("api", "fields", "wanted"), **rows(MADE))
+def test_fields_of_the_api_become_the_engines(api, fields, wanted):
+    request = api.request(fields)
+    assert {name: seen(request, name) for name in wanted} == wanted
+
+
+@EVERY
+def test_caller_of_a_request_is_told_to_the_engine(api):
+    request = api.request({})
+    assert (request.tenant, request.agent, request.timeout_s) == ("t", "me", 60.0)
+
+
+def test_negative_seed_of_chat_becomes_one_that_the_engine_takes():
+    assert 0 <= CHAT.request({"seed": -1}).sampling.seed < 2**63
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]])],
+)
+def test_prompt_of_a_text_completion_has_four_forms(prompt, wanted):
+    body = TEXT.shape.model_validate({"prompt": prompt})
+    made = completions.requests_of(body, CALLER, lambda: pytest.fail("there is no suffix"))
+    assert [request.prompt for request in made] == wanted
+
+
+@pytest.mark.parametrize("api", [MESSAGES, OLLAMA], ids=lambda api: api.name)
+def test_answer_that_the_client_began_is_continued(api):
+    begun = api.request({"messages": [HELLO, assistant("The answer is (")]})
+    assert (begun.partial_answer, len(begun.messages)) == (True, 2)
+    assert not api.request({}).partial_answer
+    if api is OLLAMA:
+        assert not api.request({"messages": [HELLO, assistant("")]}).partial_answer
+    else:
+        body = CountRequest.model_validate({"messages": [HELLO, assistant("It is (")]})
+        assert api.request_of(body, SETTINGS).partial_answer
+
+
+CUSTOM_GRAMMAR = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "x"'}}
+CUSTOM = {
+    CHAT: [
+        (
+            {"type": "custom", "custom": {"name": "x", "format": CUSTOM_GRAMMAR}},
+            "tools[].custom.format",
+        )
+    ],
+    RESPONSES: [({"type": "custom", "name": "x", "format": CUSTOM_GRAMMAR}, "tools[].format")],
+}
+
+
+@pytest.mark.parametrize(("api", "tool", "ignored"), **rows(CUSTOM))
+def test_custom_tool_is_a_function_with_one_text_and_its_grammar_is_ignored(api, tool, ignored):
+    body = api.least | {"tools": [tool]}
+    (function,) = api.request(body).tools
+    assert function["function"]["name"] == "x"
+    assert function["function"]["parameters"]["required"] == ["input"]
+    assert ignored_fields(api.shape.model_validate(body), body) == (ignored,)
+
+
+def test_tools_that_only_anthropic_runs_are_named():
+    body = MESSAGES.least | {"tools": [WEB_SEARCH, CLAUDE_READ]}
+    assert ignored_tools(MESSAGES.shape.model_validate(body)) == ["web_search"]
+
+
+# Refused
+
+
+NO_TOOL = {"type": "function", "function": {"name": "x"}}
+CLAUDE_TOOLS = [CLAUDE_READ, {"type": "web_search_1", "name": "ws"}]
+REFUSED = {  # fields of the body, the field that the error names
+    CHAT: [
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": 3}, "temperature"),
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [HELLO, {"role": "user", "content": 5}]}, "messages[1].content"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [user({"text": "x"})]}, "messages[0].content[0].type"),
+        *(
+            ({"messages": [user(text("see"), {"type": kind, kind: {}})]}, "messages[0].content[1]")
+            for kind in ("image_url", "input_audio", "file", "video_url")
+        ),
+        ({"n": 0}, "n"),
+        ({"n": True}, "n"),
+        ({"n": 1000}, "n"),
+        ({"stream": "yes"}, "stream"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
+        ({"top_k": 2.5}, "top_k"),
+        ({"top_k": -2}, "top_k"),
+        ({"stop": [1]}, "stop[0]"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logit_bias": {"word": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 30: 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 200}}, "logit_bias.1"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": "maybe"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [READ], "tool_choice": NO_TOOL}, "tool_choice"),
+        ({"tools": [PATCH], "tool_choice": ALLOWED}, "tool_choice"),
+        ({"functions": [OLD], "tools": [READ]}, "functions"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"grammar": YES_OR_NO, "response_format": {"type": "json_object"}}, "grammar"),
+        ({"keepwarm": {"cache": "always"}}, "keepwarm.cache"),
+    ],
+    TEXT: [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a"] * 65, "n": 2}, "prompt"),
+        ({"suffix": "b"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"echo": True, "logprobs": 1, "suffix": "b"}, "echo"),
+    ],
+    MESSAGES: [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [user(text("a"), {"type": "image"})]}, "messages[0].content[1]"),
+        ({"messages": [user({"type": "document"})]}, "messages[0].content[0]"),
+        ({"messages": [user({"type": "text"})]}, "messages[0].content[0].text"),
+        ({"messages": [user({"type": "tool_result"})]}, "messages[0].content[0].tool_use_id"),
+        ({"max_tokens": -2}, "max_tokens"),
+        ({"max_tokens": "9"}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"tool_choice": {"type": "x"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": CLAUDE_TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        (
+            {"tools": CLAUDE_TOOLS, "tool_choice": {"type": "tool", "name": "grep"}},
+            "tool_choice.name",
+        ),
+        (
+            {"tools": CLAUDE_TOOLS, "tool_choice": {"type": "tool", "name": "ws"}},
+            "tool_choice.name",
+        ),
+        ({"tools": [{"name": "read"}]}, "tools.input_schema"),
+    ],
+    RESPONSES: [
+        ({"input": []}, "input"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"type": "message", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"type": "mesage", "id": "x"}]}, "input[0]"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": 1}]}, "input[0].content"),
+        ({"input": [{"type": "function_call", "name": "read"}]}, "input[0]"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [function_output("c", {"stdout": "x"})]}, "input[0].output"),
+        ({"input": [said("user", "x", "input_image")]}, "input[0].content[0]"),
+        ({"input": [user({"type": "input_text"})]}, "input[0].content[0]"),
+        ({"max_output_tokens": -2}, "max_output_tokens"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        (
+            {"tools": [FLAT_READ], "tool_choice": {"type": "function", "name": "grep"}},
+            "tool_choice",
+        ),
+        ({"tools": [FLAT_PATCH], "tool_choice": FLAT_ALLOWED}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+    ],
+    OLLAMA: [
+        ({"options": {"temperature": "hot"}}, "options.temperature"),
+        ({"options": {"temperature": -1}}, "options.temperature"),
+        ({"options": {"num_predict": 1.5}}, "options.num_predict"),
+        ({"options": {"top_k": True}}, "options.top_k"),
+        ({"options": {"stop": [1]}}, "options.stop[0]"),
+        ({"options": {"stop": ["a"] * 17}}, "options.stop"),
+        ({"options": []}, "options"),
+        ({"format": "yaml"}, "format"),
+        ({"think": "loud"}, "think"),
+        ({"keep_alive": True}, "keep_alive"),
+        ({"messages": "Hello"}, "messages"),
+        ({"messages": [{"role": "owl", "content": "hu"}]}, "messages[0].role"),
+        ({"messages": [user("hu")]}, "messages[0].content"),
+        (
+            {"messages": [assistant("", tool_calls=[{"function": {"name": 1}}])]},
+            "messages[0].tool_calls[0].function.name",
+        ),
+        ({"messages": [{**HELLO, "images": ["aGk="]}]}, "messages[0].images[0]"),
+        ({"model": ""}, "model"),
+        ({"model": None}, "model"),
+        ({"tools": [{"type": "web", "function": {"name": "f"}}]}, "tools[0].type"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("api", "fields", "param"), **rows(REFUSED))
+def test_wrong_field_is_refused_by_its_path(api, fields, param):
+    assert api.refusal(fields).kind == param
+
+
+def test_wrong_tokens_of_a_logit_bias_are_listed():
+    bias = {"5": 1} | dict.fromkeys(["oak", "-1", "1234567890"], 1)
+    assert "not 'oak', '-1', '1234567890'" in CHAT.refusal({"logit_bias": bias}).message
+
+
+# Parts that a text model cannot read: notes in the history, refused in the newest message
+
+
+IMAGE, RESULT, SUMMARY = (NOTE.format(kind) for kind in ("image", "tool result", "summary"))
+PNG = base64.b64encode(b"\x89PNG").decode()
+CODED = base64.b64encode("Grüße\n".encode()).decode()
+NEXT = [assistant("I see."), {"role": "user", "content": "Well?"}]
+ASKED = NEXT[1]
+CHAT_IMAGE = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}}
+CLAUDE_IMAGE = {
+    "type": "image",
+    "source": {"type": "base64", "media_type": "image/png", "data": PNG},
+}
+FLAT_IMAGE = {"type": "input_image", "image_url": f"data:image/png;base64,{PNG}"}
+LENIENT = config.load({}, skip_unreadable=True)
+
+
+def history(api, *given):
+    return {"input" if api is RESPONSES else "messages": list(given)}
+
+
+def with_image(api, n_images=1):
+    if api is OLLAMA:
+        return {"role": "user", "content": "Look.", "images": ["aGk="] * n_images}
+    image = {CHAT: CHAT_IMAGE, MESSAGES: CLAUDE_IMAGE, RESPONSES: FLAT_IMAGE}[api]
+    return user(*[image] * n_images)
+
+
+@pytest.mark.parametrize("api", [*FORCING, OLLAMA], ids=lambda api: api.name)
+def test_image_is_a_note_in_the_history_and_refused_in_the_newest_message(api):
+    image, old = with_image(api), history(api, with_image(api), *NEXT)
+    wanted = f"Look.\n{IMAGE}" if api is OLLAMA else [IMAGE]
+    made = api.request(old)
+    assert (seen(made, "texts")[0], made.unread) == (wanted, ("image",))
+    assert api.request(history(api, with_image(api, 2), *NEXT)).unread == ("image",)
+    (name,) = old
+    place = "images[0]" if api is OLLAMA else "content[0]"
+    refused = api.refusal(history(api, *NEXT, image))
+    assert refused.kind == f"{name}[2].{place}"
+    if api in FORCING:
+        behind = history(api, image, system("Be kind."))
+        assert api.refusal(behind).kind == f"{name}[0].{place}"
+    lenient = api.request(history(api, *NEXT, image), LENIENT)
+    assert (seen(lenient, "texts")[2], lenient.unread) == (wanted, ("image",))
+    assert api.request(history(api, *NEXT)).unread == ()
+
+
+def claude_result(kind, content):
+    block = {"type": f"{kind}_tool_result", "tool_use_id": "s", "content": content}
+    return [ASKED, assistant([block]), ASKED]
+
+
+def shell_output(output):
+    return [ASKED, {"type": "shell_call_output", "call_id": "c", "output": output}]
+
+
+def chat_file(name, data):
+    return user({"type": "file", "file": {"filename": name, "file_data": data}})
+
+
+def document(source):
+    return user({"type": "document", "title": "a.txt", "source": source})
+
+
+PAGE = {"type": "document", "source": {"type": "text", "data": "Rain."}, "title": None}
+FOREIGN = {"type": "reasoning", "id": "r", "encrypted_content": "gAAAAB", "summary": []}
+COMPACTION = {"type": "compaction", "id": "c", "encrypted_content": "gAAAAB"}
+HI = {"type": "message", "role": "assistant", "content": "Hi."}
+READABLE = {  # messages, number of one, what is read of it (or all of it), what is unread
+    CHAT: [
+        (  # results of tools are the history, also in the newest message
+            [
+                ASKED,
+                assistant(None, tool_calls=[past_call("c", "look", "{}")]),
+                tool_message("c", [CHAT_IMAGE]),
+            ],
+            *(2, [IMAGE], ("image",)),
+        ),
+        ([chat_file("a.md", CODED)], 0, ["a.md\nGrüße\n"], ()),
+        ([chat_file("a.md", f"data:text/plain;base64,{CODED}")], 0, ["a.md\nGrüße\n"], ()),
+        *(
+            ([chat_file(name, data), *NEXT], 0, [NOTE.format("file")], ("file",))
+            for name, data in (
+                ("a.pdf", CODED),
+                ("a", CODED),
+                ("a.txt", base64.b64encode(b"\xff\xfe").decode()),
+                ("a.txt", "not base64"),
+                ("a.txt", f"data:application/pdf;base64,{CODED}"),
+            )
+        ),
+        # The note does not quote what a client made up.
+        ([user({"type": "hologram-77"}), *NEXT], 0, [NOTE.format("part")], ("part",)),
+    ],
+    MESSAGES: [
+        *(  # Claude Code sends a PDF that it read beside the result; the user did not put it there
+            (
+                [
+                    ASKED,
+                    assistant([{"type": "tool_use", "id": "t", "name": "look", "input": {}}]),
+                    user(
+                        tool_result([CLAUDE_IMAGE], "t"),
+                        {
+                            "type": "document",
+                            "source": {"type": "base64", "media_type": "application/pdf"},
+                        },
+                    ),
+                ],
+                *(number, wanted, ("document", "image")),
+            )
+            for number, wanted in ((2, IMAGE), (3, [NOTE.format("document")]))
+        ),
+        (
+            [
+                ASKED,
+                assistant(
+                    [
+                        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+                        {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+                        text("Rain."),
+                    ]
+                ),
+                ASKED,
+            ],
+            *(1, NOTE.format("tool call") + RESULT + "Rain.", ("tool call", "tool result")),
+        ),
+        *(
+            (claude_result(kind, content), 1, RESULT, ("tool result",))
+            for kind, content in (
+                ("web_fetch", {"type": "web_fetch_result", "url": "x.org", "content": PAGE}),
+                ("code_execution", {"type": "code_execution_result", "stdout": "1", "content": []}),
+                ("bash_code_execution", {"type": "bash_code_execution_result", "return_code": 0}),
+                (
+                    "text_editor_code_execution",
+                    {"type": "text_editor_code_execution_view_result", "content": "x = 1"},
+                ),
+                (
+                    "tool_search",
+                    {
+                        "type": "tool_search_tool_search_result",
+                        "tool_references": [{"type": "tool_reference", "tool_name": "look"}],
+                    },
+                ),
+                ("advisor", {"type": "advisor_result", "text": "Wait."}),
+                ("web_search", {"type": "web_search_tool_result_error", "error_code": "gone"}),
+            )
+        ),
+        *(
+            ([ASKED, assistant([{"type": "compaction", "content": content}]), ASKED], 1, *wanted)
+            for content, *wanted in (("They met.", "They met.", ()), (None, SUMMARY, ("summary",)))
+        ),
+        (
+            [ASKED, assistant([{"type": "redacted_thinking", "data": "Em"}, text("Hi.")]), ASKED],
+            *(1, assistant("Hi."), ("reasoning",)),
+        ),
+        *(
+            ([document(source)], 0, ["a.txt\nGrüße\n"], ())
+            for source in (
+                {"type": "text", "media_type": "text/plain", "data": "Grüße\n"},
+                {"type": "base64", "media_type": "text/plain", "data": CODED},
+                {"type": "content", "content": "Grüße\n"},
+                {"type": "content", "content": [text("Grüße\n")]},
+            )
+        ),
+        (
+            [
+                user(
+                    {
+                        "type": "search_result",
+                        "source": "x.org",
+                        "title": "Oslo",
+                        "content": [text("Rain."), CLAUDE_IMAGE],
+                    }
+                ),
+                *NEXT,
+            ],
+            *(0, [f"Oslo\nx.org\nRain.\n{IMAGE}"], ("image",)),
+        ),
+    ],
+    RESPONSES: [
+        (
+            [ASKED, function_call("c", "look", arguments="{}"), function_output("c", [FLAT_IMAGE])],
+            *(2, tool_message("c", IMAGE), ("image",)),
+        ),
+        # A summary of another server: the conversation before it is lost to this model.
+        ([COMPACTION, ASKED], 0, assistant(SUMMARY), ("summary",)),
+        (
+            [COMPACTION | {"encrypted_content": encode_reasoning("They met.")}, ASKED],
+            *(0, "They met.", ()),
+        ),
+        ([ASKED, FOREIGN, HI, ASKED], 1, assistant("Hi."), ("reasoning",)),
+        *(
+            ([ASKED, FOREIGN | {"encrypted_content": encode_reasoning(words)}, HI, ASKED], 1, *made)
+            for words, *made in (
+                ("They met.", assistant("Hi.", reasoning_content="They met."), ()),
+                ("", assistant("Hi."), ()),
+            )
+        ),
+        *(
+            ([ASKED, item, ASKED], 1, assistant(NOTE.format("tool call")), ("tool call",))
+            for item in (
+                {"type": "web_search_call", "id": "w", "action": {"type": "search", "query": "q"}},
+                {"type": "local_shell_call", "call_id": "c", "action": {"command": ["ls"]}},
+                {"type": "tool_search_call", "call_id": "c", "arguments": {"query": "q"}},
+            )
+        ),
+        (shell_output("a.txt"), 1, {"role": "user", "content": "a.txt"}, ()),
+        *(
+            (shell_output(output), 1, {"role": "user", "content": RESULT}, ("tool result",))
+            for output in (
+                [{"stdout": "a.txt", "stderr": ""}],
+                {"type": "computer_screenshot", "image_url": "x"},
+            )
+        ),
+        (
+            [user({"type": "input_file", "filename": "a.txt", "file_data": CODED})],
+            *(0, ["a.txt\nGrüße\n"], ()),
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(("api", "given", "number", "wanted", "unread"), **rows(READABLE))
+def test_part_is_read_as_text_or_noted_as_unread(api, given, number, wanted, unread):
+    made = api.request(history(api, *given))
+    message = made.messages[number]
+    read = message if isinstance(wanted, dict) else texts(message["content"])
+    assert (read, made.unread) == (wanted, unread)
+    if unread == ("file",):
+        assert api.refusal(history(api, *given[:1])).kind == "messages[0].content[0]"
+
+
+CALLED = {
+    CHAT: [
+        (
+            [
+                ASKED,
+                assistant(
+                    None,
+                    tool_calls=[
+                        {"id": "c", "type": "custom", "custom": {"name": "patch", "input": '+ "ä"'}}
+                    ],
+                ),
+                tool_message("c", "Done."),
+            ],
+        )
+    ],
+    RESPONSES: [
+        (
+            [
+                ASKED,
+                {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": '+ "ä"'},
+                {"type": "custom_tool_call_output", "call_id": "c", "output": "Done."},
+            ],
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize(("api", "given"), **rows(CALLED))
+def test_past_custom_call_is_a_function_with_one_argument(api, given):
+    made = api.request(history(api, *given))
+    assert made.messages[1]["tool_calls"] == [past_call("c", "patch", '{"input": "+ \\"ä\\""}')]
+    assert made.messages[2] == tool_message("c", "Done.")
+    assert made.unread == ()
