@@ -1,12 +1,13 @@
 """Files are written whole: the old content or the new, never a part."""
 
+import fcntl
 import os
 import stat
 import time
 
 import pytest
 
-from keepwarm.files import STALE_AFTER_S, replacing, write_atomically
+from keepwarm.files import STALE_AFTER_S, exclusive, replacing, write_atomically
 
 
 def test_content_is_replaced_and_private(tmp_path):
@@ -51,3 +52,19 @@ def test_what_a_killed_process_left_is_removed_when_it_is_old(tmp_path):
     os.utime(other, (long_ago, long_ago))
     write_atomically(path, "x")
     assert sorted(tmp_path.iterdir()) == sorted([path, new, other])
+
+
+def test_a_lock_keeps_others_out(tmp_path):
+    with exclusive(tmp_path / "lock"):
+        fd = os.open(tmp_path / "lock", os.O_RDWR)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(fd)
+
+
+def test_a_lock_is_released_after_an_error(tmp_path):
+    with pytest.raises(ZeroDivisionError), exclusive(tmp_path / "lock"):
+        _ = 1 / 0
+    with exclusive(tmp_path / "lock"):
+        pass

@@ -24,7 +24,7 @@ MAX_FUNCTION_LINES = 60
 # on the ground floor. The package itself and `python -m` stand above everything.
 GROUND = 0
 LEVELS = {
-    **dict.fromkeys(("errors", "concurrency", "config", "files"), GROUND),
+    **dict.fromkeys(("errors", "concurrency", "config", "files", "state_file"), GROUND),
     **dict.fromkeys(("progress", "units", "backend", "blas", "blas_trial", "mlx_import"), GROUND),
     "prefix": 1,
     "records": 2,

@@ -28,6 +28,7 @@ from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput, KeepwarmError
 from keepwarm.kv.kinds import leaves
 from keepwarm.models.load import Model
+from keepwarm.state_file import MACHINE, StateFile
 from keepwarm.text.request import Choice, KVOptions, Request, Result, Sampling
 
 MIB = 1 << 20
@@ -92,7 +93,7 @@ def _ask_a_new_model(model: Model, found: Findings, home: Path) -> None:
         ask("rewind again", [*prompt[:200], *tokens(40, 5)], 200)
         ask.at_once([tokens(n, n) for n in (130, 50, 91)])
         found.batched, found.n_rows = engine.stats().shares_batches, module.n_rows
-    found.padding = _padding(home / "home" / "padding.json")
+    found.padding = _padding(home / "home")
     found.alone = "" if found.batched else _why_alone(module, found.padding)
     (home / "said.json").write_text(json.dumps(said))
     with _quantised(model, found, home) as ask:
@@ -103,7 +104,7 @@ def _ask_a_new_model(model: Model, found: Findings, home: Path) -> None:
 def _ask_after_a_restart(model: Model, found: Findings, home: Path) -> None:
     prompt, said = tokens(300), json.loads((home / "said.json").read_text())
     # A model so small may be prefilled sooner than loaded; without known speeds it is loaded.
-    (home / "home" / "rates.json").unlink(missing_ok=True)
+    (home / "home" / MACHINE).unlink(missing_ok=True)
     with _engine(model, home / "home") as engine:
         ask = _Asker(engine, found, _Cold(model.module))
         ask("new process", prompt, len(prompt) - 1)
@@ -128,12 +129,10 @@ def _quantised(model: Model, found: Findings, home: Path) -> Iterator[_Asker]:
         found.quantised = "refused"
 
 
-def _padding(book: Path) -> Padding | None:
+def _padding(home: Path) -> Padding | None:
     """The verdict of the only trial there was; None if caches of this class share no batch."""
-    if not book.exists():
-        return None
-    (known,) = json.loads(book.read_text()).values()
-    return Padding(**known["verdict"])
+    found = StateFile(home / MACHINE, "padding", dict[str, Any]).read()
+    return Padding(**next(iter(found.values()))["verdict"]) if found else None
 
 
 def _why_alone(module: Any, padding: Padding | None) -> str:

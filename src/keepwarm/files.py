@@ -1,16 +1,19 @@
-"""Writing whole files: a reader sees the old content or the new, never a part of it.
+"""Writing whole files: a reader sees the old content or the new, never a part of it. Locks that
+processes share.
 
 Everything that must survive a power cut is synced here, but for SQLite's own files.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import glob
 import os
 import re
 import stat
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +22,9 @@ from pathlib import Path
 F_FULLFSYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS only
 F_BARRIERFSYNC = 85  # of macOS too
 RANDOM = "[a-z0-9_]{8}"  # in names that `tempfile` makes
+FILE_MODE = 0o600
+LOCK_WAIT_S = 5.0  # for another process, which may be stopped
+MAX_POLL_S = 0.02
 STALE_AFTER_S = 3600.0  # an unfinished file that was not written to for so long is a leftover
 
 
@@ -107,3 +113,80 @@ def _is_locked(path: Path) -> bool:
     finally:
         os.close(handle)
     return False
+
+
+class SharedLock:
+    """A lock that all processes share by its path.
+
+    Once a wait was in vain, none waits any more until the lock could be taken again: a process that
+    was stopped while it held the lock costs the others one wait, not one for each operation.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._threads = threading.Lock()  # polled by one thread of this process at a time
+        self._is_stuck = False
+
+    @contextmanager
+    def hold(self, wait_s: float | None = None) -> Iterator[None]:
+        """Raises TimeoutError if others hold it for longer than LOCK_WAIT_S, or than `wait_s`."""
+        wait_s = 0.0 if self._is_stuck else LOCK_WAIT_S if wait_s is None else wait_s
+        if not self._threads.acquire(timeout=wait_s):
+            raise _timeout(self._path)
+        try:
+            fd = self._take(wait_s)
+            try:
+                yield
+            finally:
+                os.close(fd)
+        finally:
+            self._threads.release()
+
+    def _take(self, wait_s: float) -> int:
+        try:
+            fd = _take_lock(self._path, wait_s)
+        except TimeoutError:
+            self._is_stuck = self._is_stuck or wait_s > 0
+            raise
+        self._is_stuck = False
+        return fd
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold a lock that all processes share by its path; TimeoutError as for a SharedLock."""
+    fd = _take_lock(path, LOCK_WAIT_S)
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def _take_lock(path: Path, wait_s: float) -> int:
+    fd = open_lock(path)
+    deadline, pause_s = time.monotonic() + wait_s, 0.001
+    while not _try_lock(fd):
+        if time.monotonic() >= deadline:
+            os.close(fd)
+            raise _timeout(path)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, MAX_POLL_S)
+    return fd
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _timeout(path: Path) -> TimeoutError:
+    return TimeoutError(
+        errno.ETIMEDOUT, "another process holds a lock and may be stopped", str(path)
+    )
+
+
+def open_lock(path: Path) -> int:
+    return os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)

@@ -8,7 +8,7 @@ import sys
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from keepwarm.cache.identity import Digests, identify
+from keepwarm.cache.identity import DigestsFile, identify
 from keepwarm.errors import BadInput
 from keepwarm.kv.layout import probe
 from keepwarm.kv.make import make_caches
@@ -27,7 +27,7 @@ def layout(tiny_model):
 
 
 def name_of(source, layout, memo, **options):
-    return namespace(identify(source, layout, Digests(memo), **options))
+    return namespace(identify(source, layout, DigestsFile(memo), **options))
 
 
 def change_middle(path):
@@ -80,7 +80,7 @@ def test_it_is_the_same_in_another_process(source, layout, tmp_path):
     script = (
         "import sys; from pathlib import Path; from keepwarm.cache.identity import *;"
         "from keepwarm.kv.layout import Layout; from keepwarm.prefix.fingerprint import namespace;"
-        "print(namespace(identify(Path(sys.argv[1]), Layout(()), Digests(Path('none')))).hex())"
+        "print(namespace(identify(Path(sys.argv[1]), Layout(()), DigestsFile(Path('none')))).hex())"
     )
     seen = {
         subprocess.run(
@@ -98,22 +98,22 @@ def test_it_is_the_same_in_another_process(source, layout, tmp_path):
 
 def test_weights_are_read_once(source, tmp_path):
     """The digest is remembered by path, size, mtime and inode, over processes."""
-    digests = Digests(tmp_path / "memo")
+    digests = DigestsFile(tmp_path / "memo")
     path = source / "model.safetensors"
     first = digests.of(path)
     status = path.stat()
     path.write_bytes(bytes(status.st_size))  # the same inode and size
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert Digests(tmp_path / "memo").of(path) == first, "it was read again"
-    (tmp_path / "memo").write_text("not JSON")
-    assert Digests(tmp_path / "memo").of(path) != first
+    assert DigestsFile(tmp_path / "memo").of(path) == first, "it was read again"
+    (tmp_path / "memo" / "machine.json").write_text("not JSON")
+    assert DigestsFile(tmp_path / "memo").of(path) != first
 
 
 def test_digests_are_kept_in_directories_that_are_not_there_yet(source, tmp_path):
     memo, path = tmp_path / "cache" / "keepwarm" / "memo", next(source.glob("*.safetensors"))
-    assert Digests(memo).of(path) in memo.read_text()
+    assert DigestsFile(memo).of(path) in (memo / "machine.json").read_text()
 
 
 def test_a_directory_without_weights_is_refused(tmp_path, layout):
     with pytest.raises(BadInput, match="no weights in"):
-        identify(tmp_path, layout, Digests(tmp_path / "memo"))
+        identify(tmp_path, layout, DigestsFile(tmp_path / "memo"))

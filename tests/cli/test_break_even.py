@@ -3,7 +3,7 @@
 import pytest
 
 from keepwarm.cache.restore.points import USUAL_TOKENS, PointSizes
-from keepwarm.cache.restore.rates import LoadSize, RateBook, Rates
+from keepwarm.cache.restore.rates import LoadSize, Rates, RatesFile
 from keepwarm.cli.break_even import MOST_TOKENS, ModelCosts, break_even, describe
 from keepwarm.kv import make_caches, probe
 from keepwarm.prefix.blocks import Namespace
@@ -70,12 +70,12 @@ def test_what_is_loaded_is_known_from_the_layout(models, architecture):
 
 
 def test_the_latest_rates_of_a_model_are_found_again(tmp_path):
-    book = RateBook.of_home(tmp_path)
+    file = RatesFile(tmp_path)
     first, second = (Namespace(bytes([n]) * 32) for n in (1, 2))
     for name, n_bytes in ((first, 1.0), (second, 2.0), (first, 3.0)):
-        book.of(name, LoadSize("/models/a", n_bytes, 0)).saw_slice(256, 0, 1.0)
-    book.of(Namespace(b"3" * 32), LoadSize("/models/a", 4.0, 0))  # nothing was measured
-    book.save()
-    again = RateBook.of_home(tmp_path)
+        file.of(name, LoadSize("/models/a", n_bytes, 0)).saw_slice(256, 0, 1.0)
+    file.of(Namespace(b"3" * 32), LoadSize("/models/a", 4.0, 0))  # nothing was measured
+    file.save()
+    again = RatesFile(tmp_path)
     assert again.latest("/models/a").size == LoadSize("/models/a", 3.0, 0)
     assert again.latest("/models/b") is None

@@ -13,7 +13,7 @@ from keepwarm import __version__, blas, config
 from keepwarm.cli.break_even import break_even, describe, remembered_costs
 from keepwarm.cli.doctor import MeasuredRemote, _tiers_page
 from keepwarm.device.machine import Machine, _advice_on_blas
-from keepwarm.engine.padding import KnownVerdict, Verdict, padding_book
+from keepwarm.engine.padding import KnownVerdict, Verdict, VerdictsFile
 from keepwarm.remote.handshake import STORE_META
 from keepwarm.remote.opening import RemoteReport, measure_remotes
 from tests.kit.checkpoints import write_checkpoint
@@ -43,7 +43,7 @@ def report(tmp_path_factory):
     home, shared = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("shared")
     model = write_checkpoint(home / "tiny", n_context=2048)
     verdict = KnownVerdict("some/model", "0.32.2", Verdict(False, 0.5, 0.0, 97))
-    padding_book(home).put("key", verdict, keep=True)
+    VerdictsFile(home).put("key", verdict, keep=True)
     with redis_server(home) as server:
         remotes = f"{server.url}, {shared.as_uri()}, file://{home}/missing"
         options = {"KEEPWARM_REMOTE": remotes, "KEEPWARM_MODEL": str(model)}

@@ -17,6 +17,7 @@ FIRST_USE = (
     "keepwarm.backend",
     "keepwarm.cache.identity",
     "keepwarm.files",
+    "keepwarm.state_file",
     "keepwarm.agents.agent_store.register",
     "keepwarm.engine.padding",
     "keepwarm.engine.sampling.__init__",

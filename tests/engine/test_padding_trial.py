@@ -13,8 +13,8 @@ from keepwarm.engine.padding import (
     PROMPT,
     STEPS,
     KnownVerdict,
-    PaddingBook,
     Verdict,
+    VerdictsFile,
     try_padding,
 )
 from tests.kit.runs import FedCounter
@@ -90,28 +90,26 @@ WRONG = KnownVerdict("wrong", "0.32.2", Verdict(False, 0.5, 0.0, 97))
 
 
 def test_verdicts_of_two_processes_are_both_kept(tmp_path):
-    path = tmp_path / "home" / "padding.json"
-    first, second = PaddingBook(path), PaddingBook(path)
+    home = tmp_path / "home"
+    first, second = VerdictsFile(home), VerdictsFile(home)
     first.put("a", RIGHT, keep=True)
     second.put("b", WRONG, keep=True)
-    again = PaddingBook(path)
+    again = VerdictsFile(home)
     assert (again.get("a"), again.get("b"), again.get("c")) == (RIGHT.verdict, WRONG.verdict, None)
     assert again.alone() == [WRONG]
 
 
 def test_what_is_not_to_be_kept_holds_for_this_process(tmp_path):
-    path = tmp_path / "padding.json"
-    book = PaddingBook(path)
-    book.put("a", WRONG, keep=False)
-    assert book.get("a") == WRONG.verdict
-    assert PaddingBook(path).get("a") is None
+    verdicts = VerdictsFile(tmp_path)
+    verdicts.put("a", WRONG, keep=False)
+    assert verdicts.get("a") == WRONG.verdict
+    assert VerdictsFile(tmp_path).get("a") is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', '{"a": {"model": "m", "mlx_lm": "1"}}'])
 def test_a_damaged_file_is_no_verdict(tmp_path, text):
-    path = tmp_path / "padding.json"
-    path.write_text(text)
-    book = PaddingBook(path)
-    assert book.get("a") is None
-    book.put("a", RIGHT, keep=True)
-    assert PaddingBook(path).get("a") == RIGHT.verdict
+    (tmp_path / "machine.json").write_text(f'{{"padding": {text}}}')
+    verdicts = VerdictsFile(tmp_path)
+    assert verdicts.get("a") is None
+    verdicts.put("a", RIGHT, keep=True)
+    assert VerdictsFile(tmp_path).get("a") == RIGHT.verdict

@@ -14,7 +14,7 @@ from keepwarm.engine.admission import EngineConfig
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import InsufficientResources
 from keepwarm.telemetry.ledger import Ledger
-from tests.kit.engines import Exam, FixedRates, TrustingBook, ask, held, memory
+from tests.kit.engines import Exam, FixedRates, TrustingVerdicts, ask, held, memory
 from tests.kit.runs import prompt_of
 
 NAMES = ("llama", "mamba2")
@@ -47,7 +47,7 @@ def pair(models, tmp_path):
             Engine(models.of(NAMES[1]), store, chosen, **options) as two,
         ):
             for engine in (one, two):
-                engine._lanes.padding = TrustingBook(tmp_path / "padding.json")
+                engine._lanes.padding = TrustingVerdicts(tmp_path)
                 engine.lane_of().restorer.rates = FixedRates()
                 engine._scheduler.slice_sizer.max_slice = 32
             yield one, two

@@ -634,7 +634,7 @@ atomic), and opens each. Removing any one sync makes it fail.
 | deletions and pins in the index | `synchronous = FULL` | the same with `fullfsync` |
 | other index changes | at checkpoints; lost ones are found again from the files | the same with `checkpoint_fullfsync` |
 
-`rates.json`, `history.json`, `digests.json`, `counts.json` and `wear.json` are replaced atomically
+`machine.json`, `history.json` and a store's `state.json` are replaced atomically
 but not synced; a lost one is rebuilt. On macOS only the sequence of calls is tested.
 
 ## Other processes

@@ -15,12 +15,12 @@ from contextlib import contextmanager
 
 import pytest
 
+from keepwarm import files
 from keepwarm.agents.agent_store import AgentStore
 from keepwarm.errors import Busy, StoreFailed
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.prefix.policy import Policy
 from keepwarm.records.record import Part
-from keepwarm.store import atomic
 from keepwarm.store.disk import maintenance
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.index import database
@@ -35,7 +35,7 @@ NEVER_S = 120.0  # longer than the guard
 HOLDER = """
 import os, signal, sys
 from pathlib import Path
-from keepwarm.store.atomic import exclusive
+from keepwarm.files import exclusive
 from keepwarm.store.disk.disk import DiskTier
 
 root, lock = Path(sys.argv[1]), sys.argv[2]
@@ -87,7 +87,7 @@ def wait(monkeypatch):
     """Sets how long a writer waits for other processes."""
 
     def set_wait(seconds):
-        monkeypatch.setattr(atomic, "LOCK_WAIT_S", seconds)
+        monkeypatch.setattr(files, "LOCK_WAIT_S", seconds)
         monkeypatch.setattr(database, "LOCK_WAIT_S", seconds)
 
     return set_wait
@@ -100,7 +100,7 @@ def tier(tmp_path):
     opened.close()
 
 
-@pytest.mark.parametrize("lock", ["index", "names", "wear"])
+@pytest.mark.parametrize("lock", ["index", "names", "state"])
 def test_answers_do_not_wait_for_a_stopped_process(lock, models, tmp_path, wait):
     """Writers would wait for two minutes: stored prompts are found, new ones are answered. When the
     other process goes on, what has waited is saved.

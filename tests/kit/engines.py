@@ -25,7 +25,7 @@ from keepwarm.cache.store import Budgets, Store
 from keepwarm.device.memory import MemoryConfig
 from keepwarm.engine.admission import EngineConfig
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.padding import PaddingBook, Verdict
+from keepwarm.engine.padding import Verdict, VerdictsFile
 from keepwarm.models.load import Model
 from keepwarm.text.request import Choice, Request, Sampling
 from tests.kit.checkpoints import CORPUS, EOS, SPECIALS, tokenizer_config
@@ -58,7 +58,7 @@ class FixedRates(Rates):
         return (end - start) / self.prefill_tokens_per_s
 
 
-class TrustingBook(PaddingBook):
+class TrustingVerdicts(VerdictsFile):
     """Takes all rows for right in a batch, so that tokens fed by a trial are in nobody's count."""
 
     def get(self, key: str) -> Verdict:
@@ -144,7 +144,7 @@ def engine_on(
         chosen = EngineConfig(**options)
         engine = stack.enter_context(engine_class(model, store, chosen, settings=settings))
         if not tries_padding:
-            engine._lanes.padding = TrustingBook(home / "padding.json")
+            engine._lanes.padding = TrustingVerdicts(home)
         lane = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result()
         if fixed_rates:
             lane.restorer.rates = FixedRates()

@@ -79,7 +79,7 @@ def test_a_day_has_a_budget(tier, place, memory, tmp_path):
     """What does not fit is offered again with its next use, perhaps tomorrow."""
     n_bytes, day = record(REFS[0]).n_bytes, ["2026-01-01"]
     (tmp_path / "tmp").mkdir()
-    budget = WriteBudget(tmp_path, 3 * n_bytes, lambda: day[0], name="shared-writes")
+    budget = WriteBudget(tmp_path, 3 * n_bytes, lambda: day[0], name="uploaded")
     share(tier, memory, budget)
     assert place.keys == [ref.key for ref in REFS[:3]]
     assert budget.by_day() == {"2026-01-01": 3 * n_bytes}
@@ -92,7 +92,7 @@ def test_a_day_has_a_budget(tier, place, memory, tmp_path):
 
 def test_a_budget_counts_the_bytes_that_are_sent(tier, place, memory, tmp_path):
     (tmp_path / "tmp").mkdir()
-    budget = WriteBudget(tmp_path, name="shared-writes")
+    budget = WriteBudget(tmp_path, name="uploaded")
     tier.speed.bytes_per_s = tier.speed.put_bytes_per_s = 1e4  # so slow that they are coded
     made = [numbers(ref) for ref in REFS]
     for one in made:

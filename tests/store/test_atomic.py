@@ -1,6 +1,5 @@
 """Files are published whole, and scratch directories end with their process."""
 
-import fcntl
 import os
 import stat
 import threading
@@ -8,7 +7,7 @@ import threading
 import pytest
 
 from keepwarm.store import atomic
-from keepwarm.store.atomic import Files, Scratch, exclusive, is_alive
+from keepwarm.store.atomic import Files, Scratch, is_alive
 
 
 @pytest.fixture
@@ -123,22 +122,6 @@ def test_closing_twice_does_not_close_another_file(tmp_path):
 
 def test_who_never_was_is_not_alive(tmp_path):
     assert not is_alive(tmp_path, "nobody")
-
-
-def test_a_lock_keeps_others_out(tmp_path):
-    with exclusive(tmp_path / "lock"):
-        fd = os.open(tmp_path / "lock", os.O_RDWR)
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(fd)
-
-
-def test_a_lock_is_released_after_an_error(tmp_path):
-    with pytest.raises(ZeroDivisionError), exclusive(tmp_path / "lock"):
-        _ = 1 / 0
-    with exclusive(tmp_path / "lock"):
-        pass
 
 
 @pytest.mark.linux

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from keepwarm.agents.agent_store import AgentStore
-from keepwarm.store.atomic import exclusive
-from keepwarm.store.counts import CountBook, PromptCounts
+from keepwarm.files import exclusive
+from keepwarm.store.counts import CountsFile, PromptCounts
 from keepwarm.text.request import Request, Sampling
 from tests.kit.engines import ask, engine_on
 from tests.kit.runs import prompt_of
@@ -86,10 +86,10 @@ def test_audits_and_refused_requests_are_not_counted(models, tmp_path):
 
 
 def count_often(root):
-    book = CountBook(root)
+    counts = CountsFile(root)
     for _ in range(50):
-        book.add(WARM)
-        book.save()
+        counts.add(WARM)
+        counts.save()
 
 
 def test_processes_lose_no_count(tmp_path):
@@ -102,41 +102,41 @@ def test_processes_lose_no_count(tmp_path):
     count_often(tmp_path)
     for process in processes:
         process.join()
-    total = CountBook(tmp_path).total()
+    total = CountsFile(tmp_path).total()
     assert (total.requests, total.reused, total.hits) == (150, {"live": 150 * 90}, {"live": 150})
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"requests": 1}', '{"reused": 3}', "null"])
 def test_a_damaged_file_counts_as_empty(tmp_path, content):
     AgentStore(tmp_path).close()
-    (tmp_path / "counts.json").write_text(content)
-    book = CountBook(tmp_path)
-    assert book.total() == PromptCounts()
-    book.add(WARM)
-    book.save()
-    assert CountBook(tmp_path).total() == WARM
+    (tmp_path / "state.json").write_text(f'{{"prompts": {content}}}')
+    counts = CountsFile(tmp_path)
+    assert counts.total() == PromptCounts()
+    counts.add(WARM)
+    counts.save()
+    assert CountsFile(tmp_path).total() == WARM
 
 
 def test_what_cannot_be_saved_is_saved_later(tmp_path, caplog, monkeypatch):
     """Another process holds the lock for too long."""
-    monkeypatch.setattr("keepwarm.store.atomic.LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr("keepwarm.files.LOCK_WAIT_S", 0.05)
     AgentStore(tmp_path).close()
-    book = CountBook(tmp_path)
-    book.add(WARM)
-    with exclusive(tmp_path / "tmp" / "counts"):
-        book.save()
+    counts = CountsFile(tmp_path)
+    counts.add(WARM)
+    with exclusive(tmp_path / "tmp" / "state"):
+        counts.save()
         assert "could not be written" in caplog.text
-        assert book.total() == WARM
-    book.add(FIRST)
-    book.save()
-    assert CountBook(tmp_path).total() == WARM.plus(FIRST) == book.total()
+        assert counts.total() == WARM
+    counts.add(FIRST)
+    counts.save()
+    assert CountsFile(tmp_path).total() == WARM.plus(FIRST) == counts.total()
 
 
 def test_without_a_directory_they_last_as_long_as_the_process():
-    book = CountBook(None)
-    book.add(WARM)
-    book.save()
-    assert book.total() == replace(WARM)
+    counts = CountsFile(None)
+    counts.add(WARM)
+    counts.save()
+    assert counts.total() == replace(WARM)
 
 
 def test_clearing_is_no_eviction(models, tmp_path):

@@ -79,9 +79,9 @@ def test_two_servers_add_to_one_file(path):
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"minutes": 1}', '{"minutes": {}, "days": {}}'])
 def test_a_damaged_file_counts_as_empty(path, text):
     path.parent.mkdir()
-    path.write_text(text)
+    path.write_text(f'{{"timeline": {text}}}')
     history_of(path, Clock(), record(live=2))[0].save()
-    assert json.loads(path.read_text())["total"]["live"] == 2
+    assert json.loads(path.read_text())["timeline"]["total"]["live"] == 2
 
 
 def test_only_the_latest_minutes_are_kept(path, monkeypatch):

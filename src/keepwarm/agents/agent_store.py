@@ -37,7 +37,7 @@ from keepwarm.prefix.blocks import BlockKey, Namespace, unpack
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.prefix.turn import KeptTurn
 from keepwarm.records.cipher import stored_namespace
-from keepwarm.store.counts import CountBook
+from keepwarm.store.counts import CountsFile
 from keepwarm.store.disk.disk import DiskLimits, DiskTier, StagedRecords
 from keepwarm.store.disk.maintenance import (
     Progress,
@@ -95,7 +95,7 @@ class AgentStore:
         self.tombstones = Tombstones(self.disk)
         self.ttl_pins = TtlPins(self.disk)
         self.wear = WriteBudget(self.disk.root, writes_per_day)
-        self.counts = CountBook(self.disk.root)
+        self.counts = CountsFile(self.disk.root)
         with as_store_errors(self.disk, "pin the blocks of agents"):
             if not self.disk.index.database.has_flag(PINS_MADE):
                 self.agents.pin_all()

@@ -32,9 +32,9 @@ from keepwarm.agents.reachability import (
 )
 from keepwarm.agents.texts import AgentTexts, TurnFiles
 from keepwarm.errors import BadInput, BadRecord, NewerFormat, UnknownAgent
+from keepwarm.files import SharedLock
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, chain
 from keepwarm.prefix.turn import KeptTurn
-from keepwarm.store.atomic import SharedLock
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.disk.maintenance import (
     Progress,

@@ -7,18 +7,18 @@ so that the next start reads nothing.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from keepwarm.config import Settings
 from keepwarm.errors import BadInput
-from keepwarm.files import write_atomically
 from keepwarm.kv import make_caches, probe
 from keepwarm.kv.layout import LayerSpec, Layout
 from keepwarm.models.catalog import locate
 from keepwarm.prefix.fingerprint import Identity, digest
+from keepwarm.state_file import MACHINE, StateFile
 
 WEIGHTS = ("*.safetensors", "*.gguf", "*.npz")
 TOKENIZER = ("tokenizer*", "*.tiktoken", "vocab*", "merges.txt", "special_tokens_map.json",
@@ -40,10 +40,10 @@ def identity_of(
     if adapter is None:
         _refuse_adapter(model)
     layout = layout or probe(model, make_caches(model, **kv_options))
-    memo = Digests(settings.home / "digests.json")
+    digests = DigestsFile(settings.home)
     path = locate(str(source), settings)
     weights = None if adapter is None else Path(adapter)
-    return identify(path, layout, memo, adapter=weights, kv_options=kv_options, salt=salt)
+    return identify(path, layout, digests, adapter=weights, kv_options=kv_options, salt=salt)
 
 
 def _refuse_adapter(model: Any) -> None:
@@ -56,15 +56,12 @@ def _refuse_adapter(model: Any) -> None:
         )
 
 
-class Digests:
-    """Content digests of files, cached in a small file."""
+class DigestsFile:
+    """Content digests of files, kept in the home directory."""
 
-    def __init__(self, memo: Path) -> None:
-        self._memo = memo
-        try:
-            self._known: dict[str, str] = json.loads(memo.read_text())
-        except (OSError, ValueError):
-            self._known = {}
+    def __init__(self, home: Path) -> None:
+        self._file = StateFile(home / MACHINE, "digests", _known_digests)
+        self._known = self._file.read()
 
     def of(self, path: Path) -> str:
         status = path.stat()
@@ -72,21 +69,20 @@ class Digests:
         if label not in self._known:
             with path.open("rb") as file:
                 self._known[label] = hashlib.file_digest(file, "sha256").hexdigest()
-            self._remember()
+            # The engine's thread waits for no other process: else the next start reads it again.
+            with suppress(OSError):
+                self._file.change(lambda kept: {**kept, **self._known}, wait_s=0.0)
         return self._known[label]
 
-    def _remember(self) -> None:
-        try:
-            self._memo.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._memo, json.dumps(self._known))
-        except OSError:
-            return  # best effort: the next start reads the weights again
+
+def _known_digests(kept: Mapping[str, str]) -> dict[str, str]:
+    return {str(label): str(found) for label, found in kept.items()}
 
 
 def identify(
     source: Path,
     layout: Layout,
-    digests: Digests,
+    digests: DigestsFile,
     *,
     adapter: Path | None = None,
     kv_options: Mapping[str, Any] | None = None,
@@ -116,7 +112,7 @@ def make_options_in(identity: Identity) -> dict[str, Any]:
     return {name: value for name, value in identity.kv_options.items() if name in MAKE_OPTIONS}
 
 
-def _digests(source: Path, patterns: tuple[str, ...], digests: Digests) -> dict[str, str]:
+def _digests(source: Path, patterns: tuple[str, ...], digests: DigestsFile) -> dict[str, str]:
     """By file name, so that the same files in another directory are the same model."""
     if source.is_file():
         return {"": digests.of(source)}

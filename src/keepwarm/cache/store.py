@@ -25,7 +25,7 @@ from keepwarm.cache.identity import identity_of
 from keepwarm.cache.restore.forgetting import Forget, Forgetting
 from keepwarm.cache.restore.loading import Reader, RestoreFailures
 from keepwarm.cache.restore.points import PointSizes
-from keepwarm.cache.restore.rates import RateBook
+from keepwarm.cache.restore.rates import RatesFile
 from keepwarm.cache.restore.records import block_of
 from keepwarm.cache.restore.restorer import Restorer
 from keepwarm.cache.restore.writing import MemorySaver, Saver, Writer, WriteStats
@@ -37,7 +37,7 @@ from keepwarm.kv.slices import Block, Rows
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.prefix.policy import Policy
 from keepwarm.records.record import Record
-from keepwarm.store.counts import CountBook
+from keepwarm.store.counts import CountsFile
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tier import StoredBlock, Tier, TierStats, as_store_errors
@@ -161,12 +161,12 @@ class Store:
     ) -> None:
         self.settings = settings or config.load(store=path)
         budgets = budgets or Budgets.of(self.settings)
-        self._rates = RateBook.of_home(self.settings.home)
+        self._rates = RatesFile(self.settings.home)
         self._is_memory_fixed = budgets.memory_bytes is not None
         self.memory = MemoryTier(_memory_bytes(budgets))
         self.saver: Saver = MemorySaver(self.memory)
         self._on_disk: AgentStore | None = None
-        self.counts = CountBook(None)
+        self.counts = CountsFile(None)
         self.restore_failures = RestoreFailures()
         self._forgetting: Forgetting | None = None
         self._tiers: dict[str, Tier] = {"memory": self.memory}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from keepwarm.cache.restore.rates import LoadSize, RateBook, Rates
+from keepwarm.cache.restore.rates import LoadSize, Rates, RatesFile
 from keepwarm.config import Settings
 from keepwarm.models.catalog import find, find_local
 from keepwarm.prefix.blocks import BLOCK_TOKENS
@@ -47,7 +47,7 @@ def _path_of(settings: Settings) -> Path | None:
 def remembered_costs(settings: Settings) -> ModelCosts | None:
     """Those of the model of the settings; None until it has computed a prompt on this machine."""
     path = _path_of(settings)
-    rates = None if path is None else RateBook.of_home(settings.home).latest(str(path))
+    rates = None if path is None else RatesFile(settings.home).latest(str(path))
     return ModelCosts(settings.model, rates, rates.size) if rates and rates.size else None
 
 

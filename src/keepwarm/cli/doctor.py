@@ -53,12 +53,12 @@ def doctor(
     if quick:
         raise BadInput("--quick shortens --report; name the page to write with --report FILE.")
     from keepwarm.device.machine import snapshot  # imports MLX
-    from keepwarm.engine.padding import padding_book
+    from keepwarm.engine.padding import VerdictsFile
 
     settings = config.load()
     machine = snapshot(settings)
     file = str(config.find_folders(os.environ).config)
-    alone = [known.model for known in padding_book(settings.home).alone()]
+    alone = [known.model for known in VerdictsFile(settings.home).alone()]
     remotes = _measure_remotes(settings)
     if json:
         found = {"config": file, "models": str(settings.models), "not_batched": alone}

@@ -31,7 +31,7 @@ from keepwarm.engine.jobs import Job, RunningSequence
 from keepwarm.engine.lane import Lane, Lanes, make_options
 from keepwarm.engine.live import Live
 from keepwarm.engine.lookup import Lookup, look_up
-from keepwarm.engine.padding import padding_book
+from keepwarm.engine.padding import VerdictsFile
 from keepwarm.engine.prefill import SliceSizer
 from keepwarm.engine.preparation import AnyRequest, Preparation
 from keepwarm.engine.recent_texts import RecentTexts
@@ -126,7 +126,7 @@ class Engine:
         self.preparer = Preparer.of(model, probe.n_logits, recent, settings, self.config.isolated)
         opened.callback(self.preparer.close)
         self._texts = RecentTexts(recent, self.ledger, self.preparer, self._run_later)
-        self._lanes = Lanes(model, self.store, self.live, probe.layout, padding_book(settings.home))
+        self._lanes = Lanes(model, self.store, self.live, probe.layout, VerdictsFile(settings.home))
         self._admission = Admission(self._memory.batch_bytes)
         self._recorder = Recorder(self.store, lambda job: self._post(EndSaved(job)))
         self._preparation = Preparation(

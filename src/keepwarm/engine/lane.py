@@ -15,7 +15,7 @@ from keepwarm.cache.restore.restorer import SMALL_LOAD_S, Restorer
 from keepwarm.cache.store import Store
 from keepwarm.engine.admission import kv_bytes
 from keepwarm.engine.live import Live, copy_without
-from keepwarm.engine.padding import PaddingBook, RowSharing
+from keepwarm.engine.padding import RowSharing, VerdictsFile
 from keepwarm.models.load import Model
 from keepwarm.prefix.blocks import Namespace
 from keepwarm.prefix.fingerprint import Identity, salt_of
@@ -255,7 +255,7 @@ class Lanes:
     store: Store
     live: Live
     layout: kv.Layout  # with the default KV options
-    padding: PaddingBook
+    padding: VerdictsFile
     _made: dict[tuple[KVOptions, str], Lane] = field(default_factory=dict)
 
     def find(self, options: KVOptions, tenant: str) -> Lane | None:

@@ -10,10 +10,10 @@ kept between starts.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import logging
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -23,13 +23,13 @@ import mlx.core as mx
 
 from keepwarm import kv
 from keepwarm.device.memory import GIB, memories
-from keepwarm.files import write_atomically
 from keepwarm.kv.batch import merge
 from keepwarm.kv.codec import copy_caches, encode, evaluate
 from keepwarm.kv.kinds import Cache, Caches, Kind, is_empty, kind_of, leaves
 from keepwarm.kv.make import make_caches
 from keepwarm.models.catalog import n_context
 from keepwarm.prefix.fingerprint import Identity, digest
+from keepwarm.state_file import MACHINE, StateFile
 
 LOG = logging.getLogger(__name__)
 
@@ -75,12 +75,12 @@ class KnownVerdict:
     verdict: Verdict
 
 
-class PaddingBook:
-    """The verdicts of all models, in a small file."""
+class VerdictsFile:
+    """The verdicts of all models, kept in the home directory."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._known = _read(path)
+    def __init__(self, home: Path) -> None:
+        self._file = StateFile(home / MACHINE, "padding", _verdicts_from_json, _verdicts_to_json)
+        self._known = self._file.read()
 
     def get(self, key: str) -> Verdict | None:
         return self._known[key].verdict if key in self._known else None
@@ -88,33 +88,25 @@ class PaddingBook:
     def put(self, key: str, known: KnownVerdict, *, keep: bool) -> None:
         """Without `keep` it holds for this process only."""
         self._known[key] = known
-        if not keep:
-            return
-        kept = {**_read(self._path), key: known}  # other processes write it too
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, json.dumps({k: asdict(v) for k, v in kept.items()}))
-        except OSError:
-            return  # best effort: the next start tries again
+        if keep:
+            # The engine's thread waits for no other process: else the next start tries again.
+            with suppress(OSError):
+                self._file.change(lambda kept: {**kept, key: known}, wait_s=0.0)
 
     def alone(self) -> list[KnownVerdict]:
         """Models whose sequences must not share a batch."""
         return [known for known in self._known.values() if not known.verdict.shares]
 
 
-def padding_book(home: Path) -> PaddingBook:
-    return PaddingBook(home / "padding.json")
+def _verdicts_from_json(kept: Mapping[str, Any]) -> dict[str, KnownVerdict]:
+    return {
+        key: KnownVerdict(one["model"], one["mlx_lm"], Verdict(**one["verdict"]))
+        for key, one in kept.items()
+    }
 
 
-def _read(path: Path) -> dict[str, KnownVerdict]:
-    try:
-        known = json.loads(path.read_text())
-        return {
-            key: KnownVerdict(one["model"], one["mlx_lm"], Verdict(**one["verdict"]))
-            for key, one in known.items()
-        }
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {}
+def _verdicts_to_json(known: Mapping[str, KnownVerdict]) -> dict[str, Any]:
+    return {key: asdict(one) for key, one in known.items()}
 
 
 class RowSharing:
@@ -126,12 +118,12 @@ class RowSharing:
         kv_options: Mapping[str, Any],
         identity: Identity,
         source: Path | str,
-        book: PaddingBook,
+        verdicts: VerdictsFile,
     ) -> None:
         self._model = model
         self._kv_options = kv_options
         self._name = str(source)
-        self._book = book
+        self._verdicts = verdicts
         self._version = importlib.metadata.version("mlx-lm")
         self._key = digest([asdict(replace(identity, salt="")), self._version, TRIAL])
         self.can_batch = kv.can_batch(self._make())  # as far as the caches' classes say
@@ -139,14 +131,14 @@ class RowSharing:
 
     @property
     def is_decided(self) -> bool:
-        return not self.can_batch or self._book.get(self._key) is not None
+        return not self.can_batch or self._verdicts.get(self._key) is not None
 
     @property
     def allowed(self) -> bool | None:
         """None if it is not known yet."""
         if not self.can_batch:
             return False
-        verdict = self._book.get(self._key)
+        verdict = self._verdicts.get(self._key)
         return None if verdict is None else verdict.shares
 
     def step(self) -> None:
@@ -166,7 +158,7 @@ class RowSharing:
 
     def _decide(self, verdict: Verdict, *, keep: bool = True) -> None:
         self._trial = None
-        self._book.put(self._key, KnownVerdict(self._name, self._version, verdict), keep=keep)
+        self._verdicts.put(self._key, KnownVerdict(self._name, self._version, verdict), keep=keep)
         if not verdict.shares:
             LOG.warning(
                 "%s computes other numbers for padded rows than for single ones, so its "

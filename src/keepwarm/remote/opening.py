@@ -75,7 +75,7 @@ class SharedTiers:
         addresses, per_day = self._settings.remotes, self._settings.remote_writes_per_day or None
         if not self.tiers or self._disk is None:
             return
-        budget = WriteBudget(self._disk.root, per_day, name="shared-writes")
+        budget = WriteBudget(self._disk.root, per_day, name="uploaded")
         self.uploader = Uploader(self.tiers, here, kept, budget)
         tombstones = Tombstones(self._disk)
         tombstones.share_with(addresses)

@@ -11,24 +11,19 @@ import os
 import re
 import stat
 import sys
-import threading
-import time
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from io import FileIO
 from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
-from keepwarm.files import flush_drive, sync_file
+from keepwarm.files import FILE_MODE, exclusive, flush_drive, open_lock, sync_file
 
-FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 SCRATCH = re.compile("[0-9a-f]{32}")
 UNFINISHED = re.compile(r"[0-9]+\.tmp")
-LOCK_WAIT_S = 5.0  # for another process, which may be stopped
-MAX_POLL_S = 0.02
 MAX_PIECES = 512  # of one writev call
 CAN_PREFETCH = sys.platform == "linux"  # elsewhere sendfile needs a socket
 RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # Linux only
@@ -163,7 +158,7 @@ class Scratch:
                 if not is_alive(directory, name):
                     _clear(directory / name)
             self.path.mkdir(mode=DIRECTORY_MODE)
-            self._lock: int | None = _open_lock(self.path / "lock")
+            self._lock: int | None = open_lock(self.path / "lock")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         # After a power cut no file may be left here without the lock, by which it is ours.
         (files or Files()).sync_directory(self.path)
@@ -195,83 +190,6 @@ def is_alive(directory: Path, name: str) -> bool:
     finally:
         os.close(fd)
     return False
-
-
-class SharedLock:
-    """A lock that all processes share by its path.
-
-    Once a wait was in vain, none waits any more until the lock could be taken again: a process that
-    was stopped while it held the lock costs the others one wait, not one for each operation.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._threads = threading.Lock()  # polled by one thread of this process at a time
-        self._is_stuck = False
-
-    @contextmanager
-    def hold(self, wait_s: float | None = None) -> Iterator[None]:
-        """Raises TimeoutError if others hold it for longer than LOCK_WAIT_S, or than `wait_s`."""
-        wait_s = 0.0 if self._is_stuck else LOCK_WAIT_S if wait_s is None else wait_s
-        if not self._threads.acquire(timeout=wait_s):
-            raise _timeout(self._path)
-        try:
-            fd = self._take(wait_s)
-            try:
-                yield
-            finally:
-                os.close(fd)
-        finally:
-            self._threads.release()
-
-    def _take(self, wait_s: float) -> int:
-        try:
-            fd = _take_lock(self._path, wait_s)
-        except TimeoutError:
-            self._is_stuck = self._is_stuck or wait_s > 0
-            raise
-        self._is_stuck = False
-        return fd
-
-
-@contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Hold a lock that all processes share by its path; TimeoutError as for a SharedLock."""
-    fd = _take_lock(path, LOCK_WAIT_S)
-    try:
-        yield
-    finally:
-        os.close(fd)
-
-
-def _take_lock(path: Path, wait_s: float) -> int:
-    fd = _open_lock(path)
-    deadline, pause_s = time.monotonic() + wait_s, 0.001
-    while not _try_lock(fd):
-        if time.monotonic() >= deadline:
-            os.close(fd)
-            raise _timeout(path)
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, MAX_POLL_S)
-    return fd
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _timeout(path: Path) -> TimeoutError:
-    return TimeoutError(
-        errno.ETIMEDOUT, "another process holds a lock and may be stopped", str(path)
-    )
-
-
-def _open_lock(path: Path) -> int:
-    return os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
 
 
 def _names(directory: Path) -> list[str]:

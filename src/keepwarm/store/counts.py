@@ -6,21 +6,20 @@ shared tier, or is computed. Hits, misses and rates follow from these counts and
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any, Self
 
-from keepwarm.files import write_atomically
-from keepwarm.store.atomic import SharedLock
+from keepwarm.state_file import store_file
 
 LOG = logging.getLogger(__name__)
 
-FILE = "counts.json"
 TIERS = ("live", "memory", "disk")
 ALL_TIERS = (*TIERS, "shared")  # shown only where there is one
 
@@ -87,20 +86,17 @@ class PromptCounts:
         }
 
     @classmethod
-    def read(cls, path: Path) -> Self:
-        """A missing or damaged file counts as empty."""
-        try:
-            known = json.loads(path.read_text())
-            return cls(
-                int(known["requests"]),
-                int(known["prompt_tokens"]),
-                {str(tier): int(n) for tier, n in known["reused"].items()},
-                {str(tier): int(n) for tier, n in known["hits"].items()},
-                int(known["later_prompt_tokens"]),
-                int(known["later_reused_tokens"]),
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    def of_json(cls, kept: Mapping[str, Any]) -> Self:
+        if not kept:
             return cls()
+        return cls(
+            int(kept["requests"]),
+            int(kept["prompt_tokens"]),
+            {str(tier): int(n) for tier, n in kept["reused"].items()},
+            {str(tier): int(n) for tier, n in kept["hits"].items()},
+            int(kept["later_prompt_tokens"]),
+            int(kept["later_reused_tokens"]),
+        )
 
 
 def _by_tier(found: Mapping[str, int]) -> dict[str, int]:
@@ -115,42 +111,46 @@ def _share(part: int, whole: int) -> float | None:
     return round(part / whole, 4) if whole else None
 
 
-class CountBook:
-    """The counts of all processes on a store, in a small file beside the blocks. Thread-safe."""
+class CountsFile:
+    """The counts of all processes on a store, in its state file. Thread-safe."""
 
     def __init__(self, root: Path | None) -> None:
         """Without a directory they last as long as the process."""
-        self._path = None if root is None else root / FILE
-        self._shared = None if root is None else SharedLock(root / "tmp" / "counts")
-        self._adding = threading.Lock()  # held for no longer than a sum: the engine's thread adds
+        self._file = None
+        if root is not None:
+            self._file = store_file(root, "prompts", PromptCounts.of_json, asdict)
         self._filing = threading.Lock()
-        self._unsaved = PromptCounts()
+        self._unsaved: list[PromptCounts] = []  # appended to without a lock, by the engine's thread
 
     def add(self, counts: PromptCounts) -> None:
-        with self._adding:
-            self._unsaved = self._unsaved.plus(counts)
+        self._unsaved.append(counts)
 
     def total(self) -> PromptCounts:
         """What all processes have saved, and what this one has not saved yet."""
         with self._filing:
-            saved = PromptCounts() if self._path is None else PromptCounts.read(self._path)
-            return saved.plus(self._unsaved)
+            saved = PromptCounts() if self._file is None else self._file.read()
+            return _total([saved, *self._unsaved])
 
     def save(self) -> None:
         """Add what is new to the file; after an error it stays in memory until the next time."""
-        if self._path is None or self._shared is None or not self._unsaved.requests:
+        if not self._unsaved:
             return
         try:
-            with self._shared.hold(), self._filing:  # readers do not wait for other processes
-                self._add_to(self._path)
+            # Readers do not wait for other processes, so the second lock is taken last.
+            with self._file.lock.hold() if self._file else nullcontext(), self._filing:
+                self._save()
         except OSError as error:
             LOG.warning("the counts of the store could not be written: %s", error)
 
-    def _add_to(self, path: Path) -> None:
-        with self._adding:
-            unsaved, self._unsaved = self._unsaved, PromptCounts()
-        try:
-            write_atomically(path, json.dumps(asdict(PromptCounts.read(path).plus(unsaved))))
-        except OSError:
-            self.add(unsaved)
-            raise
+    def _save(self) -> None:
+        n = len(self._unsaved)  # more may come meanwhile
+        unsaved = self._unsaved[:n]
+        if self._file is None:
+            self._unsaved[:n] = [_total(unsaved)]
+        else:
+            self._file.write(_total([self._file.read(), *unsaved]))
+            del self._unsaved[:n]
+
+
+def _total(counts: Iterable[PromptCounts]) -> PromptCounts:
+    return reduce(PromptCounts.plus, counts)

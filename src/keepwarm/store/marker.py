@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from keepwarm.errors import BadInput, BadRecord
+from keepwarm.files import exclusive
 from keepwarm.records.cipher import Cipher, derive_key
-from keepwarm.store.atomic import Files, exclusive, open_unlinked
+from keepwarm.store.atomic import Files, open_unlinked
 from keepwarm.store.names import INDEX, SEALED
 
 MARKER = "keepwarm-store.json"

@@ -5,7 +5,6 @@ Several servers may share the file: each adds its counts since its last write.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
@@ -14,10 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol, Self, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
-from keepwarm.files import write_atomically
-from keepwarm.store.atomic import exclusive
+from keepwarm.state_file import StateFile
 
 LOG = logging.getLogger(__name__)
 
@@ -70,13 +68,10 @@ class Timeline:
         return cls(named, days, sum(minutes.values(), Counter()))
 
     @classmethod
-    def read(cls, path: Path) -> Self:
-        """A missing or damaged file counts as empty."""
-        try:
-            read = json.loads(path.read_text())
-            return cls(_series(read["minutes"]), _series(read["days"]), _amounts(read["total"]))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    def of_json(cls, kept: Mapping[str, Any]) -> Self:
+        if not kept:
             return cls()
+        return cls(_series(kept["minutes"]), _series(kept["days"]), _amounts(kept["total"]))
 
 
 def minute_name(when: float) -> str:
@@ -110,10 +105,10 @@ class History:
     def __init__(
         self, path: Path, unsaved: UnsavedMinutes, clock: Callable[[], float] = time.time
     ) -> None:
-        self._path = path
+        self._file = StateFile(path, "timeline", Timeline.of_json, asdict)
         self._unsaved = unsaved
         self._clock = clock
-        self._saved = Timeline.read(path)
+        self._saved = self._file.read()
 
     @property
     def timeline(self) -> Timeline:
@@ -133,11 +128,7 @@ class History:
                 LOG.warning("the history could not be written: %s", error)
 
     def _write(self, unsaved: Timeline) -> Timeline:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with exclusive(self._path.with_suffix(".lock")):
-            timeline = Timeline.read(self._path).until(self._clock()).plus(unsaved)
-            write_atomically(self._path, json.dumps(asdict(timeline), separators=(",", ":")))
-        return timeline
+        return self._file.change(lambda saved: saved.until(self._clock()).plus(unsaved))
 
 
 def latency_name(ms: float) -> str:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from keepwarm.cache.restore.rates import RateBook, Rates, SliceCosts
+from keepwarm.cache.restore.rates import Rates, RatesFile, SliceCosts
 from keepwarm.prefix.blocks import Namespace
 
 NAME = Namespace(bytes(32))
@@ -96,26 +96,26 @@ def test_a_slice_that_was_seen_is_what_the_next_one_costs():
 
 
 def test_costs_are_remembered_between_starts(tmp_path):
-    book = RateBook(tmp_path / "rates.json")
+    file = RatesFile(tmp_path)
     for timed in learned().slices:
-        book.of(NAME).saw_slice(*timed)
-    book.save()
-    again = RateBook(tmp_path / "rates.json").of(NAME)
+        file.of(NAME).saw_slice(*timed)
+    file.save()
+    again = RatesFile(tmp_path).of(NAME)
     assert again.measured
-    assert again.prefill_s(0, 5000) == book.of(NAME).prefill_s(0, 5000)
+    assert again.prefill_s(0, 5000) == file.of(NAME).prefill_s(0, 5000)
 
 
 def test_rates_of_earlier_versions_are_read(tmp_path):
     known = {"load_bytes_per_s": 1e9, "prefill_tokens_per_s": 200.0, "measured": True}
-    (tmp_path / "rates.json").write_text(json.dumps({NAME.hex(): known}))
-    rates = RateBook(tmp_path / "rates.json").of(NAME)
+    (tmp_path / "machine.json").write_text(json.dumps({"rates": {NAME.hex(): known}}))
+    rates = RatesFile(tmp_path).of(NAME)
     assert (rates.load_bytes_per_s, rates.prefill_s(100, 300)) == (1e9, 1.0)
 
 
 @pytest.mark.parametrize("slices", ["no list", [[0, 0, 1.0]], [[1, 2]], [["x", 0, 1.0]], 7])
 def test_rates_that_make_no_sense_are_not_used(tmp_path, slices):
-    (tmp_path / "rates.json").write_text(json.dumps({NAME.hex(): {"slices": slices}}))
-    assert RateBook(tmp_path / "rates.json").of(NAME).load_bytes_per_s == Rates().load_bytes_per_s
+    (tmp_path / "machine.json").write_text(json.dumps({"rates": {NAME.hex(): {"slices": slices}}}))
+    assert RatesFile(tmp_path).of(NAME).load_bytes_per_s == Rates().load_bytes_per_s
 
 
 def test_what_seemed_too_slow_to_load_is_tried_again():

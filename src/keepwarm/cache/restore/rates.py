@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, combinations, count
 from math import log2
@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any, NamedTuple
 
-from keepwarm.files import write_atomically
 from keepwarm.prefix.blocks import Namespace
+from keepwarm.state_file import MACHINE, StateFile
 
 LATEST = 5  # slices of each power of two that are remembered
 ENOUGH = 3  # of them outvote a disturbed one
@@ -203,21 +203,12 @@ class Rates:
         return {**vars(self), "slices": self.slices.slices}
 
 
-class RateBook:
-    """The rates of every model, in a small file."""
+class RatesFile:
+    """The rates of every model, kept in the home directory."""
 
-    @classmethod
-    def of_home(cls, home: Path) -> RateBook:
-        return cls(home / "rates.json")
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._rates: dict[str, Rates] = {}
-        try:
-            known = json.loads(path.read_text())
-            self._rates = {name: Rates.from_json(rates) for name, rates in known.items()}
-        except (OSError, ValueError, TypeError, AttributeError):
-            return  # use defaults until something is measured
+    def __init__(self, home: Path) -> None:
+        self._file = StateFile(home / MACHINE, "rates", _rates_from_json, _rates_to_json)
+        self._rates = self._file.read()
 
     def of(self, namespace: Namespace, size: LoadSize | None = None) -> Rates:
         """The one that was asked for last is saved last."""
@@ -232,11 +223,18 @@ class RateBook:
         return next((r for r in reversed([*known]) if r.size and r.size.source == source), None)
 
     def save(self) -> None:
-        measured = {name: rates.to_json() for name, rates in self._rates.items() if rates.measured}
+        measured = {name: rates for name, rates in self._rates.items() if rates.measured}
         if not measured:
             return
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, json.dumps(measured))
-        except OSError:
-            return  # best effort
+        with suppress(OSError):  # they are measured again
+            self._file.change(
+                lambda kept: {n: r for n, r in kept.items() if n not in measured} | measured
+            )
+
+
+def _rates_from_json(kept: Mapping[str, Any]) -> dict[str, Rates]:
+    return {name: Rates.from_json(rates) for name, rates in kept.items()}
+
+
+def _rates_to_json(known: Mapping[str, Rates]) -> dict[str, Any]:
+    return {name: rates.to_json() for name, rates in known.items()}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, NamedTuple, Self
@@ -17,9 +16,9 @@ from fastapi import Depends, Request
 
 from keepwarm.config import Settings
 from keepwarm.errors import BadInput, Forbidden, Refused
-from keepwarm.files import write_atomically
+from keepwarm.state_file import DAMAGE, StateFile
 
-BOOK = "tenants.json"
+TENANTS = "tenants.json"
 TENANT_DIGITS = 16
 LABEL_DIGITS = 8
 ADMIN = "admin"
@@ -34,43 +33,39 @@ class Caller(NamedTuple):
     name: str = ""  # of the key; the begin of its digest if it has none, "" without keys
 
 
-class TenantBook:
+class TenantsFile:
     """The tenant of every name, in a small file in the home directory."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._file = StateFile(path, "tenants", _tenants)
 
     def tenant_of(self, name: str, digest: str) -> str:
         """That of the first key that had this name."""
         if not name:
             return digest
-        names = self._read()
-        if name not in names:
-            names[name] = digest
-            self._write(names)
-        return names[name]
+        return self._read().get(name) or self._add(name, digest)
 
     def _read(self) -> dict[str, str]:
         try:
-            known = json.loads(self._path.read_text())
-            return {str(name): str(tenant) for name, tenant in known.items()}
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, AttributeError) as error:
+            return self._file.read_strictly()
+        except (OSError, *DAMAGE) as error:
             raise BadInput(
-                f"{self._path} is damaged; it maps names of keys to their caches. "
+                f"{self._file.path} is damaged; it maps names of keys to their caches. "
                 "Restore it, or delete it: keys that were never replaced do not need it."
             ) from error
 
-    def _write(self, names: Mapping[str, str]) -> None:
+    def _add(self, name: str, digest: str) -> str:
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, json.dumps(names))
+            return self._file.change(lambda names: {name: digest, **names})[name]
         except OSError as error:
             raise BadInput(
-                f"{self._path} cannot be written ({error.strerror}), so a named key would lose its "
-                "cache when it is replaced; check the directory."
+                f"{self._file.path} cannot be written ({error.strerror}), so a named key would "
+                "lose its cache when it is replaced; check the directory."
             ) from error
+
+
+def _tenants(kept: Mapping[str, str]) -> dict[str, str]:
+    return {str(name): str(tenant) for name, tenant in kept.items()}
 
 
 class _AcceptedKey(NamedTuple):
@@ -111,11 +106,11 @@ class ApiKeys:
 
 
 def _accepted(settings: Settings) -> list[_AcceptedKey]:
-    book = TenantBook(settings.home / BOOK)
+    tenants = TenantsFile(settings.home / TENANTS)
     found = []
     for name, key in settings.read_named_keys():
         digest = _digest(key)
-        tenant = book.tenant_of(name, _tenant(digest))
+        tenant = tenants.tenant_of(name, _tenant(digest))
         found.append(_AcceptedKey(digest, tenant, name or tenant[:LABEL_DIGITS]))
     return found
 

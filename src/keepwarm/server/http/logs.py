@@ -25,7 +25,7 @@ from keepwarm.config import Settings
 from keepwarm.server.http.keys import tenant_agent_id
 from keepwarm.server.http.permits import PrepareSlot
 from keepwarm.server.http.problems import problem_of, respond
-from keepwarm.store.counts import TIERS, CountBook
+from keepwarm.store.counts import TIERS, CountsFile
 
 if TYPE_CHECKING:
     from keepwarm.cache.restore.writing import WriteStats
@@ -282,5 +282,5 @@ def log_stop(settings: Settings) -> None:
 
 
 def _rates(settings: Settings) -> dict[str, Any]:
-    figures = CountBook(settings.store).total().figures()
+    figures = CountsFile(settings.store).total().figures()
     return {name: figures[name] for name in ("requests", "hit_rate", "hit_rate_from_turn_2")}

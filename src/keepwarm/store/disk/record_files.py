@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, TypeAlias, TypeVar
 
 from keepwarm.errors import BadRecord, NewerFormat
+from keepwarm.files import SharedLock
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import (
@@ -26,7 +27,7 @@ from keepwarm.records.record import (
     read_tensors,
     view_record,
 )
-from keepwarm.store.atomic import Files, SharedLock
+from keepwarm.store.atomic import Files
 from keepwarm.store.index.database import is_damage
 from keepwarm.store.index.index import Index, note_damage
 from keepwarm.store.names import OtherFiles, path_of

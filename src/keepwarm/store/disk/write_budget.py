@@ -3,13 +3,11 @@ other users."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
-from keepwarm.files import write_atomically
-from keepwarm.store.atomic import SharedLock
+from keepwarm.state_file import store_file
 
 DAYS_KEPT = 90
 
@@ -19,17 +17,16 @@ def today() -> str:
 
 
 class WriteBudget:
-    """Bytes written by day, in a small file beside the blocks."""
+    """Bytes written by day, in the store's state file."""
 
     def __init__(
         self,
         root: Path,
         max_bytes_per_day: int | None = None,
         day: Callable[[], str] = today,
-        name: str = "wear",
+        name: str = "written",
     ) -> None:
-        self._path = root / f"{name}.json"
-        self._lock = SharedLock(root / "tmp" / name)
+        self._file = store_file(root, name, _days)
         self._max_bytes_per_day = max_bytes_per_day
         self._day = day
 
@@ -42,7 +39,7 @@ class WriteBudget:
 
         Atomic among all processes, so that together they stay within it.
         """
-        with self._lock.hold():
+        with self._file.lock.hold():
             written = self.by_day().get(self._day(), 0) + n_bytes
             fits = self._fits(written)
             if fits:
@@ -51,7 +48,7 @@ class WriteBudget:
 
     def give_back(self, n_bytes: int) -> None:
         """Uncount bytes that were taken but not written."""
-        with self._lock.hold():
+        with self._file.lock.hold():
             self._write(max(0, self.by_day().get(self._day(), 0) - n_bytes))
 
     def _fits(self, written: int) -> bool:
@@ -60,12 +57,12 @@ class WriteBudget:
     def _write(self, written: int) -> None:
         today = self._day()
         days = {day: n for day, n in self.by_day().items() if day < today} | {today: written}
-        write_atomically(self._path, json.dumps(dict(sorted(days.items())[-DAYS_KEPT:])))
+        self._file.write(dict(sorted(days.items())[-DAYS_KEPT:]))
 
     def by_day(self) -> dict[str, int]:
         """Bytes by ISO date; empty if the file is lost or damaged."""
-        try:
-            days = json.loads(self._path.read_text())
-            return {str(day): int(n) for day, n in days.items()}
-        except (OSError, ValueError, TypeError, AttributeError):
-            return {}
+        return self._file.read()
+
+
+def _days(kept: Mapping[str, int]) -> dict[str, int]:
+    return {str(day): int(n) for day, n in kept.items()}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from keepwarm.errors import NewerFormat, StoreFailed
-from keepwarm.store.atomic import LOCK_WAIT_S
+from keepwarm.files import LOCK_WAIT_S
 from keepwarm.store.tier import is_busy
 
 SCHEMA_VERSION = 3

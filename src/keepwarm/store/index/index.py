@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from keepwarm.errors import BadInput, Busy, NewerFormat, StoreFailed
+from keepwarm.files import FILE_MODE, exclusive
 from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockKey, Namespace
 from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import Header, Part
-from keepwarm.store.atomic import FILE_MODE, exclusive
 from keepwarm.store.eviction import (
     CLOCK_TOLERANCE_S,
     DISK_HALF_LIFE_S,
