@@ -1,10 +1,10 @@
-"""The fast BLAS: chosen by measurement, remembered, loaded before MLX binds its own."""
+"""The fast BLAS: thread counts measured and remembered, loaded before MLX binds its own."""
 
 import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,12 +48,16 @@ def child(home, code=REPORT, **environ):
 
 @pytest.fixture
 def found():
-    """Every setting this machine offers."""
+    """Every thread count of the library that this machine uses."""
     return blas.settings({})
 
 
 def kept(home):
-    return json.loads((home / "blas.json").read_text())
+    return json.loads((home / "machine.json").read_text())["blas"]
+
+
+def keep(home, choice):
+    (home / "machine.json").write_text(json.dumps({"blas": choice}))
 
 
 def test_thread_counts_double_up_to_all():
@@ -114,13 +118,22 @@ def test_without_the_systems_openmp_nvpl_has_one_thread(monkeypatch):
     assert both == {1: ("core", "seq"), 2: ("/lib/libgomp.so.1", "core", "gomp")}
 
 
+@pytest.mark.parametrize("environ", [{}, {"KEEPWARM_BLAS": "openblas"}])
+def test_library_comes_by_a_fixed_order_and_nothing_else_is_tried(monkeypatch, environ):
+    for name in blas.LIBRARIES[1:]:
+        offer = [Setting(name, "layer", n, (name,)) for n in (1, 2)]
+        monkeypatch.setattr(blas, f"_{name}", lambda threads, offer=offer: iter(offer))
+    monkeypatch.setattr(blas, "_mkl", lambda threads: iter(()))
+    expected = environ.get("KEEPWARM_BLAS", "nvpl")
+    assert [(s.name, s.threads) for s in blas.settings(environ)] == [(expected, 1), (expected, 2)]
+
+
 @linux_cpu
-def test_the_fastest_is_chosen_and_kept_with_its_figures(tmp_path, found):
+def test_the_fastest_thread_count_is_chosen_and_kept(tmp_path, found):
     choice = blas.choose(tmp_path, found)
-    scores = {tuple(row[:3]): Speed(**row[3]).score for row in kept(tmp_path)["gflops"]}
-    assert (choice.name, choice.layer, choice.threads) == max(scores, key=scores.__getitem__)
-    assert len(scores) == len(found)
-    assert [path.name for path in tmp_path.iterdir()] == ["blas.json"]
+    scores = {int(n): score for n, score in kept(tmp_path)["scores"].items()}
+    assert choice.threads == max(scores, key=scores.__getitem__) == kept(tmp_path)["threads"]
+    assert sorted(scores) == [setting.threads for setting in found]
 
 
 @linux_cpu
@@ -129,9 +142,7 @@ def test_a_kept_choice_is_used_without_measuring(tmp_path, found):
     found = [found[0], replace(found[0], threads=found[0].threads + 1)]
     winner = blas.choose(tmp_path, found)
     loser = next(setting for setting in found if setting != winner)
-    choice = kept(tmp_path)
-    choice["setting"] = asdict(loser)
-    (tmp_path / "blas.json").write_text(json.dumps(choice))
+    keep(tmp_path, kept(tmp_path) | {"threads": loser.threads})
     assert blas.choose(tmp_path, found) == loser
 
 
@@ -141,27 +152,25 @@ def test_a_choice_made_for_something_else_is_measured_again(tmp_path, found, wha
     blas.choose(tmp_path, found[:1])
     choice = kept(tmp_path)
     true = choice["depends"][what]
-    choice["depends"][what], choice["gflops"] = "another", "old"
-    (tmp_path / "blas.json").write_text(json.dumps(choice))
+    choice["depends"][what], choice["scores"] = "another", "old"
+    keep(tmp_path, choice)
     assert blas.choose(tmp_path, found[:1]) == found[0]
     assert kept(tmp_path)["depends"][what] == true
-    assert kept(tmp_path)["gflops"] != "old"
+    assert kept(tmp_path)["scores"] != "old"
 
 
 @linux_cpu
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"depends": {}}'])
-def test_a_corrupt_file_is_measured_over(tmp_path, found, content):
-    (tmp_path / "blas.json").write_bytes(content)
+@pytest.mark.parametrize("choice", [None, 7, [], "x", {"depends": {}}])
+def test_a_damaged_choice_is_measured_over(tmp_path, found, choice):
+    keep(tmp_path, choice)
     assert blas.choose(tmp_path, found[:1]) == found[0]
-    assert kept(tmp_path)["setting"]["name"] == found[0].name
+    assert kept(tmp_path)["threads"] == found[0].threads
 
 
 @linux_cpu
-def test_a_kept_setting_that_is_not_here_any_more_is_not_used(tmp_path, found):
+def test_a_kept_thread_count_that_is_not_offered_any_more_is_not_used(tmp_path, found):
     blas.choose(tmp_path, found[:1])
-    choice = kept(tmp_path)
-    choice["setting"]["libraries"] = ["/nowhere/libfast.so"]
-    (tmp_path / "blas.json").write_text(json.dumps(choice))
+    keep(tmp_path, kept(tmp_path) | {"threads": 999})
     assert blas.choose(tmp_path, found[:1]) == found[0]
 
 
@@ -175,7 +184,7 @@ def test_a_file_that_is_no_library_is_never_chosen(tmp_path):
     broken = tmp_path / "libopenblas.so.0"
     broken.write_bytes(b"not a library")
     assert blas.choose(tmp_path, [Setting("openblas", "built-in", 1, (str(broken),))]) is None
-    assert not (tmp_path / "blas.json").exists()
+    assert not (tmp_path / "machine.json").exists()
 
 
 def test_a_library_without_products_is_never_chosen():
@@ -197,7 +206,7 @@ def test_in_use_tells_what_is_loaded(tmp_path, found):
         assert Path(used["path"]).samefile(setting.libraries[-1])
         assert str(Path(used["path"]).resolve()) in report["maps"]
         assert SLEEP_WHEN_IDLE[setting.name].items() <= report["environ"].items()
-    assert not (tmp_path / "blas.json").exists()  # nothing was left to measure
+    assert not (tmp_path / "machine.json").exists()  # nothing was left to measure
 
 
 def test_none_gives_the_slow_path_and_the_default_is_clearly_faster(tmp_path):
@@ -234,7 +243,7 @@ def test_mlx_imported_before_us_is_one_clear_warning(tmp_path):
     assert report == [[blas.TOO_LATE], None]
     nothing = child(tmp_path, early + "import json; print(json.dumps(said))", KEEPWARM_BLAS="none")
     assert nothing == []  # without a faster one it would be no different
-    assert not (tmp_path / "blas.json").exists()
+    assert not (tmp_path / "machine.json").exists()
     later = early.replace("import mlx.core\n", "import keepwarm.kv, mlx.core\n")
     said, used = child(
         tmp_path, later + "import json; print(json.dumps([said, blas.in_use().name]))"
@@ -271,4 +280,4 @@ print(json.dumps([before is not None, blas.in_use() == before]))
 """
     asked = {"KEEPWARM_BLAS": found[0].name, "KEEPWARM_BLAS_THREADS": "1"}
     assert child(tmp_path, again, **asked) == [True, True]
-    assert not (tmp_path / "blas.json").exists()
+    assert not (tmp_path / "machine.json").exists()

@@ -2,12 +2,12 @@
 
 The CPU build of MLX calls `cblas_sgemm` of the reference BLAS, which is 20 to 60 times slower than
 the processor. A library loaded for the whole process before MLX binds that symbol takes its place:
-MKL (package `mkl`, x86-64), NVPL (package `nvpl-blas`, aarch64) or the system's OpenBLAS. Library,
-threading layer and thread count are chosen by measurement in child processes, once a machine; the
-choice is kept in `blas.json` in the home directory.
+MKL (package `mkl`, x86-64), NVPL (package `nvpl-blas`, aarch64) or the system's OpenBLAS: the first
+of them that is installed. Its thread count is chosen by measurement in child processes, once a
+machine, and kept in `machine.json` in the home directory.
 
-Two variables overrule the measurement: `KEEPWARM_BLAS` (`none`, `mkl`, `nvpl` or `openblas`) and
-`KEEPWARM_BLAS_THREADS` (a number). Where both are set nothing is measured.
+`KEEPWARM_BLAS` (`none`, `mkl`, `nvpl` or `openblas`) names another library,
+`KEEPWARM_BLAS_THREADS` the number of threads. Where both are set nothing is measured.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from keepwarm import backend, config
-from keepwarm.blas_trial import Setting, Speed, setting_from, trial_command
+from keepwarm.blas_trial import Setting, Speed, trial_command
 from keepwarm.errors import BadInput
-from keepwarm.files import write_atomically
+from keepwarm.state_file import MACHINE, StateFile
 
 LIBRARIES = ("mkl", "nvpl", "openblas")
 OPENMP = "libgomp.so.1"
@@ -51,7 +52,7 @@ class Blas:
 
 
 def start(home: Path | None = None) -> None:
-    """Load the best BLAS of this machine for the whole process; the choice is kept in `home`.
+    """Load a fast BLAS of this machine for the whole process; the choice is kept in `home`.
 
     Call it before the first matrix product; `load`, `Engine` and `Store.attach` do. It does nothing
     on macOS and CUDA, when a BLAS is already loaded, and where none is found.
@@ -64,11 +65,9 @@ def start(home: Path | None = None) -> None:
     if _mlx_is_bound():
         warnings.warn(TOO_LATE, RuntimeWarning, stacklevel=3)
         return
-    forced = all(
-        os.environ.get(variable) for variable in ("KEEPWARM_BLAS", "KEEPWARM_BLAS_THREADS")
-    )
-    home = home or config.load().home
-    setting = next(iter(found), None) if forced else choose(home, found)
+    # A library that was asked for is not tried first: if it does not load, that is said.
+    is_forced = os.environ.get("KEEPWARM_BLAS") and os.environ.get("KEEPWARM_BLAS_THREADS")
+    setting = found[0] if is_forced else choose(home or config.load().home, found)
     if setting:
         _load(setting)
 
@@ -105,21 +104,22 @@ def cpus() -> list[int]:
 
 
 def settings(environ: Mapping[str, str]) -> list[Setting]:
-    """Every setting of every library found here that the environment allows."""
+    """The thread counts that the environment allows, of the first library that is installed."""
     asked = environ.get("KEEPWARM_BLAS", "").lower()
     if asked and asked not in {"none", *LIBRARIES}:
         raise BadInput(f"KEEPWARM_BLAS is {asked!r}; use none, {', '.join(LIBRARIES)} or unset it.")
     if asked == "none":
         return []
     threads = _asked_threads(environ) or thread_counts(len(cpus()))
-    found = [*_mkl(threads), *_nvpl(threads), *_openblas(threads)]
-    found = [setting for setting in found if asked in {"", setting.name}]
-    if asked and not found:
+    found = {"mkl": _mkl, "nvpl": _nvpl, "openblas": _openblas}
+    each = (list(found[name](threads)) for name in LIBRARIES if asked in {"", name})
+    first = next(filter(None, each), [])
+    if asked and not first:
         raise BadInput(
             f"KEEPWARM_BLAS asks for {asked}, which is not installed, or not for so many threads; "
             "unset it."
         )
-    return found
+    return first
 
 
 def _asked_threads(environ: Mapping[str, str]) -> list[int]:
@@ -190,11 +190,18 @@ def _shipped(distribution: str, pattern: str) -> list[str]:
 
 def choose(home: Path, found: list[Setting]) -> Setting | None:
     """The remembered setting, else the fastest one measured, else None where none runs."""
-    if not found:
+    file: StateFile[dict[str, Any]] = StateFile(home / MACHINE, "blas", dict)
+    depends, kept = _depends(found), file.read()
+    by_threads = {setting.threads: setting for setting in found}
+    if kept.get("depends") == depends and kept.get("threads") in by_threads:
+        return by_threads[kept["threads"]]
+    scores = {n: speed.score for n, setting in by_threads.items() if (speed := trial(setting))}
+    if not scores:
         return None
-    depends = _depends(found)
-    kept = _remembered(home, depends)
-    return kept if kept in found else _measured(home, depends, found)
+    best = max(scores, key=scores.__getitem__)
+    with suppress(OSError):  # the next start measures again
+        file.change(lambda _: {"depends": depends, "threads": best, "scores": scores})
+    return by_threads[best]
 
 
 def _depends(found: list[Setting]) -> dict[str, Any]:
@@ -229,25 +236,6 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _remembered(home: Path, depends: dict[str, Any]) -> Setting | None:
-    """The kept choice, unless it is unreadable or was made for something else."""
-    try:
-        kept = json.loads((home / "blas.json").read_text())
-        return setting_from(kept["setting"]) if kept["depends"] == depends else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _measured(home: Path, depends: dict[str, Any], found: list[Setting]) -> Setting | None:
-    trials = [(setting, speed) for setting in found if (speed := trial(setting))]
-    if not trials:
-        return None
-    best, _ = max(trials, key=lambda one: one[1].score)
-    speeds = [[s.name, s.layer, s.threads, speed._asdict()] for s, speed in trials]
-    _keep(home, {"depends": depends, "setting": asdict(best), "gflops": speeds})
-    return best
-
-
 def trial(setting: Setting) -> Speed | None:
     """Speed of the setting in a process of its own, or None where it does not run."""
     try:
@@ -257,15 +245,6 @@ def trial(setting: Setting) -> Speed | None:
         return Speed(**json.loads(run.stdout))
     except (OSError, subprocess.SubprocessError, ValueError, TypeError):
         return None
-
-
-def _keep(home: Path, choice: dict[str, Any]) -> None:
-    """Where this cannot be written the next start measures again."""
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        write_atomically(home / "blas.json", json.dumps(choice, indent=1))
-    except OSError:
-        return
 
 
 # What is really there.

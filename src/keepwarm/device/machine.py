@@ -19,6 +19,7 @@ from keepwarm.config import Settings
 from keepwarm.device import kernels
 from keepwarm.device.memory import GIB
 from keepwarm.device.space import free_disk_bytes
+from keepwarm.state_file import MACHINE
 
 # Rows, depth and columns of a prefill; larger ones are skipped on slow machines.
 GEMM_SHAPES = ((512, 576, 1536), (1024, 2048, 2048), (4096, 4096, 4096))
@@ -153,7 +154,7 @@ def _advice_on_blas(machine: Machine) -> str:
             f"BLAS uses {used} of {n_cpus} cores because {blas.OPENMP} is missing: install it "
             "(Debian: apt install libgomp1)."
         )
-    file = machine.home / "blas.json"
+    file = machine.home / MACHINE
     return (
         f"BLAS uses {used} of {n_cpus} cores because more were no faster when measured: "
         f"if the machine was busy then, delete {file} to measure again."
