@@ -120,7 +120,7 @@ def evict(directory: Path) -> Worker:
     for block in WORLD[:3]:
         worker.put(block)
     worker.restart()
-    cap = worker.tier.stats().n_bytes + INDEX_ROOM + 50_000
+    cap = worker.tier.stats().n_bytes + INDEX_ROOM + 100_000  # less than a block
     worker.tier.limits = DiskLimits(max_bytes=cap, min_free_bytes=0)
     worker.put(WORLD[8])
     worker.put(WORLD[9])
