@@ -109,9 +109,14 @@ def escaped(
 
 def _enter(repo: Path) -> None:
     """Import the package, its tests and what they take from `benchmarks` from this checkout."""
+    source = repo / "src"
+    os.environ["PYTHONPATH"] = str(source)  # for processes that tests start, too
+    if not Path(import_module("keepwarm").__file__ or "").is_relative_to(source):
+        # NOTE: `benchmarks` has imported the package of its own checkout already.
+        program = [sys.executable, "-m", "benchmarks.mutation", *sys.argv[1:]]
+        os.execv(sys.executable, program)  # noqa: S606 (the same program)
     os.chdir(repo)
-    sys.path[:0] = [str(repo), str(repo / "src")]
-    os.environ["PYTHONPATH"] = str(repo / "src")  # for processes that tests start
+    sys.path.insert(0, str(repo))
     benchmarks.__path__.insert(0, str(repo / "benchmarks"))
 
 
