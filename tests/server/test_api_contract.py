@@ -216,9 +216,13 @@ def test_wrong_field_is_named_in_the_errors_of_the_api(live, api, fields, named)
         assert answer.json()["error"]["param"] is not None
 
 
-NOT_JSON = [b"", b"{", b"null", b"[1]", b'"x"', b"\xff\xfe"]
+NOT_JSON = [
+    *(b"", b"{", b"null", b"[1]", b'"x"', b"\xff\xfe{", b'{"input": "\xff"}'),
+    *(b'{"messages": [', b"[" * 10_000),
+]
 NOT_VALID = [
     b'{"x": "\\ud800"',
+    b'{"x": ["\\ud800", [[[1]]]]',
     b'{"x": NaN',
     b'{"x": 1e400',
     b'{"x": ' + b"[" * 5000 + b"]" * 5000,
@@ -370,7 +374,8 @@ def test_unknown_paths_and_methods_have_the_errors_of_their_api(live):
     for api in APIS:
         wrong = live.get(api.path)
         assert wrong.status_code == 405
-        assert "does not support" in api.problem(wrong.json()).message
+        assert wrong.headers["allow"] == "POST"
+        assert "does not support GET" in api.problem(wrong.json()).message
     assert live.get("/v1/nothing").json()["error"]["type"] == "invalid_request_error"
     assert "no endpoint" in live.post("/api/push", {}).json()["error"]
 
