@@ -174,14 +174,19 @@ def test_a_request_that_runs_meanwhile_leaves_nothing(engine, other, agent):
 def test_a_request_that_waits_for_a_prefix_deleted_meanwhile_computes_it(engine, other):
     shared = prompt_of(600, seed=5)
     answer(engine, PROMPT, agent="ada")
-    engine._scheduler.slice_sizer.max_slice = 2  # so many that this thread may be late
+    engine._scheduler.slice_sizer.max_slice = 50
+
+    def delete_once_one_waits():
+        while not engine.stats().counters["waited_for_prefix"]:
+            engine._scheduler.step()
+        other.agents.delete("ada")
+        engine.store.catch_up()
+
     with held(engine):
         leader = engine.submit(ask([*shared, 1], 3, agent="ada"))
         waiter = engine.submit(ask([*shared, 2, 3], 3))
-    _ = [next(leader), next(leader), next(leader)]  # started, and two slices
-    with held(engine):
-        assert engine.stats().counters["waited_for_prefix"] == 1
-        other.agents.delete("ada")
+        deleted = engine.call(delete_once_one_waits)
+    deleted.result()
     assert waiter.result().receipt.cached_tokens == 0
     leader.result()
 
