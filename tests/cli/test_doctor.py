@@ -14,7 +14,7 @@ from keepwarm.cli.break_even import break_even, describe, remembered_costs
 from keepwarm.cli.doctor import MeasuredRemote, _tiers_page
 from keepwarm.device.machine import Machine, _advice_on_blas
 from keepwarm.engine.padding import KnownVerdict, Verdict, VerdictsFile
-from keepwarm.remote.handshake import STORE_META
+from keepwarm.remote.handshake import PLAIN, STORE_META
 from keepwarm.remote.opening import RemoteReport, measure_remotes
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.redis_server import redis_server
@@ -85,8 +85,8 @@ def test_the_break_even_of_each_is_stated_for_the_model(report):
 @pytest.mark.parametrize(
     ("mark", "key", "problem"),
     [
-        (b"plain", "", ""),
-        (b"plain", "correct horse battery", "blocks that are not encrypted"),
+        (PLAIN, "", ""),
+        (PLAIN, "correct horse battery", "blocks that are not encrypted"),
         (b"{}", "", "holds encrypted blocks"),
         (b"{}", "correct horse battery", ""),
     ],

@@ -161,11 +161,13 @@ def sayings(engine: Engine) -> list[Callable[[], object]]:
 # -- on disk --------------------------------------------------------------------------------------
 
 
-def busy_disk(engine: Engine) -> None:
-    """The writer pauses for a moment."""
+def busy_disk(engine: Engine) -> threading.Timer:
+    """The writer pauses until the timer ends."""
     busy = ExitStack()
     busy.enter_context(engine.store.saver.restoring())
-    threading.Timer(0.3, busy.close).start()
+    pause = threading.Timer(0.3, busy.close)
+    pause.start()
+    return pause
 
 
 class SlowDisk(Engine):
@@ -175,7 +177,7 @@ class SlowDisk(Engine):
         super()._on_kept(sequence)
         if sequence.choice == 0:
             self._recorder.wait_until_done()
-            busy_disk(self)
+            self.pause = busy_disk(self)
 
 
 def on_disk(engine: Engine, tokens: list[int]) -> bool:
@@ -193,14 +195,16 @@ def test_durable_means_every_answer(models, tmp_path):
         answers = [[*prompt, *tokens_of(choice)] for choice in result.choices]
         assert [on_disk(engine, tokens) for tokens in answers] == [True] * 3
         assert engine.stats().counters["finished"] == 1
+        engine.pause.join()
 
 
 def test_durable_means_a_prompt_without_an_answer_too(models, tmp_path):
     prompt = prompt_of(300)
     with engine_on(models.of("llama"), tmp_path) as engine:
-        busy_disk(engine)
+        pause = busy_disk(engine)
         engine.warm(Request(prompt=prompt, policy=Policy.DURABLE)).result()
         assert on_disk(engine, prompt)
+        pause.join()
 
 
 # -- cut short ------------------------------------------------------------------------------------
