@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -152,8 +153,8 @@ def test_timeout_before_the_first_byte_is_an_error_of_the_api_with_retry_after(p
 # Leases
 
 
-def loaded_models():
-    """One model that is loaded when it is first asked for, without an engine."""
+def loaded_models(may_load=None):
+    """One model that is loaded when it is first asked for, and when it may, without an engine."""
 
     class LoadedLater(EngineHost):
         loaded = None
@@ -161,7 +162,12 @@ def loaded_models():
     settings = config.load({})
     models = Models(LoadedLater(None, "m"), settings)
     models.default.is_offered = True
-    models.slots.load = lambda slot: setattr(slot.host, "loaded", object())
+
+    def load(slot):
+        assert may_load is None or may_load.wait(60)
+        slot.host.loaded = object()
+
+    models.slots.load = load
     return models
 
 
@@ -169,7 +175,8 @@ def test_models_use_cancelled_after_the_lease_is_taken_releases_it():
     """While the model was loaded, another request took the permit; its client goes away then."""
 
     async def scenario():
-        models, semaphore = loaded_models(), FairSemaphore(at_once=1, each=1)
+        may_load = threading.Event()
+        models, semaphore = loaded_models(may_load), FairSemaphore(at_once=1, each=1)
         watcher = asyncio.create_task(asyncio.sleep(0))
         with ThreadPoolExecutor(1) as threads:
 
@@ -183,6 +190,7 @@ def test_models_use_cancelled_after_the_lease_is_taken_releases_it():
             using = asyncio.create_task(use())
             await let_others_run()
             async with semaphore.permit("other"):
+                may_load.set()
                 while not models.default.n_leases:
                     await asyncio.sleep(0.001)
                 using.cancel()
