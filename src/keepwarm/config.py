@@ -127,6 +127,8 @@ class Settings:
             named = list(_parse_keys(read_secret_file(file), file))
         else:
             named = [NamedKey("", key) for key in self.api_keys.replace(",", "\n").split()]
+            if any(secret_file(each.key) for each in named):
+                raise BadInput("api_keys is a list of keys or one @file; put all keys in the file.")
         keys: dict[str, NamedKey] = {}
         for each in named:
             keys.setdefault(each.key, each)

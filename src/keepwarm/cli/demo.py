@@ -8,9 +8,11 @@ the cache on, and be tokenised again with it off, so answers are sent back witho
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -131,7 +133,7 @@ class AgentProcess:
 
     def ask(self, question: DemoQuestion) -> DemoReply:
         began = time.perf_counter()
-        self._connection.send(question)
+        self._send(question)
         self._receive()  # the first text
         first_s = time.perf_counter() - began
         text, n_prompt, reused = self._receive()
@@ -139,8 +141,12 @@ class AgentProcess:
 
     def save(self) -> None:
         """Wait until every block is on disk."""
-        self._connection.send(None)
+        self._send(None)
         self._receive()
+
+    def _send(self, question: DemoQuestion | None) -> None:
+        with suppress(BrokenPipeError):  # `_receive` says that it ended
+            self._connection.send(question)
 
     def _receive(self) -> tuple[str, int, Mapping[str, int]]:
         try:
@@ -169,6 +175,7 @@ def _answer_questions(connection: Connection, model: str, path: Path) -> None:
     from keepwarm.engine.engine import Engine
     from keepwarm.models.load import load
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the demo, which kills this process
     try:
         settings = config.load(model=model, store=path / "store", remote="")
         loaded = load(model, settings)

@@ -104,6 +104,11 @@ def test_keys_come_from_a_file_that_only_its_owner_can_read(tmp_path):
         given.read_api_keys()
 
 
+def test_api_keys_with_a_file_among_keys_are_refused():
+    with pytest.raises(BadInput, match="or one @file"):
+        settings(api_keys="one,@/run/keys").read_api_keys()
+
+
 def test_keys_do_not_belong_into_the_settings_file(tmp_path):
     (tmp_path / "config.toml").write_text('api_keys = "a"')
     with pytest.raises(BadInput, match='api_keys = "@'):
