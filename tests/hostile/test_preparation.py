@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+import signal
 import socket
 import sys
 import unicodedata
@@ -428,6 +429,15 @@ def test_a_closed_process_takes_no_more():
     assert not psutil.pid_exists(pid)
     with pytest.raises(ProcessGone):
         run(process, tasks.report)
+
+
+def test_close_ends_a_process_that_is_stopped():
+    process = SandboxProcess(tasks.Nothing())
+    run(process, tasks.report)
+    pid = process._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    process.close()
+    assert not psutil.pid_exists(pid)
 
 
 def test_it_starts_when_its_time_has_come():

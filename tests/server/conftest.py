@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -157,8 +160,18 @@ def running(
         finally:
             server.should_exit = True
             thread.join(300)
-            assert not thread.is_alive()
+            assert not thread.is_alive(), _stacks(loops[0])
             assert held_by(app) == {}
+
+
+def _stacks(loop: asyncio.AbstractEventLoop) -> str:
+    """Where every thread and every task of a server that does not stop is."""
+    written = io.StringIO()
+    for number, frame in sys._current_frames().items():
+        written.write(f"thread {number}\n{''.join(traceback.format_stack(frame))}\n")
+    for task in asyncio.all_tasks(loop):
+        task.print_stack(file=written)
+    return written.getvalue()
 
 
 def read_vocabulary(live: Live, schema: dict[str, Any]) -> None:

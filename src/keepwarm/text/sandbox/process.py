@@ -29,6 +29,7 @@ from keepwarm.text.sandbox.worker import (
 )
 
 LOG = logging.getLogger(__name__)
+END_S = 2.0  # for it to end by itself, and its tasks with it
 CODE = "from keepwarm.text.sandbox import worker; worker.main({}, {})"
 
 Reply: TypeAlias = Callable[..., Any]  # to what a task asks while it runs
@@ -161,7 +162,11 @@ class SandboxProcess:
             self._control.close()
         if self._process is not None:
             self._process.terminate()
-            self._process.wait()
+            try:
+                self._process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
         self._control = self._process = None
 
 
