@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -16,6 +17,7 @@ from keepwarm.prefix.policy import Policy
 from keepwarm.prefix.turn import KeptTurn
 from keepwarm.text.prompt_limits import HEAVY_MESSAGES
 from keepwarm.text.request import Delta, KVOptions, Request, Result, Sampling
+from keepwarm.text.sandboxed import new_process
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.engines import engine_on
 from tests.kit.runs import FedCounter
@@ -224,7 +226,8 @@ def test_a_bundle_has_the_messages_with_it(llama, tmp_path):
 
 def test_many_new_messages_are_rendered_in_the_preparing_process(llama, tmp_path):
     many = [{"role": "user", "content": "a"}] * (HEAVY_MESSAGES + 1)
-    with engine_on(llama, tmp_path, isolated=True) as engine:
+    isolated = partial(Engine, sandbox=new_process())
+    with engine_on(llama, tmp_path, engine_class=isolated) as engine:
         first = ask(engine, ASK)
         second = go_on(engine, *many)
         whole = prompt_of(engine, ASK, said(first), *many)

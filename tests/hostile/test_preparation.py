@@ -7,6 +7,7 @@ import random
 import signal
 import socket
 import sys
+import threading
 import unicodedata
 from dataclasses import replace
 
@@ -26,9 +27,10 @@ from keepwarm.text.prepare import Preparer
 from keepwarm.text.prompt import Prompter
 from keepwarm.text.prompt_limits import NFC_FACTOR, PromptLimits, is_heavy, token_reach
 from keepwarm.text.request import Breakpoint, Format, Request
+from keepwarm.text.sandbox import process as sandbox_process
 from keepwarm.text.sandbox.deadline import PrepareDeadline
 from keepwarm.text.sandbox.process import ProcessGone, SandboxProcess
-from keepwarm.text.sandboxed import PlainTokenizer, Sandbox
+from keepwarm.text.sandboxed import PlainTokenizer, Sandbox, new_process
 from tests.kit import tasks
 from tests.kit import tokenizers as kit
 from tests.kit.checkpoints import CHATML, make_tokenizer, write_checkpoint
@@ -169,7 +171,7 @@ def here(model):
 @pytest.fixture(scope="module")
 def apart(model):
     """Prepares what is heavy in another process."""
-    preparer = Preparer(model, N_VOCAB, RecentPrompts(), isolated=True)
+    preparer = Preparer(model, N_VOCAB, RecentPrompts(), sandbox=new_process())
     yield preparer
     preparer.close()
 
@@ -332,7 +334,7 @@ def test_the_other_process_renders_as_mlx_lm_does(tmp_path, template, options):
 
 @pytest.fixture(scope="module")
 def process():
-    process = SandboxProcess(tasks.Nothing())
+    process = SandboxProcess().give(tasks.Nothing())
     yield process
     process.close()
 
@@ -396,7 +398,7 @@ def test_a_process_that_ends_is_started_again(process):
 
 def test_without_the_process_a_prompt_is_prepared_here(model, here, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    preparer = Preparer(model, N_VOCAB, RecentPrompts(), isolated=True)
+    preparer = Preparer(model, N_VOCAB, RecentPrompts(), sandbox=new_process())
     asked = chat(long_text(), format=Format(json=True))
     found = preparer.prepare(asked)
     assert found.tokens == here.prepare(asked).tokens
@@ -405,7 +407,7 @@ def test_without_the_process_a_prompt_is_prepared_here(model, here, monkeypatch)
 
 
 def test_a_fork_that_crashes_is_no_reason_to_wait():
-    process = SandboxProcess(tasks.Nothing())
+    process = SandboxProcess().give(tasks.Nothing())
     with pytest.raises(ProcessGone):  # it may never work here, so the work is done in the server
         run(process, tasks.crash)
     run(process, tasks.report)
@@ -415,14 +417,14 @@ def test_a_fork_that_crashes_is_no_reason_to_wait():
 
 
 def test_a_recipe_that_cannot_be_sent_is_no_reason_to_fail():
-    process = SandboxProcess(lambda: None)  # type: ignore[arg-type]
+    process = SandboxProcess().give(lambda: None)
     with pytest.raises(ProcessGone):
         run(process, tasks.report)
     process.close()
 
 
 def test_a_closed_process_takes_no_more():
-    process = SandboxProcess(tasks.Nothing())
+    process = SandboxProcess().give(tasks.Nothing())
     run(process, tasks.report)
     pid = process._process.pid
     process.close()
@@ -432,7 +434,7 @@ def test_a_closed_process_takes_no_more():
 
 
 def test_close_ends_a_process_that_is_stopped():
-    process = SandboxProcess(tasks.Nothing())
+    process = SandboxProcess().give(tasks.Nothing())
     run(process, tasks.report)
     pid = process._process.pid
     os.kill(pid, signal.SIGSTOP)
@@ -440,24 +442,38 @@ def test_close_ends_a_process_that_is_stopped():
     assert not psutil.pid_exists(pid)
 
 
-def test_it_starts_when_its_time_has_come():
-    process = SandboxProcess(tasks.Nothing())
-    process.start(600.0)
-    assert process._process is None  # the first requests have the cores
-    process.start(0.0)
-    wait_until(lambda: process._process is not None)
+def test_a_process_that_hangs_is_replaced(process, monkeypatch):
+    run(process, tasks.report)
+    pid = process._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    monkeypatch.setattr(sandbox_process, "FORK_S", 0.5)
+    with pytest.raises(ProcessGone):  # so it is done in the server
+        run(process, tasks.report)
+    assert not psutil.pid_exists(pid)
+    monkeypatch.undo()
+    assert run(process, tasks.report)[0] == "built"
+
+
+def test_its_start_is_not_in_a_request_s_time():
+    process = SandboxProcess().give(tasks.Slow(2.0))
+    assert run(process, tasks.report, deadline=PrepareDeadline(1.0))[0] == "built"
     process.close()
 
 
-def test_closed_before_it_has_started_it_never_starts():
-    process = SandboxProcess(tasks.Nothing())
-    process.start(600.0)
+def test_a_client_that_goes_does_not_wait_for_its_start():
+    process = SandboxProcess().give(tasks.Slow(600.0)).start()
+    deadline = PrepareDeadline()
+    threading.Timer(0.2, deadline.cancel).start()
+    with pytest.raises(Cancelled):
+        run(process, tasks.report, deadline=deadline)
     process.close()
-    process._later.join(60)
-    assert not process._later.is_alive()
-    process.start(0.0)
-    process._later.join()
-    assert process._process is None
+
+
+def test_it_imports_what_it_needs_before_it_has_a_recipe():
+    process = SandboxProcess("tabnanny").start()
+    process.give(tasks.Nothing())
+    assert "tabnanny" in run(process, tasks.modules)
+    process.close()
 
 
 def children_of(process):
@@ -526,8 +542,7 @@ def test_a_client_that_goes_ends_the_preparation_of_its_request(live):
             "chat_template_kwargs": {"spin": True},
         }
     ).encode()
-    process.start(0.0)
-    wait_until(lambda: process._process is not None)
+    process.start()
     with socket.create_connection(live.url.removeprefix("http://").split(":")) as link:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         link.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)

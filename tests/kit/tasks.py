@@ -15,6 +15,17 @@ class Nothing:
         return "built"
 
 
+@dataclass(frozen=True)
+class Slow:
+    """One that takes its time."""
+
+    seconds: float
+
+    def build(self) -> str:
+        time.sleep(self.seconds)
+        return "built"
+
+
 def report(tools: Any, _channel: Any, *given: Any) -> tuple[Any, ...]:
     return tools, given, os.getpid()
 

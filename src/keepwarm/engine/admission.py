@@ -26,10 +26,9 @@ class EngineConfig:
     max_queue: int = 256  # requests that wait or run
     kv: KVOptions = field(default_factory=KVOptions)  # of requests that name none
     audit_share: float = 0.0  # share of cached answers recomputed cold and compared
-    isolated: bool = False  # prepare long prompts and try out grammars in another process
 
     @classmethod
-    def of(cls, settings: Settings, isolated: bool = False) -> Self:
+    def of(cls, settings: Settings) -> Self:
         memory = MemoryConfig.unconstrained() if settings.memory == "unconstrained" else None
         kv = KVOptions(
             settings.max_kv_size or None,
@@ -37,7 +36,7 @@ class EngineConfig:
             settings.kv_group_size,
             settings.quantized_kv_start,
         )
-        return cls(memory, settings.max_queue, kv, settings.audit_share, isolated)
+        return cls(memory, settings.max_queue, kv, settings.audit_share)
 
     def complete(self, request: Request, rules: DrawRules) -> Request:
         """The request with the engine's KV options and sampling where it names none."""

@@ -47,6 +47,7 @@ from keepwarm.text.prepare import PreparedRequest, Preparer
 from keepwarm.text.request import Request
 from keepwarm.text.sampling_rules import default_rules
 from keepwarm.text.sandbox.deadline import PrepareDeadline
+from keepwarm.text.sandbox.process import SandboxProcess
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -96,8 +97,12 @@ class Engine:
         scopes: MemoryScopes | None = None,
         device: DeviceLock | None = None,  # shared by the engines of several models
         ledger: Ledger | None = None,  # this too
+        sandbox: SandboxProcess | None = None,
     ) -> None:
-        """Without `store` the store of the settings is opened, and closed with the engine."""
+        """Without `store` the store of the settings is opened, and closed with the engine.
+
+        Long prompts are prepared in `sandbox`, which is closed with the engine too.
+        """
         self.model = model
         settings = settings or load_settings()
         blas.start(settings.home)
@@ -115,15 +120,15 @@ class Engine:
         with ExitStack() as opened:  # closed if the rest fails
             self.store = store or opened.enter_context(Store(settings=settings))
             self.store.allow_memory(memory.tier_bytes)
-            self._build(settings, opened)
+            self._build(settings, sandbox, opened)
             opened.pop_all()
         self._start(memory)
 
-    def _build(self, settings: Settings, opened: ExitStack) -> None:
+    def _build(self, settings: Settings, sandbox: SandboxProcess | None, opened: ExitStack) -> None:
         """Probe the model, and make what requests pass through."""
         model, recent = self.model, RecentPrompts()
         probe = run_probe(model.module, make_caches(model.module))
-        self.preparer = Preparer.of(model, probe.n_logits, recent, settings, self.config.isolated)
+        self.preparer = Preparer.of(model, probe.n_logits, recent, settings, sandbox)
         opened.callback(self.preparer.close)
         self._texts = RecentTexts(recent, self.ledger, self.preparer, self._run_later)
         self._lanes = Lanes(model, self.store, self.live, probe.layout, VerdictsFile(settings.home))

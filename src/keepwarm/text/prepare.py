@@ -24,7 +24,7 @@ from keepwarm.text.prompt_limits import PromptLimits, check_counts, is_heavy
 from keepwarm.text.request import Format, Message, Miss, MissCause, Request, Sampling
 from keepwarm.text.sampling_rules import check_sampling
 from keepwarm.text.sandbox.deadline import PrepareDeadline
-from keepwarm.text.sandbox.process import ProcessGone
+from keepwarm.text.sandbox.process import ProcessGone, SandboxProcess
 from keepwarm.text.sandboxed import Sandbox, SandboxRecipe
 from keepwarm.text.template import Template, opens_thinking, text_of
 from keepwarm.text.tokenize_incremental import TokenCache
@@ -121,11 +121,11 @@ class Preparer:
         n_vocab: int,
         recent: RecentPrompts,
         raw_special_tokens: bool = True,
-        isolated: bool = False,
+        sandbox: SandboxProcess | None = None,
         *,
         stable_first: str = "own",
     ) -> None:
-        """`isolated`: what is heavy is done in another process, if the tokenizer can be sent."""
+        """What is heavy is done in `sandbox`, if the tokenizer can be sent; closed with this."""
         tokenizer = model.tokenizer
         self._model = model
         self._n_vocab = n_vocab
@@ -148,7 +148,7 @@ class Preparer:
             *(tokenizer, self.template, self.markup.tool_format.markers, raw_special_tokens),
             *(n_vocab, self._stop_tokens, stable_first),
         )
-        self._sandbox = Sandbox.of(recipe, self.splicer, known) if isolated else None
+        self._sandbox = Sandbox.of(sandbox, recipe, self.splicer, known) if sandbox else None
 
     @classmethod
     def of(
@@ -157,10 +157,10 @@ class Preparer:
         n_vocab: int,
         recent: RecentPrompts,
         settings: Settings,
-        isolated: bool,
+        sandbox: SandboxProcess | None,
     ) -> Preparer:
         raw, order = settings.raw_special_tokens, settings.stable_first
-        return cls(model, n_vocab, recent, raw, isolated, stable_first=order)
+        return cls(model, n_vocab, recent, raw, sandbox, stable_first=order)
 
     def prepare(
         self,
@@ -240,10 +240,10 @@ class Preparer:
         self.token_cache.clear()
         self._answers.clear()
 
-    def start(self) -> None:
-        """Start the other process soon, if there is one; else its first request does."""
+    def wait_until_ready(self) -> None:
+        """Return once long prompts can be prepared."""
         if self._sandbox is not None:
-            self._sandbox.start()
+            self._sandbox.wait_until_ready()
 
     def close(self) -> None:
         if self._sandbox is not None:

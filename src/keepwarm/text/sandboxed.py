@@ -15,20 +15,25 @@ from keepwarm.text.prompt import Prompter, RenderedPrompt
 from keepwarm.text.prompt_limits import PromptLimits
 from keepwarm.text.request import Request
 from keepwarm.text.sandbox.deadline import PrepareDeadline
-from keepwarm.text.sandbox.process import SandboxProcess
+from keepwarm.text.sandbox.process import ProcessGone, SandboxProcess
 from keepwarm.text.sandbox.worker import Channel
 from keepwarm.text.template import Template
 from keepwarm.text.tokenize_incremental import TextOwner, TokenCache, Tokens
 from keepwarm.text.tools import CallMarkers
 
-AFTER_S = 2.0
 RENDER_CPU_S = 60.0
 GRAMMAR_CPU_S = 1.0
+MODULES = (__name__, "transformers")  # what takes long to import; transformers is of the tokenizer
 _FIRST = Request(messages=[{"role": "user", "content": "Hi"}], policy=Policy.NO_STORE)
 NAMES = (
     *("has_chat_template", "has_thinking", "think_start", "think_end", "eos_token_ids"),
     *("has_tool_calling", "tool_call_start", "tool_call_end"),
 )
+
+
+def new_process() -> SandboxProcess:
+    """A process for some model. Start it before that is loaded: its imports take as long."""
+    return SandboxProcess(*MODULES)
 
 
 class _Renderer(NamedTuple):
@@ -127,17 +132,19 @@ class Sandbox:
         }
 
     @classmethod
-    def of(cls, recipe: SandboxRecipe, splicer: Splicer, known: TokenCache) -> Sandbox | None:
-        """None for a tokenizer that needs MLX."""
-        portable = recipe.portable()
-        return None if portable is None else cls(SandboxProcess(portable), splicer, known)
+    def of(
+        cls, process: SandboxProcess, recipe: SandboxRecipe, splicer: Splicer, known: TokenCache
+    ) -> Sandbox | None:
+        """None, and an end of the process, for a tokenizer that needs MLX."""
+        if portable := recipe.portable():
+            return cls(process.give(portable), splicer, known)
+        process.close()
+        return None
 
-    def start(self) -> None:
-        """Start the process soon, so that the first request that needs it does not wait.
-
-        Not at once: its imports would take a core from the requests that waited for the server.
-        """
-        self._process.start(AFTER_S)
+    def wait_until_ready(self) -> None:
+        """So that the first request does not wait for it; one that fails is of no use to any."""
+        with suppress(ProcessGone):
+            self._process.wait_until_ready(PrepareDeadline())
 
     def render(
         self,

@@ -5,9 +5,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
+import psutil
 import pytest
 
 from keepwarm.server.models import slots as slots_module
+from keepwarm.text.sandbox.process import is_ready
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.engines import held
 from tests.kit.waiting import wait_until
@@ -42,6 +44,9 @@ def test_the_least_recently_used_goes_and_comes_back_warm(several, big, small, t
     names = (f"big={big}", f"small={small}", f"third={third}")
     with several(*names, weights_bytes=2 * n_bytes) as live:
         assert loaded(live) == ["big", "small"]  # the third does not fit beside them
+        for name in loaded(live):
+            sandbox = live.models.known(name).host.engine.preparer._sandbox
+            assert is_ready(sandbox._process._control, 0.0)  # a long prompt need not wait
         listed = live.get("/v1/models").json()["data"]
         assert [model["loaded"] for model in listed] == [True, True, False]
         for name in ("small", "big", "third"):
@@ -154,10 +159,12 @@ def test_a_broken_one_is_an_error_of_its_own_requests(several, big, tmp_path):
     path = write_checkpoint(tmp_path / "broken", seed=3)
     with several(f"big={big}", on_demand="*", allow_model_paths=True) as live:
         (path / "model.safetensors").write_bytes(b"no weights at all")
+        processes = psutil.Process().children()
         for _ in range(2):
             refused = live.post(CHAT, asked(str(path)))
             assert refused.status_code == 422
             assert "is not a complete safetensors file" in refused.json()["error"]["message"]
+        assert psutil.Process().children() == processes  # its preparing process is gone
         assert chat(live, "big")["model"] == "big"
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from keepwarm.text.prepare import PreparedRequest
     from keepwarm.text.request import Request
     from keepwarm.text.sandbox.deadline import PrepareDeadline
+    from keepwarm.text.sandbox.process import SandboxProcess
 
 
 LOG = logging.getLogger("keepwarm.server")
@@ -47,6 +48,7 @@ def start_engine(
     report: Report = lambda _: None,
     *,
     memory: MemoryConfig | None = None,
+    sandbox: SandboxProcess | None = None,
     **shared: Any,
 ) -> Engine:
     """Start an engine with the server's limits, once its kernels are compiled.
@@ -56,12 +58,14 @@ def start_engine(
     from keepwarm.engine.admission import EngineConfig
     from keepwarm.engine.compilation import compile_kernels_if_needed
     from keepwarm.engine.engine import Engine  # loads MLX
+    from keepwarm.text.sandboxed import new_process
 
-    config = EngineConfig.of(settings, isolated=True)
+    config = EngineConfig.of(settings)
     config = replace(config, memory=memory or config.memory)
     compile_kernels_if_needed(model, store, config, settings, report)
     report("starting the engine")
-    engine = Engine(model, store, config, settings=settings, **shared)
+    sandbox = sandbox or new_process()
+    engine = Engine(model, store, config, settings=settings, sandbox=sandbox, **shared)
     try:
         if config.kv != KVOptions():
             engine.lane_of()  # refuses options that the model cannot take, before any request
@@ -240,7 +244,7 @@ class EngineHost:
         self._report("starting")
         try:
             engine = start(self._report)
-            engine.preparer.start()
+            engine.preparer.wait_until_ready()
             self._put(engine)
         finally:
             self._loading = ""

@@ -154,6 +154,7 @@ class Slots:
 
     def _start(self, slot: Slot, may_evict: bool, report: Callable[[str], None]) -> Engine:
         from keepwarm.models.load import load  # loads MLX
+        from keepwarm.text.sandboxed import new_process
 
         if self.store is None:
             raise Stopping("The server is shutting down; its store is closed.")
@@ -166,19 +167,24 @@ class Slots:
         report_unless_closing("finding its files")
         slot.path = slot.path or locate(slot.source, self._settings)
         room = partial(self._make_room, slot, may_evict)
-        model = load(
-            *(str(slot.path), self._settings, report_unless_closing),
-            make_room=lambda _, n_bytes: room(n_bytes),
-        )
-        model = replace(model, name=slot.host.name)
-        slot.n_context = model.n_context
-        memory = self._divide_memory(model.n_bytes)
-        return start_engine(
-            *(model, self.store, self._settings, report),
-            memory=memory,
-            device=self._device,
-            ledger=self.ledger,
-        )
+        with ExitStack() as opened:  # closed if the rest fails
+            sandbox = new_process().start()
+            opened.callback(sandbox.close)
+            model = load(
+                *(str(slot.path), self._settings, report_unless_closing),
+                make_room=lambda _, n_bytes: room(n_bytes),
+            )
+            model = replace(model, name=slot.host.name)
+            slot.n_context = model.n_context
+            engine = start_engine(
+                *(model, self.store, self._settings, report),
+                memory=self._divide_memory(model.n_bytes),
+                sandbox=sandbox,
+                device=self._device,
+                ledger=self.ledger,
+            )
+            opened.pop_all()
+        return engine
 
     # memory
 

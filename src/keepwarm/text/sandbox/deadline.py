@@ -33,10 +33,14 @@ class PrepareDeadline:
         if stop is not None:
             stop()
 
-    def check(self) -> None:
-        """Raise if nothing more may begin."""
+    def check_client(self) -> None:
+        """Raise if the client is gone."""
         if self._cancelled:
             raise Cancelled("The request was cancelled.")
+
+    def check(self) -> None:
+        """Raise if nothing more may begin."""
+        self.check_client()
         if self.left_s == 0:
             raise TimedOut(
                 f"Preparing the request took longer than {self._timeout_s:g} s; send a shorter one."

@@ -5,22 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import select
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import count
 from tempfile import TemporaryFile
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from keepwarm.errors import EngineFailed, KeepwarmError
 from keepwarm.text.sandbox.deadline import PrepareDeadline
 from keepwarm.text.sandbox.worker import (
     KILL,
     MESSAGE,
+    RECIPE,
     START,
     Channel,
     Recipe,
@@ -29,29 +30,49 @@ from keepwarm.text.sandbox.worker import (
 )
 
 LOG = logging.getLogger(__name__)
+READY_S = 60.0  # for it to import what it needs, on a machine with much else to do
+TICK_S = 0.1
+FORK_S = 5.0  # for a fork, which takes milliseconds: then the process hangs
 END_S = 2.0  # for it to end by itself, and its tasks with it
-CODE = "from keepwarm.text.sandbox import worker; worker.main({}, {})"
+CODE = "from keepwarm.text.sandbox import worker; worker.main({}, *{})"
 
 Reply: TypeAlias = Callable[..., Any]  # to what a task asks while it runs
 
 
 class ProcessGone(Exception):
-    """The process ended, or could not start; the task was not done."""
+    """The process ended, hangs, or could not start; the task was not done."""
 
 
 class SandboxProcess:
-    """Starts with its first task, and again if it has ended. Thread-safe. Close it."""
+    """Starts with its first task or before, and again if it has ended. Thread-safe. Close it."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        """`recipe` builds what every task gets first."""
-        self._recipe = recipe
+    def __init__(self, *modules: str) -> None:
+        """It imports `modules` at once; tasks wait for a recipe."""
+        self._modules = modules
         self._lock = threading.Lock()
         self._tasks = count(1)
-        self._control: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._pickled: bytes | None = None
         self._closed = False
         self._has_worked = False
-        self._later: threading.Timer | None = None
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Self:
+        with self._lock:
+            self._connect()
+        return self
+
+    def give(self, recipe: Recipe) -> Self:
+        """`recipe` builds what every task gets first."""
+        try:
+            self._pickled = pickle.dumps(recipe, pickle.HIGHEST_PROTOCOL)
+        except Exception as error:  # it may hold a tokenizer that cannot be sent
+            LOG.debug("prompts are prepared in the server: %s", error)
+            self.close()
+        else:
+            with self._lock:
+                self._send_recipe()
+        return self
 
     def run(
         self,
@@ -68,13 +89,14 @@ class SandboxProcess:
         says when that ends.
         """
         number = next(self._tasks)
+        control = self.wait_until_ready(deadline)
         here, there = socket.socketpair()
         with here, there, deadline.stopping(lambda: self._kill(number)):
-            self._start_task(number, there)
+            self._start_task(number, there, control)
             there.close()
             try:
                 deadline.check()  # from here on a cancellation kills the task
-                _wait_for_start(here, deadline)
+                self._wait_for_start(here, deadline, control)
                 begun = time.monotonic()
                 result = _result(here, (task, arguments, cpu_s), deadline, reply)
                 self._has_worked = True
@@ -86,19 +108,20 @@ class SandboxProcess:
             finally:
                 self._kill(number)  # in case that it still runs
 
-    def start(self, after_s: float) -> None:
-        """Start it then, so that the first task need not wait, unless that comes earlier."""
-        self._later = threading.Timer(after_s, self._start)
-        self._later.daemon = True
-        self._later.start()
-
-    def _start(self) -> None:
-        with self._lock, suppress(ProcessGone):
-            self._connect()
+    def wait_until_ready(self, deadline: PrepareDeadline) -> socket.socket:
+        """Its control socket, once it takes tasks; the time until then is not the request's."""
+        end = time.monotonic() + READY_S
+        with self._lock:
+            control = self._connect()
+        if not is_ready(control, 0.0):
+            while not is_ready(control, TICK_S):
+                deadline.check_client()
+                if time.monotonic() > end:
+                    raise ProcessGone
+            deadline.begin_again()
+        return control
 
     def close(self) -> None:
-        if self._later is not None:
-            self._later.cancel()
         with self._lock:
             self._closed = True
             self._end()
@@ -109,12 +132,34 @@ class SandboxProcess:
             return ProcessGone()
         return EngineFailed("The prompt is more than this machine can prepare; send a shorter one.")
 
-    def _start_task(self, number: int, link: socket.socket) -> None:
+    def _start_task(self, number: int, link: socket.socket, control: socket.socket) -> None:
         with self._lock:
             try:
-                socket.send_fds(self._connect(), [MESSAGE.pack(START, number)], [link.fileno()])
+                socket.send_fds(control, [MESSAGE.pack(START, number)], [link.fileno()])
             except OSError as error:
                 raise ProcessGone from error
+
+    def _wait_for_start(
+        self, link: socket.socket, deadline: PrepareDeadline, control: socket.socket
+    ) -> None:
+        """A task that begins says so; one that ends before has no process to run in."""
+        left_s = deadline.left_s
+        try:
+            link.settimeout(FORK_S if left_s is None else min(FORK_S, left_s))
+            Channel(link).receive()
+        except (OSError, EOFError) as error:
+            deadline.check()
+            if isinstance(error, TimeoutError):
+                self._replace(control)
+            raise ProcessGone from error
+
+    def _replace(self, control: socket.socket) -> None:
+        """By a new one, for later tasks; several tasks may see that it hangs."""
+        with self._lock:
+            if control is self._control and not self._closed:
+                LOG.warning("the preparing process hangs; another is started")
+                self._end()
+                self._connect()
 
     def _kill(self, number: int) -> None:
         with self._lock:
@@ -128,34 +173,36 @@ class SandboxProcess:
         if self._closed:
             raise ProcessGone
         if self._process is not None and self._process.poll() is not None:
-            LOG.warning("the preparing process ended; it is started again")
+            LOG.warning("the preparing process ended; another is started")
             self._end()
         if self._control is None:
             self._control = self._spawn()
+            self._send_recipe()
         return self._control
 
     def _spawn(self) -> socket.socket:
-        pickled = self._pickled()
         here, there = socket.socketpair()
         path = os.pathsep.join(filter(None, sys.path))
         # Without threads of its own the tokenizer can be forked.
         environ = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
-        with there, TemporaryFile() as recipe:
-            recipe.write(pickled)
-            recipe.seek(0)
-            passed = [there.fileno(), recipe.fileno()]
-            command = [sys.executable, "-P", "-c", CODE.format(*passed)]
+        command = [sys.executable, "-P", "-c", CODE.format(there.fileno(), self._modules)]
+        with there:
             self._process = subprocess.Popen(
-                command, pass_fds=passed, env=environ, stdin=subprocess.DEVNULL
+                command, pass_fds=[there.fileno()], env=environ, stdin=subprocess.DEVNULL
             )
         return here
 
-    def _pickled(self) -> bytes:
-        """The recipe, which may hold a tokenizer that cannot be sent."""
-        try:
-            return pickle.dumps(self._recipe, pickle.HIGHEST_PROTOCOL)
-        except Exception as error:
-            raise ProcessGone from error
+    def _send_recipe(self) -> None:
+        """As a file: nobody reads the socket before the imports are done."""
+        if self._pickled is None or self._control is None:
+            return
+        with TemporaryFile() as file:
+            file.write(self._pickled)
+            file.seek(0)
+            try:
+                socket.send_fds(self._control, [MESSAGE.pack(RECIPE, 0)], [file.fileno()])
+            except OSError:
+                LOG.debug("the preparing process has ended already")
 
     def _end(self) -> None:
         if self._control is not None:
@@ -170,14 +217,14 @@ class SandboxProcess:
         self._control = self._process = None
 
 
-def _wait_for_start(link: socket.socket, deadline: PrepareDeadline) -> None:
-    """A task that begins says so; one that ends before has no process to run in."""
+def is_ready(control: socket.socket, timeout_s: float) -> bool:
+    """Also of a process that has ended: the task finds out. The byte is never read."""
+    poll = select.poll()
     try:
-        link.settimeout(deadline.left_s)
-        Channel(link).receive()
-    except (OSError, EOFError) as error:
-        deadline.check()
-        raise ProcessGone from error
+        poll.register(control, select.POLLIN)
+    except ValueError:  # closed by another thread
+        return True
+    return bool(poll.poll(1000 * timeout_s))
 
 
 def _result(link: socket.socket, task: Any, deadline: PrepareDeadline, reply: Reply | None) -> Any:

@@ -3,8 +3,9 @@
 A fork takes milliseconds and can be killed at any time without losing the tokenizer. This process
 has no threads and never imports MLX. It ends when the server does.
 
-On the control socket come messages of `MESSAGE.size` bytes: a task, with a socket to its child, or
-the order to kill one.
+On the control socket come messages of `MESSAGE.size` bytes: first the recipe, as an open file; then
+tasks, each with a socket to its child, or the order to kill one. One byte goes back: ready for
+tasks.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import select
 import signal
 import socket
 from contextlib import suppress
+from importlib import import_module
 from struct import Struct
 from typing import Any, NamedTuple, Protocol
 
-MESSAGE = Struct("<cQ")  # START or KILL, and the task's number
-START, KILL = b"s", b"k"
+MESSAGE = Struct("<cQ")  # what to do, and the task's number
+RECIPE, START, KILL, READY = b"r", b"s", b"k", b"y"
 LENGTH = Struct("<Q")
 NICE = 5  # what answers is more urgent than what prepares
 MAX_MEMORY = 4 << 30
@@ -79,27 +81,45 @@ class Recipe(Protocol):
         """What every task gets."""
 
 
-def main(control_file: int, recipe_file: int) -> None:
-    """Build what the tasks need, then fork for every task until the parent is gone."""
+def main(control_file: int, *modules: str) -> None:
+    """Build what the tasks need, then fork for every task until the parent is gone.
+
+    `modules` are imported before the recipe comes, which needs them.
+    """
     os.nice(NICE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's; the parent decides
-    with open(recipe_file, "rb") as file:
+    for name in modules:
+        import_module(name)
+    with socket.socket(fileno=control_file) as control:
+        if recipe := _receive_recipe(control):
+            _serve(control, recipe.build())
+
+
+def _receive_recipe(control: socket.socket) -> Recipe | None:
+    """None if the parent is gone."""
+    _, files, _, _ = socket.recv_fds(control, MESSAGE.size, 1)
+    if not files:
+        return None
+    with os.fdopen(files[0], "rb") as file:
         recipe: Recipe = pickle.load(file)  # noqa: S301 (the parent wrote it)
-    tools = recipe.build()
+    return recipe
+
+
+def _serve(control: socket.socket, tools: Any) -> None:
     children: dict[int, int] = {}  # process by task
     woken, wake = socket.socketpair()
     wake.setblocking(False)
     signal.set_wakeup_fd(wake.fileno())
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: _end(children))
-    with socket.socket(fileno=control_file) as control:
-        while True:
-            ready, _, _ = select.select([control, woken], [], [])
-            if woken in ready:
-                woken.recv(4096)
-                _reap(children)
-            if control in ready and not _obey(control, children, tools):
-                _end(children)
+    control.send(READY)
+    while True:
+        ready, _, _ = select.select([control, woken], [], [])
+        if woken in ready:
+            woken.recv(4096)
+            _reap(children)
+        if control in ready and not _obey(control, children, tools):
+            _end(children)
 
 
 def _end(children: dict[int, int]) -> None:
