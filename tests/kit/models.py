@@ -212,3 +212,5 @@ ARCHITECTURES: dict[str, Callable[..., Model]] = {name: partial(_build, name) fo
 # One model of each combination of layer kinds: rows, windows, states, states and rows together, and
 # the same with states so large that only the last are kept.
 LAYER_KINDS = ("llama", "gemma3_text", "mamba2", "falcon_h1", "qwen3_next")
+# One model of each kind of cache: rows, windows of two classes, states of two, a composite.
+CACHE_KINDS = ("llama", "gemma3_text", "llama4", "mamba2", "deepseek_v41", "falcon_h1")

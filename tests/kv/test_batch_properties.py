@@ -288,7 +288,7 @@ RUN = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
 @given(joining=rows, program=st.lists(steps, max_size=7))
 def test_every_row_stays_the_sequence_it_would_be_alone(family, joining, program):
     world = World(FAMILIES[family], joining)
@@ -299,7 +299,7 @@ def test_every_row_stays_the_sequence_it_would_be_alone(family, joining, program
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+@settings(max_examples=8, deadline=None, derandomize=True, database=None)
 @given(
     amounts=st.lists(st.tuples(st.integers(0, 10), st.integers(1, 10)), min_size=1, max_size=4),
     program=st.lists(steps, max_size=4),

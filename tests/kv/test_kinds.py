@@ -9,24 +9,18 @@ import mlx_lm.models
 import pytest
 from mlx_lm.models.cache import (
     ArraysCache,
-    BatchKVCache,
-    BatchRotatingKVCache,
     CacheList,
-    ChunkedKVCache,
-    ConcatenateKVCache,
     KVCache,
     LRUPromptCache,
-    QuantizedKVCache,
     RotatingKVCache,
     make_prompt_cache,
 )
-from mlx_lm.models.deepseek_v41 import LayerCache
 
 from keepwarm.errors import CacheMismatch, UnsupportedCache
 from keepwarm.kv.batch import empty_batch, merge
 from keepwarm.kv.kinds import KINDS, Kind, is_batched, is_empty, kind_of, leaves, token_count
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
-from tests.kit.models import ARCHITECTURES
+from tests.kit.models import CACHE_KINDS
 from tests.kit.runs import prefill, prompt_of
 
 BASE = inspect.getmro(KVCache)[1]
@@ -62,27 +56,10 @@ def test_every_cache_class_of_mlx_lm_has_a_kind(capfd):
     assert set(cache_classes_of_mlx_lm()) - NOT_A_CACHE == KINDS.keys() - OURS
 
 
-@pytest.mark.parametrize(
-    ("cache", "kind"),
-    [
-        (KVCache(), Kind.DELTA),
-        (QuantizedKVCache(), Kind.DELTA),
-        (QuantKVCache(), Kind.DELTA),
-        (ConcatenateKVCache(), Kind.DELTA),
-        (BatchKVCache([0]), Kind.DELTA),
-        (BatchQuantizedKVCache([0]), Kind.DELTA),
-        (RotatingKVCache(8), Kind.WINDOW),
-        (BatchRotatingKVCache(8, [0]), Kind.WINDOW),
-        (ChunkedKVCache(8), Kind.WINDOW),
-        (ArraysCache(2), Kind.STATE),
-        (LayerCache(8), Kind.STATE),
-        (RotatingKVCache(8, keep=4), Kind.STATE),
-        (CacheList(KVCache(), ArraysCache(2)), Kind.COMPOSITE),
-    ],
-)
-def test_kind_of(cache, kind):
-    """With keep > 0 a window depends on how the prompt was sliced, so it is a state."""
-    assert kind_of(cache) is kind
+def test_a_window_that_keeps_first_tokens_is_a_state():
+    """It depends on how the prompt was sliced."""
+    assert kind_of(RotatingKVCache(8)) is Kind.WINDOW
+    assert kind_of(RotatingKVCache(8, keep=4)) is Kind.STATE
 
 
 class Sliding(RotatingKVCache):
@@ -107,7 +84,7 @@ def test_what_is_no_cache_is_refused_too(thing):
         kind_of(thing)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", CACHE_KINDS)
 def test_the_token_count_of_a_model_is_what_it_was_fed(name, tiny_model):
     """By offsets, since `size()` is 0 for half of the classes."""
     model = tiny_model(name)

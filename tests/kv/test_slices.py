@@ -1,5 +1,6 @@
 """A cache rebuilt from blocks continues exactly as the original."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import mlx.core as mx
@@ -18,7 +19,7 @@ from keepwarm.kv.layout import layout_of, probe
 from keepwarm.kv.slices import Block, check_block, cut_blocks
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from tests.kit.compare import assert_differs, assert_same
-from tests.kit.models import ARCHITECTURES
+from tests.kit.models import CACHE_KINDS
 from tests.kit.runs import FedCounter, cold, continue_from, prefill, prompt_of
 
 PROMPT = prompt_of(600)
@@ -53,20 +54,23 @@ def blocks_of(model, prompt, slices):
     return caches, [kept[i] for i in sorted(kept)]
 
 
-@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("name", CACHE_KINDS)
 def test_restored_at_the_end(name, tiny_model, reference):
-    """Cut, rebuild, continue; only the last token is fed again."""
+    """Cut, rebuild, continue; only the last token is fed again. Other blocks give another run."""
     model = tiny_model(name)
+    layout = probe(model, make_prompt_cache(model))
     _, blocks = blocks_of(model, PROMPT[:-1], [256, 256, 87])
     counter = FedCounter(model)
-    restored = reconstruct_cache(probe(model, make_prompt_cache(model)), blocks)
-    run = continue_from(counter, restored, PROMPT[-1:], N)
+    run = continue_from(counter, reconstruct_cache(layout, blocks), PROMPT[-1:], N)
     assert_same(reference(name), run)
     assert counter.fed == 1 + N
+    _, others = blocks_of(model, prompt_of(599, seed=9), [256, 256, 87])
+    wrong = reconstruct_cache(layout, others)
+    assert_differs(reference(name), continue_from(model, wrong, PROMPT[-1:], N))
 
 
-@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
-@pytest.mark.parametrize("at", [41, 256, 257, 511, 555])
+@pytest.mark.parametrize("name", CACHE_KINDS)
+@pytest.mark.parametrize("at", [41, 256, 257])
 def test_restored_at_any_token(name, at, tiny_model, reference, captured):
     """Delta and window layers restore at every token, state layers where a state was taken."""
     model = tiny_model(name)
@@ -81,25 +85,16 @@ def test_restored_at_any_token(name, at, tiny_model, reference, captured):
     assert_same(reference(name), run)
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "llama4", "gpt_oss", "llama"])
+@pytest.mark.parametrize("name", ["gemma3_text", "llama4"])
 def test_slices_of_any_length(name, tiny_model):
     """Capture does not depend on how the prompt was sliced."""
     model = tiny_model(name)
     layout = probe(model, make_prompt_cache(model))
     _, blocks = blocks_of(model, PROMPT, [100, 7, 300, 193])
-    for at in (256, 512, 600):
+    for at in (256, 600):
         run = continue_from(model, reconstruct_cache(layout, blocks, at), prompt_of(9, seed=3), N)
         again = cold(model, PROMPT[:at] + prompt_of(9, seed=3), N)
         assert_same(again, run)
-
-
-@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
-def test_a_wrong_cache_differs(name, tiny_model, reference):
-    """The control: blocks of another prompt must not give the same answer."""
-    model = tiny_model(name)
-    _, blocks = blocks_of(model, prompt_of(599, seed=9), [256, 256, 87])
-    restored = reconstruct_cache(probe(model, make_prompt_cache(model)), blocks)
-    assert_differs(reference(name), continue_from(model, restored, PROMPT[-1:], N))
 
 
 def test_window_layers_restore_from_the_last_window_only(tiny_model):
@@ -138,24 +133,14 @@ def test_block_count_and_names(tiny_model):
     assert {"L0.1_B0_K", "L0.1_B0_V"} <= set(blocks[0].delta)
 
 
-def test_reconstruct_cache_from_single_block(tiny_model):
-    model = tiny_model("llama")
-    live, blocks = blocks_of(model, PROMPT[:100], [100])
-    assert len(blocks) == 1
-    (first, second) = reconstruct_cache(layout_of(live), blocks)
-    assert type(first) is type(second) is KVCache
-    assert first.offset == second.offset == first.size() == 100
-    assert mx.array_equal(first.keys[..., :100, :], live[0].keys[..., :100, :])
-
-
-def test_reconstruct_cache_from_multiple_blocks(tiny_model):
-    """Rows stand in block order, bit for bit."""
-    model = tiny_model("llama")
-    live, blocks = blocks_of(model, PROMPT, [600])
-    for rebuilt, original in zip(reconstruct_cache(layout_of(live), blocks), live, strict=True):
-        for a, b in zip(rebuilt.keys_and_values(), original.keys_and_values(), strict=True):
-            assert a.shape[2] == 600
-            assert mx.array_equal(a, b)
+def test_reconstructed_rows_stand_in_block_order(tiny_model):
+    """Bit for bit, of one block and of several."""
+    for n_tokens in (100, 600):
+        live, blocks = blocks_of(tiny_model("llama"), PROMPT[:n_tokens], [n_tokens])
+        for rebuilt, original in zip(reconstruct_cache(layout_of(live), blocks), live, strict=True):
+            assert (type(rebuilt), rebuilt.offset) == (KVCache, n_tokens)
+            for a, b in zip(rebuilt.keys_and_values(), original.keys_and_values(), strict=True):
+                assert mx.array_equal(a, b)
 
 
 def test_no_tokens_give_empty_caches(tiny_model):
@@ -165,7 +150,7 @@ def test_no_tokens_give_empty_caches(tiny_model):
     caches = reconstruct_cache(probe(model, make_prompt_cache(model)), [])
     assert [type(c) for c in caches] == [type(c) for c in fresh]
     assert all(c.empty() and c.offset == 0 for c in caches)
-    assert_same(cold(model, PROMPT, N), continue_from(model, caches, PROMPT, N))
+    assert_same(cold(model, PROMPT[:40], N), continue_from(model, caches, PROMPT[:40], N))
 
 
 def test_a_missing_tensor_names_layer_and_block(tiny_model):
@@ -262,6 +247,14 @@ def test_concatenate_cache_blocks():
         concatenate_cache_blocks([], [])
 
 
+def test_concatenated_blocks_may_be_used_by_any_thread():
+    """An array that was not evaluated belongs to the thread that made it."""
+    lazy = mx.ones((1, 2, 3, 4)) * 3
+    for array in concatenate_cache_blocks([lazy], [lazy]):
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(lambda: array.sum().item()).result() == 3 * 2 * 3 * 4  # noqa: B023
+
+
 def test_create_cache_from_state():
     """numpy or mx goes in, and the cache grows on."""
     k = np.ones((1, 2, 7, 4), np.float32)
@@ -277,7 +270,7 @@ def test_create_cache_from_state():
 NGRAM = "longcat_flash_ngram"  # its first layer holds the last three tokens
 
 
-@pytest.mark.parametrize("n_tokens", [1, 2, 3, 40])
+@pytest.mark.parametrize("n_tokens", [2, 40])
 def test_a_state_that_grows_is_restored_at_every_length(n_tokens, tiny_model):
     """One token does not show how long it becomes."""
     model, prompt = tiny_model(NGRAM), PROMPT[:n_tokens]
@@ -320,7 +313,7 @@ def test_only_the_axis_that_grows_is_open(tiny_model):
             reconstruct_cache(layout, [block])
 
 
-@pytest.mark.parametrize("name", ["mamba2", "recurrent_gemma", "falcon_h1"])
+@pytest.mark.parametrize("name", ["mamba2", "falcon_h1"])
 def test_a_state_that_does_not_grow_stays_closed(name, tiny_model):
     """So namespaces of stored blocks do not change."""
     model = tiny_model(name)

@@ -20,7 +20,7 @@ from keepwarm.kv.staging import PIECE_BYTES, Destination, DeviceRows, Staging
 from keepwarm.prefix.blocks import Namespace, chain
 from keepwarm.records.record import Part, ReadBuffer, encode_record
 from keepwarm.store.memory import MemoryTier
-from tests.kit.models import ARCHITECTURES
+from tests.kit.models import CACHE_KINDS
 from tests.kit.runs import prefill, prompt_of
 
 NAMESPACE = Namespace(bytes(32))
@@ -194,8 +194,9 @@ def test_bytes_of_a_file_go_straight_into_a_slab(staging):
     assert np.array_equal(found[:, :, 48:56], last.words[:, :, :8])
 
 
-@pytest.mark.parametrize("n_tokens", [900, 700])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "n_tokens"), [("llama", 900), *((name, 700) for name in CACHE_KINDS)]
+)
 def test_every_kind_of_cache_is_put_together_the_same(architecture, n_tokens, tiny_model, pool):
     """From records in slabs, in order and not, to their end and to the middle of one."""
     model, tokens = tiny_model(architecture), prompt_of(n_tokens)
@@ -266,6 +267,39 @@ def test_a_block_in_a_slab_is_checked(wrong, tiny_model, pool):
         layout = replace(layout, layers=(*layout.layers[:-1], last))
     with pytest.raises((CorruptBlock, CacheMismatch)):
         kv.Assembly(layout, 512, pool).add(block)
+
+
+def offloaded(model, n_tokens, pool, seed=0):
+    """Caches of a prompt, and all of their blocks, in slabs."""
+    caches = prefill(model, kv.make_caches(model), prompt_of(n_tokens, seed), 128)
+    numbers = range(-(-n_tokens // 256))
+    return caches, list(offload_blocks(pool, caches, n_tokens, numbers, with_state=True))
+
+
+@pytest.mark.parametrize("architecture", ["gemma3_text", "falcon_h1"])
+def test_a_block_in_slabs_is_taken_with_its_windows_and_states(architecture, tiny_model, pool):
+    caches, blocks = offloaded(tiny_model(architecture), 300, pool)
+    assembly = kv.Assembly(kv.layout_of(caches), 300, pool)
+    for block in blocks:
+        assembly.add(block)
+    for wanted, found in zip(caches, assembly.finish(), strict=True):
+        pairs = zip(kv.encode(wanted).arrays(), kv.encode(found).arrays(), strict=True)
+        assert all(mx.array_equal(left, right) for left, right in pairs)
+
+
+def test_a_block_in_a_slab_that_is_not_needed_is_left_out(tiny_model, pool):
+    """A second one of the same tokens, one behind the end, and rows where no layer has any."""
+    (caches, own), (_, others) = (offloaded(tiny_model("llama"), 512, pool, n) for n in (0, 1))
+    assembly = kv.Assembly(kv.layout_of(caches), 200, pool)
+    for block in (own[0], others[0], own[1]):
+        assembly.add(block)
+    for wanted, found in zip(caches, assembly.finish(), strict=True):
+        assert mx.array_equal(wanted.keys[..., :200, :], found.keys[..., :200, :])
+    states = tiny_model("mamba2")
+    assembly = kv.Assembly(kv.probe(states, kv.make_caches(states)), 256, pool)
+    assembly.add(own[0])
+    with pytest.raises(CorruptBlock, match="no state as of token 256"):
+        assembly.finish()
 
 
 def records_from(tokens, blocks):

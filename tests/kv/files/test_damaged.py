@@ -206,7 +206,7 @@ def test_deep_keys_are_refused(tmp_path):
 FUZZ_FILES = ["0.24.1-quantized", "0.31.3-list", "0.31.3-rotating", "0.32.2-list", "0.32.2-arrays"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     stem=st.sampled_from(FUZZ_FILES),
     where=st.floats(0, 1, exclude_max=True),
