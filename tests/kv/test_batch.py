@@ -16,6 +16,9 @@ from mlx_lm.models.cache import (
 
 from keepwarm.errors import BadInput, CacheMismatch, UnsupportedCache
 from keepwarm.kv.batch import (
+    LeftPadding,
+    RightPadding,
+    TwoSidedPadding,
     batch_size,
     can_batch,
     empty_batch,
@@ -28,8 +31,8 @@ from keepwarm.kv.batch import (
     trim,
 )
 from keepwarm.kv.buffers import dynamic_roll
+from keepwarm.kv.codec import encode
 from keepwarm.kv.kinds import is_empty, token_count
-from keepwarm.kv.padding import LeftPadding, RightPadding, TwoSidedPadding
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
 
 
@@ -432,3 +435,53 @@ def test_a_quantised_row_joins_as_what_it_is():
     batch = merge([[filled(QuantizedKVCache(), 3)], [filled(QuantKVCache(), 5)]])
     assert type(batch[0]) is BatchQuantizedKVCache
     assert batch[0].offset.tolist() == [3, 5]
+
+
+# Windows: what a padded slice may not push out, and what mlx-lm's mask gets wrong.
+
+
+def ring(*numbers):
+    """A window of eight that was fed these numbers in one slice."""
+    cache = RotatingKVCache(8)
+    cache.update_and_fetch(*labelled(numbers))
+    return cache
+
+
+def in_window(cache):
+    """What a single window still holds, oldest first."""
+    return [int(x) for x in encode(cache).tensors["keys"][0, 0, :, 0].tolist()]
+
+
+def test_a_row_without_new_tokens_is_kept_out_of_a_padded_slice_of_a_window():
+    """mlx-lm would push one of its tokens out for padding; it steps aside instead."""
+    batch = merge([[ring(*range(1, 9))], [ring(11)]])
+    with pytest.raises(UnsupportedCache, match=r"Layer 0: .* a row has no tokens; filter that row"):
+        prepare(batch, RightPadding((0, 2)))
+    aside = extract(batch, 0)
+    filter_rows(batch, [1])
+    batch[0].update_and_fetch(*labelled([12, 13]))
+    extend(batch, merge([aside]))
+    assert [in_window(extract(batch, i)[0]) for i in range(2)] == [[11, 12, 13], [*range(1, 9)]]
+
+
+def test_defect_a_row_without_new_tokens_takes_padding_into_its_window():
+    """What mlx-lm does; when this fails, the refusal above can be deleted."""
+    (cache,) = merge([[ring(*range(1, 9))], [ring(11)]])
+    cache.prepare(lengths=[0, 2], right_padding=[2, 0])
+    cache.update_and_fetch(*labelled([-1, -1], [12, 13]))
+    cache.finalize()
+    assert in_window(cache.extract(0)) == [-1, *range(2, 9)]
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_slice_after_a_turned_ring_sees_all_of_a_short_row_only_if_prepared(prepared):
+    """mlx-lm's mask forgets that ordering the ring drops a row; `prepare` orders it first."""
+    batch = merge([[ring(1)], [ring(*range(11, 19))]])
+    (cache,) = batch
+    cache.update_and_fetch(*labelled([2], [19]))
+    if prepared:
+        prepare(batch, RightPadding((2, 2)))
+    mask = cache.make_mask(2)[0, 0, 1].tolist()
+    keys, _ = cache.update_and_fetch(*labelled([3, 4], [20, 21]))
+    seen = [int(x) for x, shown in zip(keys[0, 0, :, 0].tolist(), mask, strict=True) if shown]
+    assert sorted(seen) == ([1, 2, 3, 4] if prepared else [2, 3, 4])

@@ -7,6 +7,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from keepwarm.errors import UnsupportedCache
 from keepwarm.kv.assembly import reconstruct_cache
 from keepwarm.kv.batch import (
+    LeftPadding,
+    RightPadding,
+    TwoSidedPadding,
     can_batch,
     empty_batch,
     extend,
@@ -18,7 +21,6 @@ from keepwarm.kv.batch import (
 )
 from keepwarm.kv.codec import copy_caches, encode
 from keepwarm.kv.layout import probe
-from keepwarm.kv.padding import LeftPadding, RightPadding, TwoSidedPadding
 from keepwarm.kv.slices import cut_blocks
 from tests.kit.compare import assert_differs, assert_same
 from tests.kit.runs import (

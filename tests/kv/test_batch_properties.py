@@ -15,10 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
-from keepwarm.kv.batch import extend, extract, filter_rows, finalize, merge, prepare
+from keepwarm.kv.batch import (
+    LeftPadding,
+    RightPadding,
+    TwoSidedPadding,
+    extend,
+    extract,
+    filter_rows,
+    finalize,
+    merge,
+    prepare,
+)
 from keepwarm.kv.codec import copy_caches, encode
 from keepwarm.kv.kinds import Kind, kind_of, leaves
-from keepwarm.kv.padding import LeftPadding, RightPadding, TwoSidedPadding
 from keepwarm.kv.quant import QuantKVCache
 
 WINDOW = 8

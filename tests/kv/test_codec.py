@@ -6,8 +6,6 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import (
     ArraysCache,
-    BatchKVCache,
-    BatchRotatingKVCache,
     CacheList,
     ChunkedKVCache,
     ConcatenateKVCache,
@@ -18,11 +16,10 @@ from mlx_lm.models.cache import (
 )
 
 from keepwarm.errors import UnsupportedCache
-from keepwarm.kv.batch import extract, finalize, merge, prepare
+from keepwarm.kv.batch import LeftPadding, RightPadding, merge, prepare
 from keepwarm.kv.codec import CODECS, EncodedCache, copy_caches, decode, encode, live_bytes
 from keepwarm.kv.kinds import KINDS, is_empty, token_count
-from keepwarm.kv.padding import LeftPadding, RightPadding
-from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
+from keepwarm.kv.quant import QuantKVCache
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from tests.kit.compare import assert_same
 from tests.kit.models import CACHE_KINDS
@@ -229,46 +226,12 @@ def test_every_model_goes_on_from_a_copy_of_its_cache(name, tiny_model):
     assert_same(continue_from(model, live, prompt[50:], 4), run)
 
 
-BATCHES = {
-    "kv": (KVCache, BatchKVCache),
-    "rotating": (lambda: RotatingKVCache(8), BatchRotatingKVCache),
-    "quantised": (lambda: QuantKVCache(group_size=32, bits=4), BatchQuantizedKVCache),
-}
-every_batch = pytest.mark.parametrize("name", BATCHES)
+# Batches that were fed are saved and go on in test_batch_properties.py.
+BATCHED = [KVCache, lambda: RotatingKVCache(8), lambda: QuantKVCache(group_size=32, bits=4)]
 
 
-@every_batch
-@pytest.mark.parametrize("slices", [(), (1,), (5,), (12, 1, 1, 1)])
-@pytest.mark.parametrize("lengths", [(3, 0, 9), (0, 0), (20, 8)])
-def test_a_batch_goes_on_after_a_round_trip(name, lengths, slices):
-    """mlx-lm saves batches but cannot continue what it loads."""
-    fresh, cls = BATCHES[name]
-    (original,) = merge([[fed(fresh(), *[n] * bool(n))] for n in lengths])
-    fed(original, *slices, n_rows=len(lengths))
-    again = decode(encode(original))
-    assert type(again) is cls
-    assert mx.array_equal(again.offset, original.offset)
-    assert mx.array_equal(again.left_padding, original.left_padding)
-    masks = [cache.make_mask(n) for n in (1, 4) for cache in (original, again)]
-    assert mx.array_equal(masks[0], masks[1])
-    assert mx.array_equal(masks[2], masks[3])
-    prepared = RightPadding((3, *[1] * (len(lengths) - 1)))
-    for cache in (original, again):
-        prepare([cache], prepared)
-        feed(cache, 3, n_rows=len(lengths))
-        finalize([cache])
-    for row in range(len(lengths)):
-        a, b = (encode(extract([cache], row)[0]) for cache in (original, again))
-        assert a.scalars == b.scalars
-        assert all(mx.array_equal(x, b.tensors[n]) for n, x in a.tensors.items())
-    for seed, n in enumerate([1, 1, 4, 1], start=50):
-        pair = (feed(cache, n, n_rows=len(lengths), seed=seed) for cache in (original, again))
-        assert all(mx.array_equal(x, y) for x, y in zip(*map(flat, pair), strict=True))
-
-
-@every_batch
-def test_left_padding_that_was_announced_survives(name):
-    fresh, _ = BATCHES[name]
+@pytest.mark.parametrize("fresh", BATCHED)
+def test_left_padding_that_was_announced_survives(fresh):
     batch = merge([[fresh()], [fresh()]])
     prepare(batch, LeftPadding((0, 3)))
     (again,) = copy_caches(batch)
@@ -284,7 +247,7 @@ def test_a_batch_of_states_keeps_its_padding():
     assert again.make_mask(4).tolist() == [[True] * 4, [False, False, False, True]]
 
 
-@pytest.mark.parametrize("fresh", [*(f for f, _ in BATCHES.values()), lambda: ArraysCache(1)])
+@pytest.mark.parametrize("fresh", [*BATCHED, lambda: ArraysCache(1)])
 def test_a_batch_between_prepare_and_finalize_is_refused(fresh):
     batch = merge([[fresh()], [fresh()]])
     prepare(batch, RightPadding((2, 1)))

@@ -18,12 +18,11 @@ from mlx_lm.models.cache import (
 
 from keepwarm.errors import UnsupportedCache
 from keepwarm.kv.assembly import reconstruct_cache
-from keepwarm.kv.batch import empty_batch, extract, filter_rows, merge, prepare
+from keepwarm.kv.batch import RightPadding, empty_batch, extract, filter_rows, merge, prepare
 from keepwarm.kv.codec import copy_caches, encode
 from keepwarm.kv.kinds import token_count
 from keepwarm.kv.layout import probe
 from keepwarm.kv.make import make_caches
-from keepwarm.kv.padding import RightPadding
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache, quantize_caches
 from keepwarm.kv.slices import cut_blocks
 from tests.kit.compare import assert_differs, assert_same
@@ -136,13 +135,6 @@ def test_quantised_blocks_rebuild_a_cache_for_a_batch(bits, group, model):
     assert_same(reference, run)
 
 
-def test_a_model_without_make_cache_is_quantised_too():
-    model, fresh = with_quantised_weights("qwen3"), quantised(8, 32)
-    rows = prefilled_rows(model, PROMPTS, fresh).step(N)
-    for row, prompt in enumerate(PROMPTS):
-        assert_same(alone(model, fresh, prompt), rows.run(row))
-
-
 def row_arrays(caches):
     return [array for cache in caches for array in encode(cache).arrays()]
 
@@ -227,9 +219,6 @@ def test_an_empty_batch_says_that_it_is_empty():
     assert (batch.empty(), batch.size(), batch.nbytes) == (True, 0, 0)
     with pytest.raises(UnsupportedCache, match="An empty batch has no keys"):
         batch.keys_and_values()
-    batch.update_and_fetch(*rows_of(1, n_rows=2))
-    with pytest.raises(UnsupportedCache, match="Left padding can only be added to an empty"):
-        batch.prepare(left_padding=[1, 0])
 
 
 def test_a_batch_grows_by_whole_steps_and_keeps_every_row():

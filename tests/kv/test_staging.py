@@ -12,11 +12,11 @@ from keepwarm import kv
 from keepwarm.cache.restore.records import block_of, records_of
 from keepwarm.errors import BadRecord, CacheMismatch, CorruptBlock
 from keepwarm.kv import slices
+from keepwarm.kv.assembly import PIECE_BYTES, Destination, DeviceRows, Staging
 from keepwarm.kv.buffers import FileArray, HostArray
 from keepwarm.kv.layout import TensorSpec
 from keepwarm.kv.slabs import Place, SlabArray, aligned
 from keepwarm.kv.slices import cut_blocks, offload_blocks
-from keepwarm.kv.staging import PIECE_BYTES, Destination, DeviceRows, Staging
 from keepwarm.prefix.blocks import Namespace, chain
 from keepwarm.records.record import Part, ReadBuffer, encode_record
 from keepwarm.store.memory import MemoryTier

@@ -14,6 +14,10 @@ from keepwarm.kv.assembly import (
     slab_sizes,
 )
 from keepwarm.kv.batch import (
+    LeftPadding,
+    Padding,
+    RightPadding,
+    TwoSidedPadding,
     batch_size,
     can_batch,
     empty_batch,
@@ -36,25 +40,14 @@ from keepwarm.kv.codec import (
     held_bytes,
     live_bytes,
 )
-from keepwarm.kv.kinds import (
-    BatchCache,
-    Caches,
-    Kind,
-    Mask,
-    MaskedCache,
-    RowCache,
-    kind_of,
-    token_count,
-)
+from keepwarm.kv.kinds import Caches, Kind, kind_of, token_count
 from keepwarm.kv.layout import Layout, Probe, layout_of, probe, run_probe
 from keepwarm.kv.make import make_caches
-from keepwarm.kv.padding import LeftPadding, Padding, RightPadding, TwoSidedPadding
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache, quantize_caches
 from keepwarm.kv.slices import Block, cut_blocks
 
 __all__ = [
     "Assembly",
-    "BatchCache",
     "BatchQuantizedKVCache",
     "Block",
     "Caches",
@@ -62,13 +55,10 @@ __all__ = [
     "Kind",
     "Layout",
     "LeftPadding",
-    "Mask",
-    "MaskedCache",
     "Padding",
     "Probe",
     "QuantKVCache",
     "RightPadding",
-    "RowCache",
     "TwoSidedPadding",
     "batch_size",
     "can_batch",

@@ -8,7 +8,9 @@ layer for the whole batch, as a model does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from operator import index
+from typing import Any, NamedTuple, Self
 
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache
@@ -20,22 +22,86 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from keepwarm.errors import CacheMismatch, UnsupportedCache
+from keepwarm.errors import BadInput, CacheMismatch, UnsupportedCache
 from keepwarm.kv.codec import encode, require_finalized
 from keepwarm.kv.kinds import Cache, Caches, Kind, is_batched, is_empty, kind_of, leaves
-from keepwarm.kv.padding import (
-    AnnouncedSlice,
-    Padding,
-    check_can_prepare,
-    check_was_fed,
-    checked_counts,
-    n_fed,
-    whole_numbers,
-)
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
 
 BATCHABLE = ("KVCache", "QuantizedKVCache", "RotatingKVCache", "ArraysCache")
 SETTINGS = ("group_size", "bits", "max_size", "keep", "size")
+
+
+@dataclass(frozen=True)
+class LeftPadding:
+    """Row i starts with `amounts[i]` padding tokens. Only an empty batch can take it."""
+
+    amounts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "amounts", _checked_counts("Padding amounts", self.amounts))
+
+
+@dataclass(frozen=True)
+class RightPadding:
+    """Row i has `lengths[i]` tokens, followed by padding up to the longest row."""
+
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", _checked_counts("Padded lengths", self.lengths))
+
+    @property
+    def amounts(self) -> tuple[int, ...]:
+        return tuple(max(self.lengths) - n for n in self.lengths)
+
+
+@dataclass(frozen=True)
+class TwoSidedPadding:
+    """Padding on both sides; `right.lengths` include the left padding."""
+
+    left: LeftPadding
+    right: RightPadding
+
+    def __post_init__(self) -> None:
+        n_rows = len(self.left.amounts)
+        if n_rows != len(self.right.lengths):
+            raise CacheMismatch(
+                "Right padding", "the number of rows", n_rows, len(self.right.lengths)
+            )
+        pairs = zip(self.left.amounts, self.right.lengths, strict=True)
+        for row, (amount, length) in enumerate(pairs):
+            if amount > length:
+                raise BadInput(
+                    f"Row {row} has {amount} tokens of left padding and a length of {length}; "
+                    "a length includes the left padding."
+                )
+
+
+Padding = LeftPadding | RightPadding | TwoSidedPadding
+
+
+class _AnnouncedSlice(NamedTuple):
+    """What `prepare` said about the next slice. Each layer keeps it until `finalize`."""
+
+    left: tuple[int, ...]  # padding before each row
+    lengths: tuple[int, ...]  # tokens of each row with its left padding, if they were given
+    start: int = 0  # tokens that the layer was fed before
+
+    @classmethod
+    def of(cls, padding: Padding) -> Self:
+        if isinstance(padding, TwoSidedPadding):
+            return cls(padding.left.amounts, padding.right.lengths)
+        if isinstance(padding, RightPadding):
+            return cls((), padding.lengths)
+        return cls(padding.amounts, ())
+
+    def arguments(self) -> dict[str, list[int]]:
+        """As mlx-lm's caches take it."""
+        arguments = {"left_padding": list(self.left)} if self.left else {}
+        if self.lengths:
+            padding = RightPadding(self.lengths).amounts
+            arguments |= {"lengths": list(self.lengths), "right_padding": list(padding)}
+        return arguments
 
 
 def empty_batch(caches: Caches, n_rows: int) -> Caches:
@@ -83,13 +149,13 @@ def prepare(batch: Caches, padding: Padding) -> None:
     Call it before every slice of more than one token, even with equal lengths: it puts a window's
     ring into token order, because mlx-lm masks a slice after a rotated ring wrongly.
     """
-    announced = AnnouncedSlice.of(padding)
+    announced = _AnnouncedSlice.of(padding)
     for counts in filter(None, (announced.left, announced.lengths)):
         _check_rows(batch, counts)
     for path, leaf in leaves(batch):
-        check_can_prepare(path, leaf, announced)
+        _check_can_prepare(path, leaf, announced)
     for _, leaf in leaves(batch):
-        leaf.announced = announced._replace(start=n_fed(leaf))
+        leaf.announced = announced._replace(start=_n_fed(leaf))
         _prepare_leaf(leaf, announced.arguments())
 
 
@@ -102,7 +168,7 @@ def finalize(batch: Caches) -> None:
         raise UnsupportedCache("Nothing was fed since prepare; feed the padded slice first.")
     for path, leaf in leaves(batch):
         if announced := getattr(leaf, "announced", None):
-            check_was_fed(path, leaf, announced)
+            _check_was_fed(path, leaf, announced)
     for layer in batch:
         layer.finalize()
     _forget_announced(batch)
@@ -113,7 +179,7 @@ def filter_rows(batch: Caches, keep: Iterable[int] | mx.array) -> None:
 
     Any list or array of row numbers will do. A row may be kept twice, as beam search does.
     """
-    n_rows, rows = batch_size(batch), whole_numbers("The rows to keep", keep)
+    n_rows, rows = batch_size(batch), _whole_numbers("The rows to keep", keep)
     if not rows or not all(0 <= i < n_rows for i in rows):
         raise CacheMismatch("The batch", "the rows to keep", f"some of 0 to {n_rows - 1}", keep)
     require_fed(batch)
@@ -142,7 +208,7 @@ def extract(batch: Caches, row: int) -> Caches:
 
 def trim(caches: Caches, n_tokens: int) -> None:
     """Forget the last `n_tokens` of a single sequence, in place, or raise and change nothing."""
-    checked_counts("The tokens to forget", [n_tokens])
+    _checked_counts("The tokens to forget", [n_tokens])
     for path, leaf in leaves(caches):
         if is_batched(leaf):
             raise UnsupportedCache(f"Layer {path} is a batch; extract a row and trim that.")
@@ -268,3 +334,72 @@ def _signature(leaf: Cache) -> dict[str, Any]:
 def _check_rows(batch: Caches, amounts: Sequence[int]) -> None:
     if len(amounts) != batch_size(batch):
         raise CacheMismatch("The padding", "the number of rows", batch_size(batch), len(amounts))
+
+
+def _check_can_prepare(path: str, leaf: Cache, announced: _AnnouncedSlice) -> None:
+    require_finalized(leaf)
+    earlier = getattr(leaf, "announced", None)
+    if earlier and earlier.start == _n_fed(leaf) and not isinstance(leaf, ArraysCache):
+        raise UnsupportedCache(f"Layer {path} is prepared already; feed the padded slice first.")
+    if announced.left and not is_empty(leaf):
+        raise UnsupportedCache(f"Layer {path}: left padding can only be added to an empty batch.")
+    if announced.lengths and kind_of(leaf) is Kind.WINDOW and not min(announced.lengths):
+        # mlx-lm would drop the oldest row of its window and keep padding instead.
+        raise UnsupportedCache(
+            f"Layer {path}: a window layer cannot take a padded slice in which a row has no "
+            "tokens; filter that row out first."
+        )
+
+
+def _check_was_fed(path: str, leaf: Cache, announced: _AnnouncedSlice) -> None:
+    if isinstance(leaf, ArraysCache):
+        _check_was_heeded(path, leaf, announced)
+        return
+    n_tokens, at_least = _n_fed(leaf) - announced.start, max(announced.left, default=0)
+    if not n_tokens:
+        raise UnsupportedCache(
+            f"Layer {path} was fed nothing since prepare; feed the padded slice first."
+        )
+    if n_tokens != max(announced.lengths, default=max(n_tokens, at_least)):
+        length = max(announced.lengths, default=f"at least {at_least}")
+        raise UnsupportedCache(
+            f"Layer {path} was fed {n_tokens} tokens a row since prepare, which announced "
+            f"{length}; build the batch again."
+        )
+
+
+def _check_was_heeded(path: str, leaf: ArraysCache, announced: _AnnouncedSlice) -> None:
+    """A model that masks padding counts it down; any other has it in its state now."""
+    is_left, is_right = any(announced.left), len(set(announced.lengths)) > 1
+    if (is_left and leaf.left_padding.tolist() == [*announced.left]) or (
+        is_right and leaf.lengths.tolist() == [*announced.lengths]
+    ):
+        raise UnsupportedCache(
+            f"Layer {path}: this model takes padding for tokens of its state; build the batch "
+            "again by feeding each row alone, and merge them."
+        )
+
+
+def _n_fed(leaf: Cache) -> int:
+    """Tokens that a batch was fed, padding included; 0 for states, which do not count them."""
+    if isinstance(leaf, ArraysCache):
+        return 0
+    return int(leaf._offset if isinstance(leaf, BatchRotatingKVCache) else leaf._idx)
+
+
+def _whole_numbers(what: str, values: Iterable[int] | mx.array) -> list[int]:
+    """The numbers of a list or an array."""
+    listed: Any = values.tolist() if hasattr(values, "tolist") else values
+    listed = list(listed) if isinstance(listed, Iterable) else listed
+    if not isinstance(listed, list) or not all(
+        hasattr(n, "__index__") and not isinstance(n, bool) for n in listed
+    ):
+        raise BadInput(f"{what} must be a list of whole numbers, not {values}.")
+    return [index(n) for n in listed]
+
+
+def _checked_counts(what: str, values: Iterable[int] | mx.array) -> tuple[int, ...]:
+    numbers = _whole_numbers(what, values)
+    if min(numbers, default=0) < 0:
+        raise BadInput(f"{what} cannot be negative, but are {numbers}.")
+    return tuple(numbers)

@@ -25,7 +25,7 @@ from mlx_lm.models.cache import (
 from mlx_lm.models.deepseek_v41 import LayerCache
 
 from keepwarm.errors import UnsupportedCache
-from keepwarm.kv.kinds import BatchCache, Cache, Caches, RowCache, kind_of
+from keepwarm.kv.kinds import Cache, Caches, kind_of
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantizedRows, QuantKVCache
 
 Scalar: TypeAlias = int | bool
@@ -144,7 +144,7 @@ def live_bytes(caches: Caches) -> int:
     return sum(encode(cache).n_bytes for cache in caches)
 
 
-def _rows(cache: RowCache, end: int | None = None) -> dict[str, mx.array]:
+def _rows(cache: Cache, end: int | None = None) -> dict[str, mx.array]:
     """K and V up to row `end`, by name; a quantised cache has six tensors."""
     if cache.keys is None or end == 0:
         return {}
@@ -321,7 +321,7 @@ def _decode_batch_rotating(encoded: EncodedCache) -> BatchRotatingKVCache:
     return cache
 
 
-def _row_positions(cache: BatchCache) -> dict[str, mx.array]:
+def _row_positions(cache: Cache) -> dict[str, mx.array]:
     return {"offset": cache.offset, "left_padding": cache.left_padding}
 
 

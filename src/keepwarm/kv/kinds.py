@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
-import mlx.core as mx
 from mlx_lm.models.cache import (
     ArraysCache,
     BatchKVCache,
@@ -31,53 +30,6 @@ from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
 
 Cache: TypeAlias = Any  # one layer's cache, of a class of mlx-lm or of `kv.quant`
 Caches: TypeAlias = list[Any]  # one cache per layer
-Mask: TypeAlias = mx.array | Literal["causal"] | None  # None: every row is visible
-
-
-@runtime_checkable
-class RowCache(Protocol):
-    """K and V of one layer, as a model uses them."""
-
-    keys: Any  # an array, or the weights, scales and biases of a quantised one
-    values: Any
-    offset: Any  # the position of the next token; in a batch an array, one for each row
-
-    @property
-    def state(self) -> Any: ...
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]: ...
-
-    def is_trimmable(self) -> bool: ...
-
-
-@runtime_checkable
-class MaskedCache(RowCache, Protocol):
-    """It knows which rows a slice may attend to; of a ChunkedKVCache its model knows."""
-
-    def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> Mask: ...  # noqa: N803
-
-
-@runtime_checkable
-class BatchCache(MaskedCache, Protocol):
-    """The rows of several sequences, left-padded to one length."""
-
-    left_padding: mx.array
-
-    def prepare(
-        self,
-        *,
-        left_padding: list[int] | None = None,
-        lengths: list[int] | None = None,
-        right_padding: list[int] | None = None,
-    ) -> None: ...
-
-    def finalize(self) -> None: ...
-
-    def filter(self, batch_indices: Any) -> None: ...
-
-    def extend(self, other: Any) -> None: ...
-
-    def extract(self, idx: int) -> RowCache: ...
 
 
 class Kind(Enum):
@@ -102,11 +54,7 @@ KINDS: dict[type, Kind] = {
     CacheList: Kind.COMPOSITE,
 }
 
-BATCHED: tuple[type[BatchCache], ...] = (
-    BatchKVCache,
-    BatchQuantizedKVCache,
-    BatchRotatingKVCache,
-)
+BATCHED = (BatchKVCache, BatchQuantizedKVCache, BatchRotatingKVCache)
 
 
 def kind_of(cache: Cache) -> Kind:

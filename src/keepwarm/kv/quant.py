@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import mlx.core as mx
-from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import (
     BatchKVCache,
     CacheList,
@@ -73,24 +72,23 @@ def _quantize_cache(cache: Any, bits: int, group_size: int) -> Any:
     return made
 
 
-class BatchQuantizedKVCache:
+class BatchQuantizedKVCache(BatchKVCache):
     """Quantised rows of several sequences, left-padded to one length.
 
-    It has the interface of mlx-lm's BatchKVCache: `left_padding` and `offset` are arrays with one
-    entry per row, `_idx` is the common end.
+    It is mlx-lm's BatchKVCache with triples of arrays in place of K and V.
     """
 
-    step = 256
+    keys: QuantizedRows | None
+    values: QuantizedRows | None
+    offset: mx.array
+    left_padding: mx.array
+    _idx: int
+    _right_padding: mx.array | None
 
     def __init__(self, left_padding: list[int], group_size: int = 64, bits: int = 8) -> None:
-        self.keys: QuantizedRows | None = None
-        self.values: QuantizedRows | None = None
+        super().__init__(left_padding)
         self.group_size = group_size
         self.bits = bits
-        self.left_padding = mx.array(left_padding)
-        self.offset = mx.array([-n for n in left_padding])
-        self._idx = 0
-        self._right_padding: mx.array | None = None
 
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
@@ -127,27 +125,6 @@ class BatchQuantizedKVCache:
             raise UnsupportedCache("An empty batch has no keys and values; feed it first.")
         end = self._idx
         return self.keys.map(lambda x: x[..., :end, :]), self.values.map(lambda x: x[..., :end, :])
-
-    def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> mx.array:  # noqa: ARG002, N803
-        mask: mx.array = create_causal_mask(
-            N, offset=self._idx, left_padding=self.left_padding, **kwargs
-        )
-        return mask
-
-    def prepare(
-        self,
-        *,
-        left_padding: list[int] | None = None,
-        lengths: list[int] | None = None,  # noqa: ARG002
-        right_padding: list[int] | None = None,
-    ) -> None:
-        if left_padding is not None:
-            if self.keys is not None:
-                raise UnsupportedCache("Left padding can only be added to an empty batch.")
-            self.left_padding = self.left_padding + mx.array(left_padding)
-            self.offset = self.offset - mx.array(left_padding)
-        if right_padding is not None and max(right_padding) > 0:
-            self._right_padding = mx.array(right_padding)
 
     def finalize(self) -> None:
         if self._right_padding is None:
@@ -241,26 +218,6 @@ class BatchQuantizedKVCache:
     def _change(self, change: Callable[[mx.array], mx.array]) -> None:
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys.map(change), self.values.map(change)
-
-    def is_trimmable(self) -> bool:
-        return True
-
-    def trim(self, n: int) -> int:
-        n = min(self._idx, n)
-        self._idx -= n
-        self.offset = self.offset - n
-        return n
-
-    def size(self) -> int:
-        return self._idx
-
-    def empty(self) -> bool:
-        return self.keys is None
-
-    @property
-    def state(self) -> tuple[Any, ...]:
-        """For evaluation only; the codec defines the saved form."""
-        return self.keys, self.values, self.offset, self.left_padding, self._idx
 
     @property
     def nbytes(self) -> int:

@@ -14,14 +14,21 @@ from mlx_lm.models.cache import (
 )
 
 from keepwarm.errors import BadCacheFile, BadInput, UnsupportedCache
-from keepwarm.kv.batch import batch_size, empty_batch, extract, merge, prepare
+from keepwarm.kv.batch import (
+    LeftPadding,
+    RightPadding,
+    batch_size,
+    empty_batch,
+    extract,
+    merge,
+    prepare,
+)
 from keepwarm.kv.codec import encode, live_bytes
 from keepwarm.kv.files.dialects import MAX_HEADER_BYTES
 from keepwarm.kv.files.prompt_cache import N_ROWS, export_prompt_cache, import_prompt_cache
 from keepwarm.kv.kinds import is_empty, token_count
 from keepwarm.kv.layout import probe
 from keepwarm.kv.make import make_caches
-from keepwarm.kv.padding import LeftPadding, RightPadding
 from tests.kit.compare import assert_differs, assert_same
 from tests.kit.runs import cold, prompt_of
 from tests.kv.files.golden import assert_same_encoding

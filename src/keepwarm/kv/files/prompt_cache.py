@@ -30,13 +30,13 @@ from keepwarm.kv.files.dialects import (
     FileContents,
     LayerLocation,
 )
-from keepwarm.kv.files.swift import swift_file
 from keepwarm.kv.kinds import Caches, is_batched, token_count
 from keepwarm.kv.layout import ROWS, Layout
 from keepwarm.kv.make import BITS, GROUP_SIZES
 
 SUFFIX = ".safetensors"
 N_ROWS = "keepwarm_rows"  # in the metadata of an exported batch
+SWIFT_STEP = "256"  # rows by which Swift's caches grow
 
 
 class PromptCacheFile(NamedTuple):
@@ -74,7 +74,7 @@ def export_prompt_cache(
         notes[N_ROWS] = str(batch_size(caches))
         caches = _side_by_side(caches)
     layers = [encode(cache) for cache in caches]
-    write = swift_file if dialect is Dialect.SWIFT else _mlx_lm_file
+    write = _swift_file if dialect is Dialect.SWIFT else _mlx_lm_file
     _publish(target, *write(layers, notes))
 
 
@@ -354,3 +354,78 @@ NORMALIZERS: dict[str, Callable[[EncodedCache, LayerLocation, int | None], Encod
     "RotatingKVCache": _window_rows,
     "ChunkedKVCache": _chunk_rows,
 }
+
+
+# Files as mlx-swift-lm's `savePromptCache` writes them (its version of August 2026). Tensors of a
+# layer are `3.0`, `3.1`, …; its numbers, the user's metadata and the class names are the sections
+# 0, 1 and 2 of the header. A composite is one layer whose parts are told in its numbers.
+
+
+class _SwiftLayer(NamedTuple):
+    cls: str
+    arrays: list[mx.array]
+    words: list[str]
+
+
+def _swift_file(
+    layers: Sequence[EncodedCache], metadata: Mapping[str, str]
+) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """The tensors and the header of a file."""
+    tensors: dict[str, mx.array] = {}
+    header = {f"1.{key}": value for key, value in metadata.items()}
+    for i, layer in enumerate(map(_swift_layer, layers)):
+        tensors |= {f"{i}.{j}": array for j, array in enumerate(layer.arrays)}
+        header |= {f"0.{i}.{j}": word for j, word in enumerate(layer.words)}
+        header[f"2.{i}"] = layer.cls
+    return tensors, header
+
+
+def _swift_layer(layer: EncodedCache) -> _SwiftLayer:
+    if layer.cls == "CacheList":
+        return _swift_list(layer)
+    if layer.cls == "ArraysCache":
+        return _swift_arrays(layer)
+    words = _swift_words(layer)
+    if words is None:
+        raise UnsupportedCache(f"{layer.cls} cannot be exported: Swift has no such cache.")
+    return _SwiftLayer(layer.cls, _swift_rows(layer), words)
+
+
+def _swift_words(layer: EncodedCache) -> list[str] | None:
+    """The numbers of a layer, in Swift's order; None for a class that it does not know."""
+    n = {name: str(value) for name, value in layer.scalars.items()}
+    if layer.cls == "KVCache":
+        return [""]
+    if layer.cls == "QuantizedKVCache":
+        return [SWIFT_STEP, n["offset"], n["group_size"], n["bits"]]
+    if layer.cls == "RotatingKVCache":
+        return [n["keep"], n["max_size"], SWIFT_STEP, n["offset"], str(_n_rows(layer))]
+    if layer.cls == "ChunkedKVCache":
+        if layer.scalars["start_position"]:
+            raise UnsupportedCache(
+                "A ChunkedKVCache whose first rows have left the window cannot be exported: "
+                "Swift does not save its token count."
+            )
+        return [n["chunk_size"], n["start_position"]]
+    return None
+
+
+def _swift_rows(layer: EncodedCache) -> list[mx.array]:
+    """K and V, or the three arrays of each."""
+    names = [f"{name}_{part}" for name in ("keys", "values") for part in QUANT_PARTS]
+    return [layer.tensors[name] for name in ("keys", "values", *names) if name in layer.tensors]
+
+
+def _swift_arrays(layer: EncodedCache) -> _SwiftLayer:
+    size = int(layer.scalars["size"])
+    filled = [i for i in range(size) if f"state{i}" in layer.tensors]
+    arrays = [layer.tensors[f"state{i}"] for i in filled]
+    return _SwiftLayer("ArraysCache", arrays, [str(size), ",".join(map(str, filled))])
+
+
+def _swift_list(layer: EncodedCache) -> _SwiftLayer:
+    parts = [_swift_layer(part) for part in layer.parts]
+    words = [str(len(parts))]
+    for part in parts:
+        words += [part.cls, str(len(part.arrays)), str(len(part.words)), *part.words]
+    return _SwiftLayer("CacheList", [array for part in parts for array in part.arrays], words)
