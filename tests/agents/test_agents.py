@@ -1,18 +1,22 @@
 """Agents name blocks: fork, rewind, promise, carry and forget without copying any."""
 
+import errno
 import json
+import os
 import sqlite3
 import tarfile
 from base64 import b64encode
 from contextlib import closing
 from dataclasses import replace
 
+import psutil
 import pytest
 
+from keepwarm.agents import reachability
 from keepwarm.agents.agent import Branch
 from keepwarm.agents.agent_store import AgentStore
-from keepwarm.agents.agents import MAX_SIDES
-from keepwarm.agents.reachability import MAX_UNCHECKED_LEFT, dropped_by_rewind
+from keepwarm.agents.agents import MAX_SIDES, Agents
+from keepwarm.agents.reachability import dropped_by_rewind
 from keepwarm.agents.texts import AgentTurn
 from keepwarm.errors import BadCacheFile, BadInput, BadRecord, StoreFailed, UnknownAgent
 from keepwarm.prefix.blocks import BlockKey, chain, pack
@@ -61,27 +65,21 @@ def holds_tokens(root, tokens):
     ]
 
 
-def test_a_rewind_drops_what_no_branch_has(disk_store):
-    tokens = tokens_of(700)
-    turn(disk_store, "a", tokens[:300])
-    before = turn(disk_store, "a", tokens)
-    after = disk_store.agents.rewind("a", 1)
-    dropped = [block.key for block in dropped_by_rewind(before, after)]
-    assert dropped == [key for key in before.blocks if key not in after.blocks]
-    assert len(dropped) == 2
-
-
 def test_turns_fork_and_rewind_copy_no_bytes(disk_store):
     tokens = tokens_of(700)
     turn(disk_store, "coder", tokens[:300])
     turn(disk_store, "coder", tokens)
     before = disk_store.disk.stats().puts
-    assert disk_store.agents.show("coder").turns == (300, 700)
+    whole = disk_store.agents.show("coder")
+    assert whole.turns == (300, 700)
     fork = disk_store.agents.fork("coder", "coder-2")
     assert (fork.turns, fork.forked_from) == ((300, 700), "coder")
     back = disk_store.agents.rewind("coder-2", 1)
     assert (back.n_tokens, back.turns, len(back.blocks)) == (300, (300,), 2)
-    assert disk_store.agents.show("coder").n_tokens == 700
+    dropped = [block.key for block in dropped_by_rewind(whole, back)]
+    assert dropped == [key for key in whole.blocks if key not in back.blocks]
+    assert len(dropped) == 2
+    assert disk_store.agents.show("coder") == whole
     assert disk_store.disk.stats().puts == before
     assert disk_store.tokens_of(back) == tokens[:300]
 
@@ -94,39 +92,20 @@ def test_a_changed_past_keeps_only_the_turns_that_still_hold(disk_store):
     assert turn(disk_store, "a", edited).turns == (300, 700)
 
 
-def test_agents_survive_a_restart_and_a_lost_index(tmp_path):
-    tokens = tokens_of(300)
-    with AgentStore(tmp_path / "store", LIMITS) as disk_store:
-        turn(disk_store, "a", tokens)
-    (tmp_path / "store" / "index.sqlite").unlink()
-    with AgentStore(tmp_path / "store", LIMITS) as disk_store:
-        assert [agent.id for agent in disk_store.agents.all()] == ["a"]
-        assert disk_store.tokens_of(disk_store.agents.show("a")) == tokens
-
-
-def test_pins_are_made_again_with_the_index(tmp_path):
-    """The promise is in the agent's own file."""
+def test_agents_and_their_pins_survive_a_lost_index(tmp_path):
+    """The promise is in the agent's own file; a start may have died before it made the pins."""
     root, tokens = tmp_path / "store", tokens_of(600)
     with AgentStore(root, LIMITS) as disk_store:
         last = turn(disk_store, "a", tokens).blocks[-1]
         turn(disk_store, "b", tokens_of(300, seed=2))
         disk_store.agents.update("a", pinned=True)
     (root / "index.sqlite").unlink()
-    with AgentStore(root, LIMITS) as disk_store:
-        assert disk_store.disk.index.lookups.owners(last) == ["agent:a"]
-        assert [stored.key for stored in disk_store.disk.walk() if stored.pinned] == [last]
-
-
-def test_pins_are_made_again_where_the_start_before_died_over_it(tmp_path):
-    """The index was new then, and is not any more."""
-    root = tmp_path / "store"
-    with AgentStore(root, LIMITS) as disk_store:
-        last = turn(disk_store, "a", tokens_of(600)).blocks[-1]
-        disk_store.agents.update("a", pinned=True)
-    (root / "index.sqlite").unlink()
     DiskTier(root, LIMITS).close()  # a start that came no further
     with AgentStore(root, LIMITS) as disk_store:
+        assert [agent.id for agent in disk_store.agents.all()] == ["a", "b"]
+        assert disk_store.tokens_of(disk_store.agents.show("a")) == tokens
         assert disk_store.disk.index.lookups.owners(last) == ["agent:a"]
+        assert [stored.key for stored in disk_store.disk.walk() if stored.pinned] == [last]
 
 
 def test_a_newer_agent_is_left_alone(disk_store):
@@ -151,18 +130,14 @@ def test_a_newer_agent_is_left_alone(disk_store):
     assert len(disk_store.disk.have([ref.key for ref in chain(NAME, tokens)])) == 3
 
 
-def test_agent_file_of_an_older_format_is_refused_in_one_sentence(disk_store):
+def test_agent_file_that_is_torn_or_of_an_older_format_is_refused_in_one_sentence(disk_store):
     turn(disk_store, "a", tokens_of(300))
     path = disk_store.agents._path("a")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 3}))
     with pytest.raises(BadInput, match=r"old format 3, which is not read\); delete "):
         disk_store.agents.show("a")
-
-
-def test_a_torn_agent_is_one_sentence(disk_store):
-    turn(disk_store, "a", tokens_of(300))
     for torn in ("", "[]", "{}", "null", '{"id": 7}'):
-        disk_store.agents._path("a").write_text(torn)
+        path.write_text(torn)
         with pytest.raises(BadInput, match="is damaged"):
             disk_store.agents.show("a")
 
@@ -178,6 +153,33 @@ def test_ids_never_become_paths_unchecked(bad, disk_store):
     for use in (disk_store.agents.show, disk_store.agents.delete):
         with pytest.raises(BadInput, match="not an agent id"):
             use(bad)
+
+
+def test_a_store_whose_pins_cannot_be_made_is_closed_again(tmp_path, monkeypatch):
+    """Nobody has it who could close it."""
+
+    def fail(agents):
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(Agents, "pin_all", fail)
+    with pytest.raises(StoreFailed, match="could not pin the blocks"):
+        AgentStore(tmp_path / "store", LIMITS)
+    opened = [file.path for file in psutil.Process().open_files()]
+    assert not [path for path in opened if path.startswith(str(tmp_path))]
+
+
+def test_a_response_that_another_process_deletes_meanwhile_is_passed_over(disk_store, monkeypatch):
+    class Gone:
+        name = path = f"ada~{'0' * 40}.json"
+
+        def stat(self, **_):
+            raise FileNotFoundError
+
+    scan = os.scandir
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", lambda path: [Gone(), *scan(path)])
+        disk_store.agents.responses.put("ada", "resp_1", b"Hi", 60.0)
+    assert disk_store.agents.responses.get("resp_1", 60.0) == b"Hi"
 
 
 def test_an_unknown_agent_is_named(disk_store):
@@ -223,7 +225,7 @@ def part_in_block(n_shared):
     return shared + tokens_of(700, seed=2), shared + tokens_of(300, seed=3)
 
 
-@pytest.mark.parametrize("n_shared", [0, 100, 256, 300])
+@pytest.mark.parametrize("n_shared", [0, 100, 256])
 def test_deleting_takes_a_rewritten_past_along(n_shared, disk_store):
     """What an agent has said and taken back was its own; what it shares stays."""
     old, new = part_in_block(n_shared)
@@ -304,17 +306,17 @@ def test_a_growing_agent_has_left_nothing(disk_store):
         assert turn(disk_store, "a", tokens[:n]).left == ()
 
 
-def test_what_an_agent_has_left_is_forgotten_when_it_is_gone(disk_store):
+def test_what_an_agent_has_left_is_forgotten_when_it_is_gone(disk_store, monkeypatch):
     """An agent that is always asked something else has a record of bounded size."""
-    for seed in range(3 * MAX_UNCHECKED_LEFT):
+    monkeypatch.setattr(reachability, "MAX_UNCHECKED_LEFT", 6)
+    for seed in range(18):
         agent = turn(disk_store, "a", tokens_of(300, seed=seed))
         disk_store.disk.delete_all([stored.key for stored in disk_store.disk.walk()])
-    assert len(agent.left) <= MAX_UNCHECKED_LEFT
-    for seed in range(2 * MAX_UNCHECKED_LEFT):
+    assert len(agent.left) <= 6
+    for seed in range(24):
         agent = turn(disk_store, "a", tokens_of(20, seed=1000 + seed))
     assert len(agent.sides) == MAX_SIDES
-    n_known = len(agent.left) + MAX_SIDES
-    assert n_known >= 2 * MAX_UNCHECKED_LEFT - 1, "what is there is not forgotten"
+    assert len(agent.left) + MAX_SIDES >= 23, "what is there is not forgotten"
     disk_store.agents.delete("a")
     assert not list(disk_store.disk.walk())
 
@@ -379,20 +381,20 @@ def test_deleting_keeps_what_lay_in_a_directory_in_the_place_of_a_file(disk_stor
 def test_deleting_one_of_many_leaves_nothing_in_the_index(disk_store):
     """Pages of the index are split and merged meanwhile, and old ones used again."""
     shared = tokens_of(256)
-    for seed in range(300):
+    for seed in range(80):
         keep(disk_store, shared + tokens_of(256, seed=100 + seed), n_bytes=64)
-    mine = shared + tokens_of(30_000, seed=1)
+    mine = shared + tokens_of(8_000, seed=1)
     keep(disk_store, mine, n_bytes=64)
     disk_store.agents.advance("other", NAME, shared)
     disk_store.agents.advance("mine", NAME, mine)
-    for seed in range(300, 400):
+    for seed in range(80, 120):
         keep(disk_store, shared + tokens_of(256, seed=100 + seed), n_bytes=64)
     pairs = {pack(mine[i : i + 2]) for i in range(256, len(mine) - 1)}
     assert holds_any(disk_store.disk.root / "index.sqlite", pairs)
     disk_store.agents.delete("mine")
     assert not holds_any(disk_store.disk.root / "index.sqlite", pairs)
     assert not (disk_store.disk.root / "index.sqlite-wal").read_bytes()
-    assert len(list(disk_store.disk.walk())) == 401
+    assert len(list(disk_store.disk.walk())) == 121
 
 
 def holds_any(path, words):
@@ -417,77 +419,65 @@ def test_deleting_says_so_where_the_log_cannot_be_cut(disk_store, monkeypatch):
     assert not list(disk_store.agents.all())
 
 
-def test_a_pinned_agent_outlives_pressure_and_an_unpinned_does_not(tmp_path):
-    limits = DiskLimits(max_bytes=3 << 20, min_free_bytes=0)
-    with AgentStore(tmp_path / "store", limits) as disk_store:
-        disk_store.disk._clock = Minutes()
-        for name, seed in (("kept", 1), ("lost", 2)):
-            tokens = tokens_of(768, seed=seed)
-            keep(disk_store, tokens, n_bytes=100_000)
-            disk_store.agents.advance(name, NAME, tokens)
-        disk_store.agents.update("kept", pinned=True)
-        for seed in range(10, 40):
-            keep(disk_store, tokens_of(512, seed=seed), n_bytes=100_000)
-        blocks = {a.id: len(disk_store.disk.have(a.blocks)) for a in disk_store.agents.all()}
-        assert blocks == {"kept": 3, "lost": 0}
+@pytest.fixture
+def small_store(tmp_path):
+    with AgentStore(tmp_path / "store", DiskLimits(max_bytes=3 << 20, min_free_bytes=0)) as opened:
+        opened.disk._clock = Minutes()
+        yield opened
 
 
-def test_a_pin_holds_what_is_there_of_an_agent(tmp_path):
+def press(disk_store):
+    """Put more than the store takes."""
+    for seed in range(10, 40):
+        keep(disk_store, tokens_of(512, seed=seed), n_bytes=100_000)
+
+
+def large_agent(disk_store, name, n_tokens, seed=1):
+    tokens = tokens_of(n_tokens, seed=seed)
+    keep(disk_store, tokens, n_bytes=100_000)
+    return disk_store.agents.advance(name, NAME, tokens)
+
+
+def test_a_pinned_agent_outlives_pressure_and_an_unpinned_does_not(small_store):
     """Blocks in its middle and at its end were bad; the others are kept all the same."""
-    limits = DiskLimits(max_bytes=3 << 20, min_free_bytes=0)
-    with AgentStore(tmp_path / "store", limits) as disk_store:
-        disk_store.disk._clock = Minutes()
-        tokens = tokens_of(6 * 256)
-        keep(disk_store, tokens, n_bytes=100_000)
-        agent = disk_store.agents.advance("kept", NAME, tokens)
-        bad = {agent.blocks[2], agent.blocks[5]}
-        for key in bad:
-            disk_store.disk.records.path_of(key, Part.DELTA).write_bytes(b"")
-            disk_store.disk.read(key, Part.DELTA)
-        disk_store.agents.update("kept", pinned=True)
-        for seed in range(10, 40):
-            keep(disk_store, tokens_of(512, seed=seed), n_bytes=100_000)
-        assert set(disk_store.disk.have(agent.blocks)) == set(agent.blocks) - bad
+    kept, lost = large_agent(small_store, "kept", 6 * 256), large_agent(small_store, "lost", 512, 2)
+    bad = {kept.blocks[2], kept.blocks[5]}
+    for key in bad:
+        small_store.disk.records.path_of(key, Part.DELTA).write_bytes(b"")
+        small_store.disk.read(key, Part.DELTA)
+    small_store.agents.update("kept", pinned=True)
+    press(small_store)
+    assert set(small_store.disk.have(kept.blocks)) == set(kept.blocks) - bad
+    assert not small_store.disk.have(lost.blocks)
 
 
-def test_a_quota_covers_the_first_blocks(tmp_path):
-    limits = DiskLimits(max_bytes=3 << 20, min_free_bytes=0)
-    with AgentStore(tmp_path / "store", limits) as disk_store:
-        disk_store.disk._clock = Minutes()
-        tokens = tokens_of(1024)
-        keep(disk_store, tokens, n_bytes=100_000)
-        disk_store.agents.advance("a", NAME, tokens)
-        disk_store.agents.update("a", quota_bytes=250_000)
-        for seed in range(10, 40):
-            keep(disk_store, tokens_of(512, seed=seed), n_bytes=100_000)
-        agent = disk_store.agents.show("a")
-        there = [key in disk_store.disk.have(agent.blocks) for key in agent.blocks]
-        assert there == [True, True, False, False]
+@pytest.mark.parametrize(("n_bytes", "n_kept"), [(250_000, 2), (None, 0)])
+def test_a_quota_covers_the_first_blocks(n_bytes, n_kept, small_store):
+    agent = large_agent(small_store, "a", 1024)
+    small_store.agents.update("a", quota_bytes=n_bytes)
+    press(small_store)
+    assert set(small_store.disk.have(agent.blocks)) == set(agent.blocks[:n_kept])
 
 
-def test_retention(tmp_path):
+def test_agents_expire_after_their_retention(tmp_path):
+    """A default of the store, which can be changed for each; one may be gone already."""
     now = [1000.0]
-    with AgentStore(tmp_path / "store", LIMITS) as disk_store:
-        disk_store.agents._clock = lambda: now[0]
-        for name in ("old", "fresh"):
-            turn(disk_store, name, tokens_of(300, seed=len(name)))
-            disk_store.agents.update(name, retention_s=60.0)
-        now[0] += 50
-        turn(disk_store, "fresh", tokens_of(300, seed=5))
-        now[0] += 20
-        assert disk_store.agents.expire() == ["old"]
-        assert [a.id for a in disk_store.agents.all()] == ["fresh"]
-
-
-def test_retention_of_new_agents(tmp_path):
-    """A default, which can be changed for each later."""
     with AgentStore(tmp_path / "store", LIMITS, retention_s=60.0) as disk_store:
+        agents = disk_store.agents
+        agents._clock = lambda: now[0]
         turn(disk_store, "a", tokens_of(300))
-        disk_store.agents.fork("a", "b")
-        disk_store.agents.create("c", Branch(NAME), retention_s=None)
-        disk_store.agents.update("b", retention_s=5.0)
-        found = {agent.id: agent.retention_s for agent in disk_store.agents.all()}
-        assert found == {"a": 60.0, "b": 5.0, "c": None}
+        agents.fork("a", "b")
+        agents.fork("a", "c")
+        agents.create("d", Branch(NAME), retention_s=None)
+        agents.update("c", retention_s=100.0)
+        found = {agent.id: agent.retention_s for agent in agents.all()}
+        assert found == {"a": 60.0, "b": 60.0, "c": 100.0, "d": None}
+        now[0] += 60
+        assert agents.expire() == []
+        turn(disk_store, "a", tokens_of(300, seed=5))
+        now[0] += 41
+        assert agents.expire(lambda done, _: done == 1 and agents.delete("c")) == ["b", "c"]
+        assert [agent.id for agent in agents.all()] == ["a", "d"]
 
 
 def test_labels_are_kept_and_bounded(disk_store):
@@ -572,21 +562,7 @@ def test_clearing_leaves_nothing(disk_store):
     assert not list(disk_store.agents.all())
 
 
-def test_a_bundle_carries_an_agent_to_another_store(disk_store, tmp_path):
-    tokens = tokens_of(700)
-    turn(disk_store, "a", tokens[:300])
-    turn(disk_store, "a", tokens)
-    n_records = disk_store.export_agent("a", tmp_path / "a.kw")
-    assert n_records == 3
-    with AgentStore(tmp_path / "other", LIMITS) as other:
-        made = other.import_agent(tmp_path / "a.kw", IDENTITY)
-        assert (made.id, made.turns, made.n_tokens) == ("a", (300, 700), 700)
-        assert other.tokens_of(made) == tokens
-        for key in made.blocks:
-            assert other.disk.read(key, Part.DELTA) is not None
-
-
-@pytest.mark.parametrize("field", ["weights", "layout", "tokenizer", "kv_options"])
+@pytest.mark.parametrize("field", ["weights", "kv_options"])
 def test_a_bundle_for_another_model_is_refused_with_the_reason(field, disk_store, tmp_path):
     turn(disk_store, "a", tokens_of(300))
     disk_store.export_agent("a", tmp_path / "a.kw")
@@ -598,8 +574,7 @@ def test_a_bundle_for_another_model_is_refused_with_the_reason(field, disk_store
         assert not list(there.disk.walk())
 
 
-@pytest.mark.parametrize("member", [0, 1, 3])
-@pytest.mark.parametrize("at", [0.1, 0.5, 0.99])
+@pytest.mark.parametrize(("member", "at"), [(0, 0.5), (1, 0.1), (3, 0.99)])
 def test_a_damaged_bundle_is_refused_whole(member, at, disk_store, tmp_path):
     """One byte of the manifest or of a record: nothing of it is taken."""
     turn(disk_store, "a", tokens_of(600))
@@ -614,17 +589,6 @@ def test_a_damaged_bundle_is_refused_whole(member, at, disk_store, tmp_path):
         with pytest.raises(BadCacheFile, match="not a complete bundle"):
             other.import_agent(bundle, IDENTITY)
         assert not list(other.disk.walk())
-
-
-def test_a_truncated_or_foreign_bundle_is_refused(disk_store, tmp_path):
-    turn(disk_store, "a", tokens_of(600))
-    bundle = tmp_path / "a.kw"
-    disk_store.export_agent("a", bundle)
-    whole = bundle.read_bytes()
-    for damaged in (whole[:1000], whole[: len(whole) // 2], b"", b"not a bundle" * 100):
-        bundle.write_bytes(damaged)
-        with pytest.raises(BadCacheFile):
-            disk_store.import_agent(bundle, IDENTITY, "b")
 
 
 def test_messages_and_responses_are_counted_and_cleared(tmp_path):

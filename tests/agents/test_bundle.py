@@ -1,7 +1,6 @@
 """Any prefix as one file: an agent's first tokens or turns, or a prompt without a name."""
 
 import errno
-import gzip
 import shutil
 from dataclasses import replace
 
@@ -9,7 +8,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm.agents.agent_store import AgentStore
-from keepwarm.agents.bundle import MANIFEST, ArchiveWriter, Manifest, identity_in
+from keepwarm.agents.bundle import MANIFEST, Manifest, identity_in, write_archive
 from keepwarm.agents.rewriting import prefix_blocks, prefix_records, trimmed
 from keepwarm.cache.restore.records import block_of, records_of
 from keepwarm.cache.store import Budgets, Store
@@ -25,8 +24,6 @@ from tests.kit.compare import assert_same
 from tests.kit.runs import cold, continue_from, prefill, prompt_of
 from tests.store.kit import BrokenFiles, record, tokens_of
 
-MODELS = ["llama", "gemma3_text", "qwen3_next"]
-
 
 @pytest.fixture
 def disk_store(tmp_path):
@@ -41,7 +38,7 @@ def other(tmp_path):
         yield opened
 
 
-@pytest.mark.parametrize("n_tokens", [1, 255, 256, 257, 512, 600, 768])
+@pytest.mark.parametrize("n_tokens", [1, 256, 257, 768])
 def test_the_first_tokens_travel_and_no_later_one(n_tokens, disk_store, other, tmp_path):
     """A bundle of a prefix tells nothing of what was said after it."""
     tokens, bundle = tokens_of(768), tmp_path / "a.kw"
@@ -98,11 +95,14 @@ def test_a_prompt_without_a_name_is_listed_and_travels(disk_store, other, tmp_pa
     assert list(other.prefixes.all()) == []
 
 
-@pytest.mark.parametrize("name", ["@", "@00", "@zzzzzzzz", "@0123456789ab"])
-def test_an_unknown_prefix_is_one_sentence(name, disk_store):
-    turn(disk_store, "a", tokens_of(300))
-    with pytest.raises(BadInput, match="prefixes match"):
-        disk_store.find(name)
+def test_a_prefix_is_found_by_the_first_four_digits_of_its_id(disk_store):
+    for ref in chain(NAME, tokens_of(300)):
+        disk_store.disk.put(record(ref, namespace=NAME))
+    (prefix,) = disk_store.prefixes.all()
+    assert disk_store.find(prefix.id[:5]).n_tokens == 300
+    for unknown in (prefix.id[:4], "@", "@zzzzzzzz", "@0123456789ab"):
+        with pytest.raises(BadInput, match="prefixes match"):
+            disk_store.find(unknown)
 
 
 def test_checkpoints_inside_blocks_travel(disk_store):
@@ -127,15 +127,6 @@ def test_a_block_of_which_no_row_is_left_travels_as_its_tokens(disk_store):
     held = prefix_blocks(disk_store.disk, NAME, packed, [ref.key])
     (left,) = prefix_records(disk_store.disk, held, packed)
     assert (left.header.tokens, left.header.w_rows, left.tensors) == (packed, 0, ())
-
-
-def test_a_prefix_is_found_by_four_digits(disk_store):
-    for ref in chain(NAME, tokens_of(300)):
-        disk_store.disk.put(record(ref, namespace=NAME))
-    (prefix,) = disk_store.prefixes.all()
-    assert disk_store.find(prefix.id[:5]).n_tokens == 300
-    with pytest.raises(BadInput, match="prefixes match"):
-        disk_store.find(prefix.id[:4])
 
 
 def test_a_block_that_goes_while_it_is_exported_is_missed(disk_store):
@@ -186,7 +177,7 @@ def test_a_bundle_with_a_newer_record_is_refused_as_such(disk_store, other, tmp_
     assert not list(other.disk.walk())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gemma3_text", "falcon_h1"])
 def test_trimmed_rows_are_those_of_a_shorter_prompt(name, tiny_model):
     """Bit for bit what a cache of the first tokens holds."""
     model = tiny_model(name)
@@ -255,27 +246,30 @@ def assert_goes_on(restorer, model, n_restored, n_prompt):
     assert_same(cold(model, PROMPT[:n_prompt], 3), run)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "mamba2"])
-@pytest.mark.parametrize(("wanted", "n_restored"), [({"turn": 1}, 300), ({"n_tokens": 400}, 400)])
-def test_an_imported_prefix_goes_on_there(name, wanted, n_restored, tiny_model, away, tmp_path):
-    """To its last token; with states, which cannot be cut, from the last one before."""
+@pytest.mark.parametrize(
+    ("name", "wanted", "n_restored", "n_prompt"),
+    [
+        ("gemma3_text", {"turn": 1}, 300, 500),
+        ("gemma3_text", {"n_tokens": 400}, 400, 500),
+        ("mamba2", {"n_tokens": 400}, 300, 500),
+        ("mamba2", {}, 300, 310),
+        ("llama", {}, 309, 310),
+    ],
+)
+def test_an_imported_prefix_goes_on_there(
+    name, wanted, n_restored, n_prompt, tiny_model, away, tmp_path
+):
+    """To its last token; with states, which cannot be cut, from the last one before.
+
+    The whole agent too, and back: the checkpoints of all turns went along.
+    """
     model = tiny_model(name)
     made = away.on_disk.import_agent(bundle_of(tmp_path, model, **wanted), IDENTITY)
     assert away.on_disk.tokens_of(made) == PROMPT[: made.n_tokens]
     restorer = restorer_of(away, made, model)
-    has_states = name in ("qwen3_next", "mamba2")
-    assert_goes_on(restorer, model, 300 if has_states else n_restored, 500)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3_next", "mamba2"])
-def test_an_imported_agent_goes_on_and_back(name, tiny_model, away, tmp_path):
-    """Its last turn is restored, and the one before: the checkpoints of all turns went along."""
-    model = tiny_model(name)
-    made = away.on_disk.import_agent(bundle_of(tmp_path, model), IDENTITY)
-    restorer = restorer_of(away, made, model)
-    more = [*PROMPT, 1, 2, 3]
-    assert restorer.restore(more).n_tokens == 600
-    assert_goes_on(restorer, model, 300 if name != "llama" else 309, 310)
+    if not wanted:
+        assert restorer.restore([*PROMPT, 1, 2, 3]).n_tokens == 600
+    assert_goes_on(restorer, model, n_restored, n_prompt)
 
 
 def test_a_prefix_of_states_alone_is_listed_and_travels(tiny_model, away, tmp_path):
@@ -295,7 +289,7 @@ def test_a_prefix_of_states_alone_is_listed_and_travels(tiny_model, away, tmp_pa
     assert restorer.restore([*PROMPT, 1]).n_tokens == len(PROMPT)
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [("k-ada", "k-bob"), ("k-ada", ""), ("", "k-bob")])
+@pytest.mark.parametrize(("theirs", "ours"), [("k-ada", "k-bob"), ("k-ada", "")])
 def test_a_bundle_becomes_that_of_whoever_takes_it_in(theirs, ours, tiny_model, away, tmp_path):
     """An importer finds every block, by the agent's name; under either key alone nobody does."""
     model = tiny_model("llama")
@@ -336,15 +330,11 @@ def forged(file, said, records):
     """A bundle by somebody who knows the format and tells lies."""
     keys = tuple(one.header.key.hex() for one in records)
     entries = {f"{one.header.key.hex()}.d.safetensors": encode_record(one) for one in records}
-    write_archive(file, {MANIFEST: [replace(said, blocks=keys).to_json()]} | entries)
+    write_file(file, {MANIFEST: [replace(said, blocks=keys).to_json()]} | entries)
 
 
-def write_archive(path, entries):
-    with path.open("wb") as file:
-        archive = ArchiveWriter(file)
-        for name, pieces in entries.items():
-            archive.add(name, pieces)
-        archive.close()
+def write_file(path, entries):
+    path.write_bytes(b"".join(write_archive(entries.items())))
 
 
 def test_nobody_brings_blocks_under_anothers_names(disk_store, other, tmp_path):
@@ -365,10 +355,19 @@ def test_a_block_that_says_it_stands_elsewhere_is_refused(disk_store, other, tmp
         other.import_agent(tmp_path / "a.kw", IDENTITY)
 
 
-def test_a_bundle_whose_tokens_are_others_is_refused(disk_store, other, tmp_path):
-    wrong = Manifest(IDENTITY, pack(tokens_of(300, seed=1)), ())
-    forged(tmp_path / "a.kw", wrong, blocks_of(disk_store, NAME))
-    with pytest.raises(BadCacheFile, match="do not match its tokens"):
+@pytest.mark.parametrize(
+    ("lies", "says"),
+    [
+        ({"tokens": pack(tokens_of(300, seed=1))}, "do not match its tokens"),
+        ({"turns": ("x",)}, "turn in it"),
+        ({"turns": (-1,)}, "turn in it"),
+        ({"agent": 7}, "agent id is not text"),
+    ],
+)
+def test_a_bundle_whose_manifest_lies_is_refused(lies, says, disk_store, other, tmp_path):
+    told = {"identity": IDENTITY, "tokens": pack(tokens_of(300)), "blocks": (), **lies}
+    forged(tmp_path / "a.kw", Manifest(**told), blocks_of(disk_store, NAME))
+    with pytest.raises(BadCacheFile, match=says):
         other.import_agent(tmp_path / "a.kw", IDENTITY)
 
 
@@ -377,7 +376,7 @@ def test_a_bundle_whose_tokens_are_others_is_refused(disk_store, other, tmp_path
     [(b"[" * 100_000, "recursion"), (b"[]", "must be"), (b"{}", "version"), (b"\xff", "decode")],
 )
 def test_a_manifest_that_is_none_is_refused(manifest, says, other, tmp_path):
-    write_archive(tmp_path / "a.kw", {MANIFEST: [manifest]})
+    write_file(tmp_path / "a.kw", {MANIFEST: [manifest]})
     with pytest.raises(BadCacheFile, match=says):
         other.import_agent(tmp_path / "a.kw", IDENTITY)
 
@@ -385,27 +384,9 @@ def test_a_manifest_that_is_none_is_refused(manifest, says, other, tmp_path):
 def test_a_manifest_of_many_items_is_not_parsed(other, tmp_path):
     """Sixty megabytes of empty lists would take two gigabytes of memory."""
     manifest = b"[" + b"[]," * (1 << 18) + b"[]]"
-    write_archive(tmp_path / "a.kw", {MANIFEST: [manifest]})
+    write_file(tmp_path / "a.kw", {MANIFEST: [manifest]})
     with pytest.raises(BadCacheFile, match="manifest has more than 262144 items"):
         other.import_agent(tmp_path / "a.kw", IDENTITY)
-
-
-def test_turns_are_numbers_of_tokens(disk_store, other, tmp_path):
-    said = Manifest(IDENTITY, pack(tokens_of(300)), (), turns=("x",))
-    forged(tmp_path / "a.kw", said, blocks_of(disk_store, NAME))
-    with pytest.raises(BadCacheFile, match="turn in it"):
-        other.import_agent(tmp_path / "a.kw", IDENTITY)
-
-
-def test_nothing_is_unpacked(disk_store, other, tmp_path):
-    """A small file could become a huge one, and a cut-off one raises whatever it likes."""
-    turn(disk_store, "a", tokens_of(300))
-    disk_store.export_agent("a", tmp_path / "a.kw")
-    packed = gzip.compress((tmp_path / "a.kw").read_bytes())
-    for data in (packed, packed[:-100]):
-        (tmp_path / "b.kw").write_bytes(data)
-        with pytest.raises(BadCacheFile, match="not a complete bundle"):
-            other.import_agent(tmp_path / "b.kw", IDENTITY)
 
 
 def test_an_agents_name_loses_the_key_in_front(disk_store, other, tmp_path):
@@ -451,25 +432,19 @@ def test_a_bundle_that_finds_no_room_makes_no_agent(limits, disk_store, tmp_path
         assert limits is room_for_some or not sum(small.wear.by_day().values())
 
 
-def test_a_bundle_counts_as_written_today(disk_store, other, tmp_path):
+def test_a_bundle_counts_as_written_today_and_needs_the_budget_for_it(disk_store, tmp_path):
     """Each time: a stranger's block does not take the place of an equal one."""
     turn(disk_store, "a", tokens_of(700))
     disk_store.export_agent("a", tmp_path / "a.kw")
-    for number, name in enumerate(("a", "b"), start=1):
-        other.import_agent(tmp_path / "a.kw", IDENTITY, name)
-        assert list(other.wear.by_day().values()) == [number * 3 * 2048]
-
-
-def test_a_bundle_over_the_daily_budget_is_not_written(disk_store, tmp_path):
-    turn(disk_store, "a", tokens_of(700))
-    disk_store.export_agent("a", tmp_path / "a.kw")
+    with AgentStore(tmp_path / "other", LIMITS, writes_per_day=2 * 3 * 2048) as spared:
+        for number, name in enumerate(("a", "b"), start=1):
+            assert spared.import_agent(tmp_path / "a.kw", IDENTITY, name).n_tokens == 700
+            assert list(spared.wear.by_day().values()) == [number * 3 * 2048]
     with AgentStore(tmp_path / "spared", LIMITS, writes_per_day=3 * 2048 - 1) as spared:
         with pytest.raises(InsufficientResources, match="disk_writes_per_day"):
             spared.import_agent(tmp_path / "a.kw", IDENTITY)
         assert not list(spared.disk.walk())
         assert list(spared.agents.all()) == []
-    with AgentStore(tmp_path / "other", LIMITS, writes_per_day=3 * 2048) as spared:
-        assert spared.import_agent(tmp_path / "a.kw", IDENTITY).n_tokens == 700
 
 
 @pytest.mark.parametrize(

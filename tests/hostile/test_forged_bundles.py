@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from keepwarm import config
-from keepwarm.agents.bundle import ArchiveWriter
+from keepwarm.agents.bundle import write_archive
 from keepwarm.models.load import load
 from keepwarm.prefix.fingerprint import digest
 from keepwarm.records.record import Record, encode_record, open_record, read_record
@@ -31,12 +31,7 @@ def members(bundle):
 
 
 def archive(entries):
-    made = io.BytesIO()
-    writer = ArchiveWriter(made)
-    for name, data in entries.items():
-        writer.add(name, [data])
-    writer.close()
-    return made.getvalue()
+    return b"".join(write_archive((name, [data]) for name, data in entries.items()))
 
 
 def edited(bundle, change):

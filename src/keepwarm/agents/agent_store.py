@@ -96,6 +96,13 @@ class AgentStore:
         self.ttl_pins = TtlPins(self.disk)
         self.wear = WriteBudget(self.disk.root, writes_per_day)
         self.counts = CountsFile(self.disk.root)
+        try:
+            self._make_pins()
+        except BaseException:
+            self.disk.close()
+            raise
+
+    def _make_pins(self) -> None:
         with as_store_errors(self.disk, "pin the blocks of agents"):
             if not self.disk.index.database.has_flag(PINS_MADE):
                 self.agents.pin_all()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,8 +99,8 @@ class Agents:
 
     def show(self, agent_id: str) -> Agent:
         path = self._path(agent_id)
-        if agent_id in self._ephemeral:
-            return self._ephemeral[agent_id]
+        if (ephemeral := self._ephemeral.get(agent_id)) is not None:
+            return ephemeral
         try:
             return self._read(path)
         except FileNotFoundError as error:
@@ -343,9 +343,10 @@ class Agents:
     def expire(self, progress: Progress = no_progress) -> list[str]:
         """Delete the agents that were unused for longer than their retention."""
         gone = self.expired()
-        for number, agent_id in enumerate(gone):
-            self.delete(agent_id)
-            progress(number + 1, len(gone))
+        for number, agent_id in enumerate(gone, start=1):
+            with suppress(UnknownAgent):  # another process has deleted it
+                self.delete(agent_id)
+            progress(number, len(gone))
         return gone
 
     def delete_empty(self) -> list[str]:

@@ -13,12 +13,12 @@ import io
 import json
 import re
 import secrets
-import struct
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from tarfile import BLOCKSIZE, RECORDSIZE, USTAR_FORMAT, TarInfo
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
 from keepwarm.agents.rewriting import prefix_blocks, prefix_records, renamed
@@ -52,12 +52,7 @@ from keepwarm.store.names import parse_name, record_name
 from keepwarm.store.tier import as_store_errors
 
 VERSION = 1
-BLOCK_BYTES = 512
-FACTOR_BYTES = 10240  # the length of an archive is a multiple of it
-MAX_ENTRY_BYTES = 0o77777777777  # 8 GiB; more does not fit into a header
 MANIFEST = "manifest.json"
-LAYOUT = struct.Struct("100s 8s8s8s 12s12s 8s c 100s 8s 32s32s8s8s 155s 12x")
-FILE, MAGIC = b"0", b"ustar\x0000"
 NAME = re.compile(rb"(manifest\.json|[0-9a-f]{40}\.[dws]\.safetensors)\0+")
 SIZE = re.compile(rb"([0-7]{11})\0")
 CheckRecord: TypeAlias = Callable[[Record | RecordView], None]
@@ -215,8 +210,8 @@ def export_bundle(
 
     digests = {one.name: one.sha256() for one in records()} if key is not None else {}
     manifest = replace(manifest, blocks=blocks, records=digests)
-    pieces = _pieces(manifest.to_json(key), digests, records(), len(headers), progress)
-    return BundleExport(len(headers), pieces)
+    entries = _entries(manifest.to_json(key), digests, records(), len(headers), progress)
+    return BundleExport(len(headers), write_archive(entries))
 
 
 class _EncodedRecord(NamedTuple):
@@ -230,42 +225,22 @@ class _EncodedRecord(NamedTuple):
         return made.hexdigest()
 
 
-def _pieces(
+def _entries(
     manifest: bytes,
     signed: Mapping[str, str],
     records: Iterator[_EncodedRecord],
     n_records: int,
     progress: Progress,
-) -> Iterator[bytes | memoryview]:
-    made = _Pieces()
-    archive = ArchiveWriter(cast("BinaryIO", made))
-    archive.add(MANIFEST, [manifest])
-    yield from made.taken()
+) -> Iterator[_EncodedRecord]:
+    yield _EncodedRecord(MANIFEST, [manifest])
     n_done = 0
     for n_done, record in enumerate(records, 1):
         if signed and signed.get(record.name) != record.sha256():
             raise BadCacheFile("The agent changed while it was exported; export it again.")
-        archive.add(record.name, record.buffers)
+        yield record
         progress(n_done, n_records)
-        yield from made.taken()
     if n_done < n_records:
         raise BadCacheFile("A block was evicted or deleted meanwhile; export it again.")
-    archive.close()
-    yield from made.taken()
-
-
-class _Pieces:
-    """What an archive writes, to be handed on."""
-
-    def __init__(self) -> None:
-        self._pieces: list[bytes | memoryview] = []
-
-    def write(self, piece: bytes | memoryview) -> None:
-        self._pieces.append(piece)
-
-    def taken(self) -> list[bytes | memoryview]:
-        taken, self._pieces = self._pieces, []
-        return taken
 
 
 def accept_any(record: Record | RecordView) -> None:
@@ -438,36 +413,26 @@ def _records_in(
         yield record
 
 
-class ArchiveWriter:
-    """Writes entries one after another; `close` ends the archive.
-
-    A small part of the tar format: `manifest.json` and records, each a plain file under a short
-    name.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._n_bytes = 0
-
-    def add(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
-        n_bytes = sum(memoryview(piece).nbytes for piece in pieces)
-        self._write([_header(name, n_bytes), *pieces, _padding(n_bytes, BLOCK_BYTES)])
-
-    def close(self) -> None:
-        end = bytes(2 * BLOCK_BYTES)
-        self._write([end, _padding(self._n_bytes + len(end), FACTOR_BYTES)])
-
-    def _write(self, pieces: Sequence[bytes | memoryview]) -> None:
-        for piece in pieces:
-            self._file.write(piece)
-            self._n_bytes += memoryview(piece).nbytes
+def write_archive(
+    entries: Iterable[tuple[str, Sequence[bytes | memoryview]]],
+) -> Iterator[bytes | memoryview]:
+    """A small part of the tar format, piece by piece: plain files under short names."""
+    total = 0
+    for name, buffers in entries:
+        n_bytes = sum(memoryview(buffer).nbytes for buffer in buffers)
+        yield _header(name, n_bytes)
+        yield from buffers
+        yield bytes(-n_bytes % BLOCKSIZE)
+        total += BLOCKSIZE + n_bytes + -n_bytes % BLOCKSIZE
+    yield bytes(2 * BLOCKSIZE)
+    yield bytes(-(total + 2 * BLOCKSIZE) % RECORDSIZE)
 
 
 class ArchiveReader:
     """The entries of an archive of so many bytes, in order.
 
     Each is read to its end before the next is asked for; the file need not be seekable. Raises
-    BadRecord for all that `ArchiveWriter` does not write.
+    BadRecord for all that `write_archive` does not write.
     """
 
     def __init__(self, file: BinaryIO, n_bytes: int) -> None:
@@ -477,12 +442,12 @@ class ArchiveReader:
         self._names: set[str] = set()
 
     def __iter__(self) -> Iterator[ArchiveEntry]:
-        while any(block := self._read(BLOCK_BYTES)):
+        while any(block := self._read(BLOCKSIZE)):
             entry = self._entry(block)
             yield entry
             if not entry.is_at_end():
                 raise BadRecord(f"{entry.name} is longer than its content")
-            if any(self._read(-entry.n_bytes % BLOCK_BYTES)):
+            if any(self._read(-entry.n_bytes % BLOCKSIZE)):
                 raise BadRecord(f"there is data after {entry.name}")
         self._check_end()
 
@@ -492,25 +457,20 @@ class ArchiveReader:
         return int(n_read)
 
     def _entry(self, block: bytes) -> ArchiveEntry:
-        name, *_, size, _, checksum, kind, _, magic = LAYOUT.unpack(block)[:10]
-        prefix = LAYOUT.unpack(block)[-1]
-        if magic != MAGIC or checksum != _checksum(block):
-            raise BadRecord("it is not an archive, or was damaged")
-        known, length = NAME.fullmatch(name), SIZE.fullmatch(size)
-        if known is None or length is None or kind != FILE or any(prefix):
-            raise BadRecord("it holds an entry that is not of a bundle")
-        text = known[1].decode()
-        if text in self._names:
-            raise BadRecord(f"{text} is in it twice")
-        self._names.add(text)
-        n_bytes = int(length[1], 8)
+        known, length = NAME.fullmatch(block[:100]), SIZE.fullmatch(block[124:136])
+        name, n_bytes = (known[1].decode(), int(length[1], 8)) if known and length else ("", 0)
+        if not name or block != _header(name, n_bytes):
+            raise BadRecord("it holds an entry that is not of a bundle, or was damaged")
+        if name in self._names:
+            raise BadRecord(f"{name} is in it twice")
+        self._names.add(name)
         if n_bytes > self._n_bytes - self.offset:
             raise BadRecord("it is cut short")
-        return ArchiveEntry(self, text, n_bytes)
+        return ArchiveEntry(self, name, n_bytes)
 
     def _check_end(self) -> None:
         """One more block of zeros, and as many as fill the last unit; nothing behind them."""
-        n_left = BLOCK_BYTES + -(self.offset + BLOCK_BYTES) % FACTOR_BYTES
+        n_left = BLOCKSIZE + -(self.offset + BLOCKSIZE) % RECORDSIZE
         if any(self._read(n_left)) or self._file.read(1):
             raise BadRecord("there is data after its end")
 
@@ -559,18 +519,7 @@ class ArchiveEntry(io.RawIOBase):
 
 
 def _header(name: str, n_bytes: int) -> bytes:
-    if n_bytes > MAX_ENTRY_BYTES:
-        raise ValueError(f"{n_bytes} bytes do not fit into an entry")
-    mode, owner, time = b"0000600\0", b"0000000\0", b"00000000000\0"
-    fields = [name.encode(), mode, owner, owner, b"%011o\0" % n_bytes, time]
-    rest = [FILE, b"", MAGIC, b"", b"", b"", b"", b""]
-    return LAYOUT.pack(*fields, _checksum(LAYOUT.pack(*fields, b"", *rest)), *rest)
-
-
-def _checksum(block: bytes) -> bytes:
-    """Of a header, its own eight bytes taken as spaces."""
-    return b"%06o\0 " % (sum(block) - sum(block[148:156]) + 8 * ord(" "))
-
-
-def _padding(n_bytes: int, unit: int) -> bytes:
-    return bytes(-n_bytes % unit)
+    """The only header that a bundle has for such an entry."""
+    info = TarInfo(name)
+    info.size, info.mode = n_bytes, 0o600
+    return info.tobuf(USTAR_FORMAT)

@@ -199,13 +199,16 @@ class AgentTexts:
 
     def _expire(self, ttl_s: float) -> None:
         """Delete the oldest texts, until the rest is neither too old nor too much."""
-        ours = [entry for entry in os.scandir(self._directory) if NAME.fullmatch(entry.name)]
-        entries = [(entry, entry.stat(follow_symlinks=False)) for entry in ours]
-        n_bytes, now = sum(about.st_size for _, about in entries), self._clock()
-        for entry, about in sorted(entries, key=lambda pair: pair[1].st_mtime):
+        found: list[tuple[Path, os.stat_result]] = []
+        for entry in os.scandir(self._directory):
+            with suppress(FileNotFoundError):  # another process has deleted it
+                if NAME.fullmatch(entry.name):
+                    found.append((Path(entry.path), entry.stat(follow_symlinks=False)))
+        n_bytes, now = sum(about.st_size for _, about in found), self._clock()
+        for path, about in sorted(found, key=lambda pair: pair[1].st_mtime):
             if n_bytes <= self._max_bytes and now - about.st_mtime <= ttl_s:
                 return
-            self._remove([Path(entry.path)])
+            self._remove([path])
             n_bytes -= about.st_size
 
     def _remove(self, paths: Iterable[Path]) -> None:
