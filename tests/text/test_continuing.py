@@ -22,7 +22,6 @@ from tests.server import test_thinking
 from tests.text import test_template as shapes
 from tests.text.formats import CLOCK, WEATHER
 from tests.text.test_past_answers import spelled
-from tests.text.test_special_tokens import pairs, some  # noqa: F401
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 ASK = {"role": "user", "content": "What is the quick brown fox?"}
@@ -75,12 +74,8 @@ class Talk:
         return self.prompter.render(Request(messages=new, agent="ops", history=history, **asked))
 
 
-@some
-def test_continued_prompt_has_the_tokens_of_the_whole_conversation(pairs, kind, template):  # noqa: F811
-    check_continued(pairs(kind, template).real, template)
-
-
 def check_continued(tokenizer, template):
+    """A continued prompt has the tokens of the whole conversation."""
     for first, stops in product(([ASK], [SYSTEM, ASK]), (True, False)):
         talk = Talk(tokenizer, first).answer(stops=stops)
         prompt = talk.continued(NEXT)

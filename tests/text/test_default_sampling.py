@@ -7,7 +7,7 @@ import pytest
 
 from keepwarm import config
 from keepwarm.text.request import Sampling
-from keepwarm.text.sampling_rules import DrawRules, check_sampling, default_rules
+from keepwarm.text.sampling_rules import DrawRules, default_rules
 
 MAKERS = {
     "do_sample": True,
@@ -42,14 +42,17 @@ def test_the_file_of_the_model(given, expected):
     assert rules(given) == expected
 
 
-def test_the_setting_comes_before_the_file():
-    assert rules(MAKERS, temperature=0.2) == RULES._replace(temperature=0.2)
-    assert rules(MAKERS, temperature=0) == RULES._replace(temperature=0.0)
-
-
-def test_greedy_is_as_before():
-    assert rules(MAKERS, sampling="greedy") == DrawRules()
-    assert rules(MAKERS, sampling="greedy", temperature=0.7) == DrawRules(0.7)
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"temperature": 0.2}, RULES._replace(temperature=0.2)),
+        ({"temperature": 0}, RULES._replace(temperature=0.0)),
+        ({"sampling": "greedy"}, DrawRules()),
+        ({"sampling": "greedy", "temperature": 0.7}, DrawRules(0.7)),
+    ],
+)
+def test_the_setting_comes_before_the_file(settings, expected):
+    assert rules(MAKERS, **settings) == expected
 
 
 @pytest.mark.parametrize(
@@ -82,7 +85,3 @@ def test_a_complete_request_leaves_nothing_open():
     complete = RULES.complete(Sampling(max_tokens=7, seed=3, stop=("a",)))
     assert complete == Sampling(7, *RULES, seed=3, stop=("a",))
     assert set(DrawRules._fields) <= {field.name for field in fields(Sampling)}
-
-
-def test_what_is_not_given_is_not_wrong():
-    check_sampling(Sampling(), 10)

@@ -5,7 +5,6 @@ import random
 import threading
 from collections.abc import Iterator
 from functools import partial
-from time import process_time
 
 import pytest
 from hypothesis import given, settings
@@ -21,11 +20,11 @@ from keepwarm.prefix.policy import Policy
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tiers import Tiers
 from keepwarm.text.detokenize import decode
-from keepwarm.text.past_answers import Splicer, decode_after
+from keepwarm.text.past_answers import ENTRY_BYTES, Splicer, decode_after
 from keepwarm.text.prompt import Prompter
 from keepwarm.text.request import Request
 from keepwarm.text.template import Template
-from tests.kit.checkpoints import CHATML, SPECIALS, tokenizer_config, write_checkpoint
+from tests.kit.checkpoints import CHATML, SPECIALS, tokenizer_config
 from tests.kit.tokenizers import make
 from tests.store.kit import NAMESPACE, record
 
@@ -96,7 +95,7 @@ def smollm2(_directory):
 
 
 def tiny(directory):
-    return load_tokenizer(write_checkpoint(directory))
+    return make(directory, template=CHATML)
 
 
 MAKERS = {f.__name__: f for f in (tiny, smollm2, random_merges, with_dummy_prefix)}
@@ -107,9 +106,9 @@ def any_tokenizer(request, tmp_path_factory):
     return MAKERS[request.param](tmp_path_factory.mktemp(request.param))
 
 
-@pytest.fixture
-def tokenizer(tmp_path):
-    return tiny(tmp_path / "tokenizer")
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return tiny(tmp_path_factory.mktemp("tokenizer"))
 
 
 def prefixes(tokenizer):
@@ -186,34 +185,6 @@ def test_the_stop_token_belongs_to_the_template(tokenizer):
     assert second.tokens.count(tokenizer.eos_token_id) == 3
 
 
-def test_a_whole_conversation_is_one_chain(any_tokenizer):
-    prompter, splicer, _ = pair(any_tokenizer)
-    talk, held, generated = [], [], 0
-    for turn in range(6):
-        talk.append({"role": "user", "content": f"the question {turn}"})
-        rendering = ask(prompter, *talk)
-        assert rendering.tokens[: len(held)] == held
-        assert rendering.spliced == generated
-        tokens = spelled(any_tokenizer, f"the other {turn}")
-        answer(splicer, rendering, tokens)
-        talk.append(said(f"the other {turn}"))
-        held, generated = rendering.tokens + tokens, generated + len(tokens)
-
-
-def test_a_rewound_conversation_that_continues_differently(tokenizer):
-    """Rewind and fork: the common prefix has the same tokens."""
-    prompter, splicer, _ = pair(tokenizer)
-    first = ask(prompter, ASK)
-    tokens = spelled(tokenizer, "the tree")
-    answer(splicer, first, tokens)
-    one = ask(prompter, ASK, said("the tree"), NEXT)
-    answer(splicer, one, spelled(tokenizer, "the dog"))
-    other = {"role": "user", "content": "Something else."}
-    two = ask(prompter, ASK, said("the tree"), other)
-    assert common_prefix(one.tokens, two.tokens) >= len(first.tokens) + len(tokens)
-    assert two.spliced == len(tokens)
-
-
 @pytest.mark.parametrize("text", ["the trees", "the tre", "The tree", "", "the tree ", " the tree"])
 def test_another_text_is_never_taken_for_the_answer(tokenizer, text):
     prompter, splicer, plain = pair(tokenizer)
@@ -260,22 +231,6 @@ def test_an_answer_that_breaks_off_inside_a_character_is_not_kept(tokenizer):
     assert not ask(prompter, ASK, said("the \N{REPLACEMENT CHARACTER}"), NEXT).spliced
 
 
-@pytest.mark.parametrize("template", [ROLES, MISTRAL])
-@pytest.mark.parametrize("maker", ["tiny", "random_merges", "with_dummy_prefix"])
-def test_templates_without_special_tokens_or_a_generation_prompt(tmp_path, template, maker):
-    """Spliced in only where the text around it decodes to the same."""
-    tokenizer = MAKERS[maker](tmp_path / maker)
-    tokenizer.chat_template = template
-    prompter, splicer, plain = pair(tokenizer)
-    first = ask(prompter, ASK)
-    answer(splicer, first, spelled(tokenizer, "the tree"))
-    second = ask(prompter, ASK, said("the tree"), NEXT)
-    cold = ask(plain, ASK, said("the tree"), NEXT)
-    assert decode(tokenizer, second.tokens) == decode(tokenizer, cold.tokens)
-    reads_otherwise = template is ROLES and maker == "with_dummy_prefix"
-    assert bool(second.spliced) is not reads_otherwise
-
-
 def test_a_template_that_strips_thinking_loses_only_what_it_changed(tmp_path):
     tokenizer = make(tmp_path / "t", template=STRIPS_THINKING, tokens=("<think>", "</think>"))
     prompter, splicer, _ = pair(tokenizer)
@@ -303,7 +258,7 @@ def test_splicing_changes_tokens_and_nothing_else(any_tokenizer, template):
     answers = st.one_of(any_tokens, words.map(partial(spelled, any_tokenizer)))
     edits = st.sampled_from([None, None, None, None, "", "the", " tree"])
 
-    @settings(deadline=None, derandomize=True, database=None, max_examples=40)
+    @settings(deadline=None, derandomize=True, database=None, max_examples=10)
     @given(st.lists(st.tuples(words, answers, edits), min_size=1, max_size=4))
     def check(turns):
         prompter, splicer, plain = pair(any_tokenizer)
@@ -326,7 +281,7 @@ def test_splicing_changes_tokens_and_nothing_else(any_tokenizer, template):
     finally:
         any_tokenizer.chat_template = before
     refused = template is ROLES and prefixes(any_tokenizer)  # no text there decodes to the same
-    assert refused or sum(map(bool, n_spliced)) > 10
+    assert refused or sum(map(bool, n_spliced)) > 3
 
 
 def reads(tokenizer, rendering):
@@ -353,7 +308,7 @@ def test_memory_is_bounded_and_the_oldest_goes_first(tokenizer):
     for question in asked:
         answer(splicer, ask(prompter, question), spelled(tokenizer, "the tree"))
         assert ask(prompter, asked[0], said("the tree"), NEXT).spliced  # in use, so it stays
-        assert 0 < splicer.n_bytes <= 20_000
+        assert splicer.n_bytes == len(splicer) * (ENTRY_BYTES + 8 * len("the tree")) <= 20_000
     assert 10 < len(splicer) < 40
     assert ask(prompter, asked[-1], said("the tree"), NEXT).spliced
     assert not ask(prompter, asked[1], said("the tree"), NEXT).spliced
@@ -366,18 +321,10 @@ def test_one_prompt_does_not_keep_answers_without_end(tokenizer):
         answer(splicer, first, spelled(tokenizer, f"the {i}"))
         answer(splicer, first, spelled(tokenizer, "again"))
     assert len(splicer) == 16
+    assert splicer.n_bytes == 16 * ENTRY_BYTES + 8 * (15 * len("the 99") + len("again"))
+    splicer.clear()
+    assert (len(splicer), splicer.n_bytes) == (0, 0)
     Splicer(tokenizer, max_bytes=1).remember("", "x", [5], [6])  # too large to keep: no error
-
-
-def test_a_look_up_among_a_thousand_answers_is_quick(tokenizer):
-    splicer = Splicer(tokenizer)
-    long = "the quick brown fox " * 8_000
-    for i in range(1_000):
-        splicer.remember("", long[: 100 * i] + "<|im_start|>", [5], spelled(tokenizer, "the tree"))
-    started = process_time()
-    for _ in range(10):
-        assert splicer.spans("", long) == []
-    assert (process_time() - started) / 10 < 0.1  # 4 ms on a quiet machine
 
 
 def test_many_threads_may_ask_while_answers_arrive(tokenizer):
@@ -388,7 +335,7 @@ def test_many_threads_may_ask_while_answers_arrive(tokenizer):
 
     def talk(number):
         try:
-            for turn in range(40):
+            for turn in range(10):
                 question = {"role": "user", "content": f"{number} asks {turn}"}
                 rendering = ask(prompter, question)
                 answer(splicer, rendering, tokens)
@@ -432,7 +379,7 @@ def restarted(tokenizer, tier, talk):
     return Prompter(tokenizer, splicer=splicer).render(request, stored(tier)), splicer
 
 
-@pytest.mark.parametrize("n_words", [2, 90, 400])
+@pytest.mark.parametrize("n_words", [2, 400])
 def test_an_answer_from_before_a_restart_is_read_back_from_the_store(any_tokenizer, tier, n_words):
     """One block, or several: the ids in their headers are those that were generated."""
     prompter, splicer, _ = pair(any_tokenizer)

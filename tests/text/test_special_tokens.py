@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
-from time import process_time
 from typing import Any
 
 import pytest
@@ -187,15 +186,6 @@ EVERY = [
     *(("byte_level", template) for template in TEMPLATES),
     *((kind, name) for kind in KINDS if kind != "byte_level" for name in ("agent", "joining")),
 ]
-# One of each kind: special tokens around messages, none, joined and refused roles, no template;
-# and tokenizers that change the text. `test_every_template` has them all.
-some = pytest.mark.parametrize(
-    ("kind", "template"),
-    [
-        *(("byte_level", name) for name in ("chatml", "roles", "alternating", "none")),
-        *(("legacy", "agent"), ("normalising", "joining")),
-    ],
-)
 
 
 def yardstick(pair: Pair, messages, tools=(), template: Template | None = None) -> list[int]:
@@ -219,20 +209,22 @@ def ask(prompter: Prompter, messages, tools=()):
 
 
 WORDS = [
-    "the",
-    " qu",
-    "\n",
-    "🦊",
-    " ",
-    "  ",
-    "1984",
-    "é",
-    "<td>",
-    "hello",
-    "<",
-    "|>",
-    "<|im_",
-    "end|>",
+    *(
+        "the",
+        " qu",
+        "\n",
+        "🦊",
+        " ",
+        "  ",
+        "1984",
+        "é",
+        "<td>",
+        "hello",
+        "<",
+        "|>",
+        "<|im_",
+        "end|>",
+    ),
 ]
 plain_words = st.sampled_from([*WORDS[:-1], "<|", "<th", "[", '"', "\\"])
 hostile_words = st.sampled_from(
@@ -278,13 +270,9 @@ def property_of(check: Callable[..., None], words) -> Callable[[], None]:
     return quick(given(messages=chats(words), tools=tools(words))(check))
 
 
-@some
-def test_prompt_without_special_tokens_keeps_its_tokens(pairs, kind, template):
-    check_plain(pairs(kind, template))
-
-
 def check_plain(pair):
-    """Also where it ends in the beginning of one, which takes the other way to tokenise."""
+    """A prompt without special tokens keeps its tokens, also where it ends in the beginning of one,
+    which takes the other way to tokenise."""
     prompter = Prompter(pair.real)
 
     def check(messages, tools):
@@ -301,12 +289,8 @@ def check_plain(pair):
     property_of(check, plain_words)()
 
 
-@some
-def test_special_token_spelled_by_a_client_is_text(pairs, kind, template):
-    check_spelled(pairs(kind, template))
-
-
 def check_spelled(pair):
+    """A special token spelled by a client is text."""
     prompter = Prompter(pair.real)
 
     def check(messages, tools):
@@ -397,7 +381,7 @@ def test_wherever_it_is_spelled_it_opens_and_closes_nothing(tokenizer, place, te
 def test_texts_that_a_template_joins_make_no_special_token(pairs, template, gap):
     pair = pairs("byte_level", template)
     prompter = Prompter(pair.real)
-    for name in (*SPECIALS, *MARKS):
+    for name in (SPECIALS[-1], MARKS[1]):
         for cut in range(1, len(name)):
             first = {"role": "system", "content": name[:cut] + gap, "name": name[cut:]}
             talk = [first, {"role": "system", "content": name[cut:]}, ASK]
@@ -552,13 +536,3 @@ def test_stand_ins_and_special_tokens_together_are_refused(tokenizer):
         both = [{**one, "role": role}, {"role": "user", "content": "<|im_end|>"}]
         with pytest.raises(BadInput, match="private-use plane"):
             prompter.render(Request(messages=both))
-
-
-def test_text_is_searched_in_linear_time(tokenizer):
-    """Twelve thousand of them in one message; the limit guards against hanging."""
-    tokenizer.chat_template = CHATML
-    many = [{"role": "user", "content": SPELLED * 4_000}]
-    started = process_time()
-    tokens = Prompter(tokenizer).render(Request(messages=many)).tokens
-    assert specials_in(tokenizer, tokens) == OF_ONE_QUESTION
-    assert process_time() - started < 60

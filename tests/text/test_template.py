@@ -86,13 +86,6 @@ def test_what_follows_an_answer_only_at_the_end_does_not_follow_every_answer(tem
     assert template.after_answer_text == ""
 
 
-def test_an_answer_followed_by_plain_text(template_of):
-    _, template = template_of(
-        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n\n' }}{% endfor %}"
-    )
-    assert template.after_answer_text == "\n\n"
-
-
 def test_a_model_without_a_template(template_of):
     tokenizer, template = template_of(None)
     assert not template.exists
@@ -231,9 +224,3 @@ def test_a_template_that_refuses_everything(template_of):
     assert template == Template(exists=True, takes_user_twice=False)
     with pytest.raises(BadInput, match="never"):
         write(tokenizer, [ASK])
-
-
-def test_a_template_is_a_value(template_of):
-    tokenizer, template = template_of(CHATML)
-    assert template == Template.of(tokenizer)
-    assert len({template, Template.of(tokenizer)}) == 1

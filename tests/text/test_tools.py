@@ -9,7 +9,6 @@ import mlx_lm.tool_parsers
 import pytest
 
 from keepwarm.errors import BadInput
-from keepwarm.text.parsing import AnswerReader, AnswerText, Markup
 from keepwarm.text.prompt import Prompter
 from keepwarm.text.request import Request
 from keepwarm.text.template import Template
@@ -129,33 +128,6 @@ def test_the_block_is_documented():
     assert BLOCK.replace("{{", "{").replace("}}", "}") in page.read_text()
 
 
-def test_the_example_in_our_block_shows_our_format():
-    example = re.search(r"<tool_call>\n(.*)\n</tool_call>", tool_block([WEATHER]))
-    assert example
-    assert example[1] == '{"name": "<function>", "arguments": {"<parameter>": <value>}}'
-
-
-def test_a_call_comes_back_as_it_is_rendered(tmp_path):
-    """Out of the answer, back from the client and into the next prompt: the same text."""
-    markup = Markup.of(make(tmp_path, template=CHATML))
-    reader = AnswerReader(markup, calls=CallReader(markup.tool_format, [WEATHER]))
-    answer = call_text("get_weather", ARGUMENTS)
-    tokens = markup.tokenizer.encode(answer)
-    *_, call = [piece for token in tokens for piece in reader.add(token)] + reader.finish()
-    back = {"role": "assistant", "tool_calls": [{"id": call.id, "function": call._asdict()}]}
-    assert write_tools_as_text([back], [])[0]["content"] == answer
-
-
-def test_templates_get_arguments_as_objects(tmp_path):
-    template = "{% for m in messages %}{% for c in m.tool_calls or [] %}"
-    template += "{% for k in c.function.arguments %}{{ k }};{% endfor %}{% endfor %}{% endfor %}"
-    tokenizer = make(tmp_path, template=template)
-    own = format_of(make(tmp_path / "own", parser="json_tools"))
-    assert adapt_to_template(own, TALK, []).tools is None
-    prompter = Prompter(tokenizer, call_markers=own)
-    assert prompter.render(Request(messages=TALK)).text == "city;days;"
-
-
 def test_ids(tmp_path):
     """Keepwarm's; the model's own where it writes one; nine characters for Mistral."""
     ids = {
@@ -182,13 +154,3 @@ def test_small_models_may_write_a_list():
     assert len(CallReader(OURS, [CLOCK]).read(f"[{one}, {one}]")) == 2
     assert len(CallReader(OURS, [CLOCK], parallel=False).read(f"[{one}, {one}]")) == 1
     assert not CallReader(OURS, [CLOCK]).read(f"[{one}, 3]")
-
-
-def test_a_parser_that_fails_loses_no_text(tmp_path):
-    """mlx-lm's parsers may raise anything: longcat's an AttributeError."""
-    markup = Markup.of(make(tmp_path, parser="longcat"))
-    reader = AnswerReader(markup, calls=CallReader(markup.tool_format, [WEATHER]))
-    text = "<longcat_tool_call>no call</longcat_tool_call>"
-    pieces = [p for token in markup.tokenizer.encode(text) for p in reader.add(token)]
-    assert "".join(piece.text for piece in pieces + reader.finish()) == text
-    assert all(isinstance(piece, AnswerText) for piece in pieces)

@@ -225,7 +225,7 @@ class Preparer:
     def remember(self, prepared: PreparedRequest, tokens: Sequence[int]) -> None:
         """Remember an answer, the end of these tokens, for a client that sends it back as text.
 
-        SuffixRenderer a conversation that was continued it is found among the stored blocks.
+        Of a conversation that was continued it is found among the stored blocks.
         """
         prompt, generated = prepared.prompt, tokens[len(prepared.tokens) :]
         if prepared.request.agent is not None:

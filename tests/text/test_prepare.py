@@ -1,13 +1,13 @@
-"""The effect of tool_choice on a prepared request."""
+"""A prepared request: what it refuses, and the effect of tool_choice."""
 
 import pytest
 from tokenizers import AddedToken
 
 import keepwarm
-from keepwarm.errors import BadInput
+from keepwarm.errors import BadInput, ContextTooLong
 from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.text.prepare import Preparer
-from keepwarm.text.request import Format, Request, ToolChoice
+from keepwarm.text.request import Format, Request, Sampling, ToolChoice
 from tests.kit.checkpoints import make_tokenizer, write_checkpoint
 from tests.kit.tokenizers import WITH_TOOLS
 from tests.text.formats import HARMONY_TOKENS, WEATHER
@@ -52,6 +52,34 @@ def may_say(model, text, letters=False, **wishes):
             return False
         matcher.advance(token)
     return True
+
+
+@pytest.mark.parametrize(
+    ("wishes", "says"),
+    [
+        ({"sampling": Sampling(top_p=2.0)}, "top_p is 2.0"),
+        ({"n": 0}, "n is 0; it must be from 1 to 16"),
+        ({"n": 17}, "n is 17"),
+        (
+            {"prompt": [320], "messages": None},
+            "holds the token 320, and the model's tokens are 0 to 319",
+        ),
+        ({"prompt": [-1], "messages": None}, "holds the token -1"),
+        ({"prompt": "", "messages": None}, "prompt is empty"),
+    ],
+)
+def test_a_request_out_of_range_is_refused(plain, wishes, says):
+    with pytest.raises(BadInput, match=says):
+        prepared_by(plain, **{"tools": (), **wishes})
+
+
+def test_a_request_at_its_limits_is_prepared(plain):
+    """The last token of the vocabulary, as many choices as there may be, room for one token."""
+    prompt = [319] * (plain.n_context - 1)
+    prepared = prepared_by(plain, prompt=prompt, messages=None, n=16, tools=())
+    assert (prepared.tokens, prepared.max_new_tokens) == (prompt, 1)
+    with pytest.raises(ContextTooLong, match="reads at most 4,095"):
+        prepared_by(plain, prompt=[*prompt, 0], messages=None, tools=())
 
 
 @pytest.mark.parametrize("choice", [ToolChoice("required"), ToolChoice(name="get_weather")])
