@@ -130,7 +130,6 @@ EXEMPTIONS = (
             "test_a_pin_may_come_before_its_block",
             "test_a_tier_full_of_pinned_blocks_takes_no_more",
             "test_pins_hold_while_others_evict",
-            "test_walking_tells_what_is_pinned",
         ),
     ),
     Exemption(

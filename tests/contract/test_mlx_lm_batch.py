@@ -4,10 +4,6 @@ A test named `test_defect_…` pins an upstream defect that we work around or re
 fails, mlx-lm has mended it: drop our workaround and the test.
 """
 
-import copy
-import dataclasses
-import inspect
-
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator
@@ -27,7 +23,7 @@ from mlx_lm.models.cache import (
 )
 
 from tests.contract.rows import filled, held, positions, rows
-from tests.kit.compare import assert_differs, assert_same
+from tests.kit.compare import assert_differs
 from tests.kit.runs import Job, batched, cold, prefill, prompt_of, settle
 
 PROMPT = prompt_of(60, seed=3)
@@ -174,93 +170,6 @@ def test_cache_list_passes_batch_operations_on():
 
 
 # --- BatchGenerator --------------------------------------------------------------------------
-
-
-def names(function):
-    return tuple(inspect.signature(function).parameters)
-
-
-def test_generator_signatures():
-    """No tokenizer anywhere."""
-    assert names(BatchGenerator)[:5] == (
-        *("model", "max_tokens", "stop_tokens"),
-        *("sampler", "logits_processors"),
-    )
-    assert names(BatchGenerator.insert)[1:5] == ("prompts", "max_tokens", "caches", "all_tokens")
-    assert names(BatchGenerator.insert)[5:] == ("samplers", "logits_processors", "stop_sequences")
-    assert names(BatchGenerator.remove)[1:] == ("uids", "return_prompt_caches")
-
-
-def test_only_the_last_response_carries_cache_and_tokens(tiny_model):
-    """Attributes, one token each; the cache holds all tokens."""
-    generator = BatchGenerator(tiny_model("llama"), max_tokens=3)
-    (uid,) = generator.insert([PROMPT])
-    responses = [r for _ in range(3) for r in generator.next_generated()]
-    assert [f.name for f in dataclasses.fields(responses[0])] == [
-        *("uid", "token", "logprobs", "finish_reason", "prompt_cache", "all_tokens")
-    ]
-    assert {r.uid for r in responses} == {uid}
-    assert [r.finish_reason for r in responses] == [None, None, "length"]
-    assert [r.prompt_cache is None for r in responses] == [True, True, False]
-    assert responses[-1].all_tokens == PROMPT + [r.token for r in responses]
-    assert responses[-1].prompt_cache[0].offset == len(responses[-1].all_tokens)
-    assert generator.next_generated() == []
-
-
-def test_a_stop_token_is_in_the_tokens_and_in_the_cache(tiny_model):
-    """So a continuation that leaves it out must trim it."""
-    stop = cold(tiny_model("llama"), PROMPT, 3).tokens[2]
-    generator = BatchGenerator(tiny_model("llama"), stop_tokens=[[stop]])
-    generator.insert([PROMPT])
-    responses = [r for _ in range(3) for r in generator.next_generated()]
-    assert responses[-1].finish_reason == "stop"
-    assert responses[-1].all_tokens[-1] == stop
-    assert responses[-1].prompt_cache[0].offset == len(PROMPT) + 3
-
-
-def test_next_reports_prefill_and_tokens_apart(tiny_model):
-    """One step for all rows and one slice of prefill; the last prompt token is a step."""
-    generator = BatchGenerator(tiny_model("llama"), prefill_step_size=32)
-    generator.insert([PROMPT])
-    prompts, tokens = generator.next()
-    assert (prompts[0].progress, prompts[0].end_of_prompt, tokens) == ((32, 60), False, [])
-    prompts, _ = generator.next()
-    assert prompts[0].progress == (59, 60)
-    assert generator.next()[0][0].end_of_prompt
-    assert len(generator.next()[1]) == 1
-
-
-def test_a_running_row_can_be_copied_out_and_removed(tiny_model):
-    """`extract_cache` and `remove` answer {uid: (caches, tokens)}; both may be resumed."""
-    model = tiny_model("llama")
-    generator = BatchGenerator(model, max_tokens=8)
-    first, second = generator.insert([PROMPT, OTHER])
-    for _ in range(3):
-        generator.next_generated()
-    cache, tokens = generator.extract_cache([first])[first]
-    assert cache[0].offset == len(tokens)
-    removed = generator.remove([first], return_prompt_caches=True)
-    assert removed[first][1] == tokens
-    assert {r.uid for r in generator.next_generated()} == {second}
-
-
-def test_an_empty_prompt_is_refused_at_insert(tiny_model):
-    """So a wholly cached prompt must be cut back by one token."""
-    generator = BatchGenerator(tiny_model("llama"))
-    with pytest.raises(ValueError, match="empty prompt"):
-        generator.insert([[]])
-
-
-def test_an_injected_cache_is_not_changed(tiny_model):
-    """Merge copies, so one restored cache may serve many rows."""
-    model = tiny_model("llama")
-    cache = prefill(model, make_prompt_cache(model), PROMPT[:40])
-    before = copy.deepcopy(cache[0].keys)
-    job = Job(PROMPT[40:], 4, PROMPT[:40], cache)
-    for run in batched(model, [job, job]):
-        assert_same(cold(model, PROMPT, 4), run)
-    assert cache[0].offset == 40
-    assert mx.array_equal(cache[0].keys, before)
 
 
 # --- Known defects ---------------------------------------------------------------------------

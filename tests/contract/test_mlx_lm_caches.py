@@ -18,12 +18,8 @@ from mlx_lm.models.cache import (
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
-    can_trim_prompt_cache,
     dynamic_roll,
-    load_prompt_cache,
     make_prompt_cache,
-    save_prompt_cache,
-    trim_prompt_cache,
 )
 from mlx_lm.models.deepseek_v41 import LayerCache
 from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
@@ -227,17 +223,6 @@ def test_masks_of_single_caches_are_none_a_word_or_an_array():
     assert ArraysCache(2).make_mask(3) is None
 
 
-def test_trim_prompt_cache_trims_all_layers_or_none():
-    """The answer must be checked: 0 means that nothing was trimmed."""
-    caches = [filled(KVCache(), 10), filled(KVCache(), 10)]
-    assert can_trim_prompt_cache(caches)
-    assert trim_prompt_cache(caches, 3) == 3
-    assert [c.offset for c in caches] == [7, 7]
-    mixed = [filled(KVCache(), 10), ArraysCache(size=2)]
-    assert not can_trim_prompt_cache(mixed)
-    assert (trim_prompt_cache(mixed, 3), mixed[0].offset) == (0, 10)
-
-
 def test_dynamic_roll_rolls_every_row_by_its_own_shift():
     x = mx.arange(8).reshape(2, 4)
     assert dynamic_roll(x, mx.array([1, 2]), axis=1).tolist() == [[3, 0, 1, 2], [6, 7, 4, 5]]
@@ -252,18 +237,6 @@ def test_causal_mask_hides_left_padding_and_what_left_the_window():
         [[1, 1, 1, 0], [0, 1, 1, 1]],
         [[0, 0, 1, 0], [0, 0, 1, 1]],
     ]
-
-
-def test_prompt_cache_files_have_three_parts_of_metadata(tmp_path):
-    """Since 0.32 metadata, classes and scalars; padding is written too."""
-    file = str(tmp_path / "cache.safetensors")
-    save_prompt_cache(file, [filled(KVCache(), 10), ArraysCache(size=1)], {"k": "v"})
-    arrays, metadata = mx.load(file, return_metadata=True)
-    assert arrays["0.0"].shape[2] == 256
-    assert metadata["0.k"] == "v"
-    assert [metadata["1.0"], metadata["1.1"]] == ["KVCache", "ArraysCache"]
-    (kv, state), user = load_prompt_cache(file, return_metadata=True)
-    assert (kv.offset, state.cache, user) == (10, [None], {"k": "v"})
 
 
 def test_a_model_loads_from_a_directory_and_can_be_quantised_back_and_forth(tmp_path):

@@ -69,14 +69,6 @@ def number(text):
 # Names that do not exist.
 
 
-def test_nobody_calls_prompt_cache():
-    """It is an attribute of a response."""
-    calls = [(path.name, node) for path, node in nodes(ast.Call)]
-    named = [(file, n.func.attr) for file, n in calls if isinstance(n.func, ast.Attribute)]
-    assert ("batch.py", "merge") in named  # the reader sees calls
-    assert [file for file, name in named if name == "prompt_cache"] == []
-
-
 # What a layer's cache offers.
 
 

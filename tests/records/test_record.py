@@ -2,8 +2,6 @@
 
 import json
 import os
-import random
-import re
 import struct
 import threading
 import time
@@ -16,7 +14,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-import safetensors
+import safetensors.numpy
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,10 +39,7 @@ from tests.store.kit import NAMESPACE, content, decode, encode, first_block, rec
 
 REF = first_block(list(range(5)))
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
-PARTS = {
-    "numpy": {"BOOL", "U8", "I8", "U16", "I16", "F16", "U32", "I32", "F32", "U64", "I64", "F64"},
-    "mlx": set(ITEM_BYTES) - {"F64"},
-}
+NOT_IN = {"numpy": "BF16", "mlx": "F64"}
 
 
 def small(*tensors, **changes):
@@ -111,50 +106,21 @@ def test_header_extra_with_an_unknown_entry_is_kept_verified_and_needed_by_nobod
         decode(encode(made).replace(b"none", b"some"))
 
 
-@pytest.mark.parametrize("dtype", sorted(PARTS["numpy"]))
-def test_numpy_opens_a_record(dtype, tmp_path):
+@pytest.mark.parametrize("reader", NOT_IN)
+def test_record_with_every_dtype_is_opened_by_safetensors_and_by_mlx(reader, tmp_path):
     """Readable without our code."""
-    made = small(tensor("L0_B0_K", dtype, (2, 3)))
-    with safetensors.safe_open(written(made, tmp_path), "numpy") as file:
-        assert file.metadata().keys() == {"keepwarm", "digest"}
-        found = file.get_tensor("L0_B0_K")
-    assert found.shape == (2, 3)
-    assert found.tobytes() == bytes(made.tensors[0].data)
-
-
-@pytest.mark.parametrize("dtype", sorted(PARTS["mlx"]))
-def test_mlx_opens_a_record(dtype, tmp_path):
-    """bf16 too, which numpy has no name for."""
-    made = small(tensor("L0_B0_K", dtype, (2, 3)))
-    found = mx.load(str(written(made, tmp_path)))["L0_B0_K"]
-    bits = found.view(mx.uint16) if dtype == "BF16" else found
-    assert np.asarray(bits).tobytes() == bytes(made.tensors[0].data)
-
-
-def written(made, tmp_path):
+    dtypes = [dtype for dtype in ITEM_BYTES if dtype != NOT_IN[reader]]
+    made = small(*(tensor(f"T_{dtype}", dtype, (2, 3)) for dtype in dtypes))
     path = tmp_path / "block.safetensors"
     path.write_bytes(encode(made))
-    return path
-
-
-def test_names_in_the_file_are_exactly_those_of_the_format():
-    """`L{layer}_B{block}_K` and `_V`, in the order of the data, without gaps."""
-    made = record(REF)
-    head, _, data = split(encode(made))
-    names = [name for name in head if name != "__metadata__"]
-    assert names == ["L0_B0_K", "L0_B0_V"]
-    assert all(re.fullmatch(r"L\d+_B\d+_[KV]", name) for name in names)
-    offsets = [head[name]["data_offsets"] for name in names]
-    assert offsets == [[0, 512], [512, 1024]]
-    assert len(data) == 1024
-
-
-def test_data_begins_at_a_multiple_of_eight():
-    """So that a reader may map the file and look at it as words."""
-    for n_tokens in range(1, 9):
-        ref = first_block(list(range(n_tokens)))
-        (n_header,) = struct.unpack("<Q", encode(record(ref))[:8])
-        assert n_header % 8 == 0
+    if reader == "mlx":
+        found = mx.load(str(path))
+        found["T_BF16"] = found["T_BF16"].view(mx.uint16)
+    else:
+        found = safetensors.numpy.load_file(path)
+    for one in made.tensors:
+        assert found[one.name].shape == (2, 3)
+        assert np.asarray(found[one.name]).tobytes() == bytes(one.data)
 
 
 def test_tensors_are_not_copied_on_their_way_out():
@@ -252,34 +218,14 @@ def test_a_label_is_written_as_json_is(name, dtype, shape):
     assert label(name, dtype, tuple(shape)).decode() == dumps([name, dtype, shape])
 
 
-@pytest.mark.parametrize("field", ["namespace", "key", "parent", "part", "number", "tokens"])
-def test_the_header_digest_covers_every_word(field):
-    made = small()
-    others = {
-        "namespace": bytes(32),
-        "key": bytes(20),
-        "parent": bytes(20),
-        "part": Part.STATE,
-        "number": 1,
-        "tokens": pack([9] * 5),
-    }
-    ours, theirs = encode(made), encode(small(*made.tensors, **{field: others[field]}))
-    head, _, data = split(ours)
-    head["__metadata__"]["keepwarm"] = split(theirs)[0]["__metadata__"]["keepwarm"]
-    text = dumps(head).encode()
-    text += b" " * (-len(text) % 8)
-    with pytest.raises(BadRecord, match="digest"):
-        decode(struct.pack("<Q", len(text)) + text + data)
-
-
-def test_every_single_byte_flip_is_noticed():
-    """Every position, every one of the 255 other values: all are refused."""
+def test_every_flipped_bit_is_noticed():
+    """Every bit of every byte."""
     data = encode(small(tensor("L0_B0_K", "U8", (3,))))
     unseen = [
-        (at, value)
+        (at, bit)
         for at in range(len(data))
-        for value in range(256)
-        if value != data[at] and passes(data[:at] + bytes([value]) + data[at + 1 :])
+        for bit in range(8)
+        if passes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
     ]
     assert not unseen
 
@@ -428,23 +374,14 @@ def test_a_huge_header_is_refused_before_it_is_read(n):
     assert file.tell() == 8
 
 
-@pytest.mark.parametrize("depth", [1000, 100_000])
-def test_deep_json_is_refused(depth):
-    for text in (b"[" * depth, b'{"a":' * depth, b"[" * depth + b"]" * depth):
+@pytest.mark.parametrize("text", ["[", '{"a":', "9"])
+@pytest.mark.parametrize("n", [1000, 100_000])
+def test_json_that_is_deep_or_a_huge_number_is_refused(text, n):
+    """As the header, and as what an honest digest covers."""
+    head, _, body = split(encode(small()))
+    for data in (struct.pack("<Q", n * len(text)) + n * text.encode(), forge(head, n * text, body)):
         with pytest.raises(BadRecord):
-            decode(struct.pack("<Q", len(text)) + text)
-
-
-def test_deep_json_inside_is_refused():
-    head, _, body = split(encode(small()))
-    with pytest.raises(BadRecord):
-        decode(forge(head, "[" * 100_000, body))
-
-
-def test_a_number_of_many_digits_is_refused():
-    head, _, body = split(encode(small()))
-    with pytest.raises(BadRecord):
-        decode(forge(head, "9" * 100_000, body))
+            decode(data)
 
 
 @pytest.mark.parametrize(
@@ -484,16 +421,6 @@ def tabled(said, table, body):
     return struct.pack("<Q", len(text)) + text + body
 
 
-def test_a_name_given_twice_is_refused():
-    """Readers differ in which of the two they take."""
-    data = encode(small())
-    head, _, body = split(data)
-    text = data[8 : len(data) - len(body)].rstrip()
-    twice = text[:-1] + b',"L0_B0_K":' + dumps(head["L0_B0_K"]).encode() + b"}"
-    with pytest.raises(BadRecord):
-        decode(struct.pack("<Q", len(twice)) + twice + body)
-
-
 # Files of every version
 
 
@@ -518,34 +445,12 @@ def test_files_of_every_version_are_read(path, name):
     assert found == expected["tensors"]
 
 
-def test_there_are_files_of_every_version():
-    versions = {path.parent.name for path, _ in GOLDEN}
-    assert versions == {f"v{n}" for n in range(1, FORMAT_VERSION + 1)}
-    assert len(GOLDEN) >= 5
-
-
 @pytest.mark.parametrize("name", [name for path, name in GOLDEN if path.parent.name == "v1"])
 def test_the_writer_still_writes_its_version(name):
     """Byte for byte: a change of the format needs a new number and new files beside these."""
     data = (FORMATS / "v1" / f"{name}.safetensors").read_bytes()
     opened, tensors = decode(data)
     assert encode(Record(opened.header, tensors)) == data
-
-
-def test_a_record_without_tensors_is_a_record():
-    made = Record(small().header, ())
-    assert decode(encode(made)) == (decode(encode(made))[0], ())
-
-
-def test_random_garbage_of_every_length_is_refused():
-    pick = random.Random(3)
-    assert not any(passes(pick.randbytes(n)) for n in range(256))
-
-
-def test_key_types_come_back_as_bytes():
-    header = decode(encode(small()))[0].header
-    assert header.key == BlockKey(REF.key)
-    assert isinstance(header.namespace, bytes)
 
 
 def test_tables_of_usual_length_are_parsed_once_and_others_are_not_remembered():

@@ -94,14 +94,6 @@ def test_only_a_line_that_is_slow_both_ways_is_slow(machine, clock, put_s, monke
     assert bool(tier.put(second).n_saved) is bool(put_s)
 
 
-def test_whoever_puts_first_decides(slow, place):
-    made = numbers(REF)
-    assert slow(FAST).put(made).stored
-    again = slow().put(made)
-    assert not again.stored
-    assert bytes_of(place, made) == encode(made)
-
-
 def test_the_writer_knows_how_many_bytes_it_sent(slow, place):
     made, tier = numbers(REF), slow()
     put = tier.put(made)
@@ -150,15 +142,9 @@ def flipped(at):
 
 
 BAD = {
-    "front": flipped(9),
-    "version": flipped(7),
     "header": flipped(300),
-    "low bytes": flipped(30_000),
     "high bytes": flipped(-900),
-    "cut": lambda data: data[:-1],
-    "cut in the middle": lambda data: data[:30_000],
     "cut in the front": lambda data: data[:20],
-    "longer": lambda data: data + b"x",
     "claims more": lambda data: with_front(data, n_bytes=1 << 29),
 }
 
@@ -177,20 +163,6 @@ def test_bad_bytes_are_a_miss_and_deleted_when_they_are_bad_twice(slow, place, c
     assert there.stats().quarantined == 2
     assert there.is_trusted
     assert there.speed.bytes_per_s == before, "it came in time"
-
-
-def test_a_newer_code_is_a_miss_that_stays(slow, place, clock):
-    made, there = numbers(REF), slow()
-    slow().put(made)
-    newer = with_front(bytes_of(place, made), version=2)
-    place.put(name_of(made), [newer], SOON, replace=True)
-    for _ in range(3):
-        assert found(there) is None
-        assert there.take_fault(REF.key, Part.DELTA) == "newer"
-        clock.now += ABSENT_S
-    assert bytes_of(place, made) == newer
-    assert there.stats().newer == 3
-    assert there.is_trusted
 
 
 @pytest.mark.parametrize("n_tensors", [2, 1000])

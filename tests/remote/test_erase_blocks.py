@@ -9,6 +9,7 @@ from keepwarm.remote.deleter import erase_from_tier
 from keepwarm.remote.handshake import STORE_META
 from keepwarm.remote.records import FleetKey, RemoteNames, RemoteRecord, parse_last
 from keepwarm.store.tier import NamedBlock
+from tests.contract.shared import names_in
 from tests.remote.conftest import CLASS, SOON
 from tests.store.kit import NAMESPACE, record, refs_of, tokens_of
 
@@ -93,18 +94,35 @@ def test_sizes_are_taken_from_the_list(machine, monkeypatch):
 
 
 @pytest.mark.parametrize("address", ["redis"], indirect=True)
-def test_evicted_records_leave_no_member(machine):
-    """Redis may evict a record and keep the list that names it, or the reverse."""
+def test_erase_removes_a_listed_name_whose_record_redis_has_evicted(machine):
     tier, names = machine(), RemoteNames(CLASS)
-    for ref in (FIRST, SECOND):
-        tier.put(record(ref))
-    evicted = names.of(RemoteRecord.of(record(FIRST).header))
-    folders = [names.folder(NAMESPACE, ref.parent) for ref in (FIRST, SECOND)]
-    for key in (evicted, f"{folders[1]}/"):
-        assert tier.backend._call([[b"UNLINK", f"keepwarm:{key}".encode()]], SOON) == [1]
-    assert erase_from_tier(tier, [NAMESPACE], [named(FIRST), named(SECOND)], ())
-    assert tier.backend.list_names(folders[0], SOON) == []
-    assert there(tier.backend, [SECOND]) == []
+    tier.put(record(FIRST))
+    evict(tier, names.of(RemoteRecord.of(record(FIRST).header)))
+    assert erase_from_tier(tier, [NAMESPACE], [named(FIRST)], ())
+    assert tier.backend.list_names(names.folder(NAMESPACE, FIRST.parent), SOON) == []
+
+
+@pytest.mark.parametrize("address", ["redis"], indirect=True)
+@pytest.mark.parametrize("is_listed_again", [False, True])
+def test_erase_deletes_all_records_of_a_block_whose_list_redis_has_evicted(
+    machine, trust, is_listed_again
+):
+    """Of every part, and with any number of window rows; also if one was put and listed since."""
+    tier = machine(**trust)
+    made = [record(TAIL), record(TAIL, Part.STATE), record(TAIL, Part.WINDOW)]
+    made += [record(SECOND, Part.WINDOW, w_rows=rows) for rows in (0, 1, 255, 256)]
+    for one in made:
+        tier.put(one)
+        evict(tier, f"{RemoteNames(CLASS).folder(NAMESPACE, one.header.parent)}/")
+    if is_listed_again:
+        tier.put(record(SECOND))
+    assert len(names_in(tier.backend)) == len(made) + is_listed_again
+    assert erase_from_tier(tier, [NAMESPACE], [named(SECOND), named(TAIL)], ())
+    assert names_in(tier.backend) == []
+
+
+def evict(tier, key):
+    assert tier.backend._call([[b"UNLINK", f"keepwarm:{key}".encode()]], SOON) == [1]
 
 
 def test_a_place_that_does_not_answer_is_to_be_tried_again(machine, clock):

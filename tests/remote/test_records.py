@@ -54,13 +54,6 @@ def test_a_forged_record_with_digests_that_fit_is_a_miss_and_deleted_after_two(
     assert not there.is_open
 
 
-def test_another_key_is_no_key(machine, place):
-    machine(fleet_key=FleetKey(b"x" * 32)).put(record(REF))
-    there = machine(fleet_key=KEY)
-    assert found(there) is None
-    assert there.stats().quarantined == 1
-
-
 def test_a_record_without_a_mac_is_absent_until_one_of_the_fleet_puts_it(machine, place):
     machine().put(record(REF))
     there, one = machine(fleet_key=KEY), record(REF)

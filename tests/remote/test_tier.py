@@ -18,7 +18,6 @@ from keepwarm.remote.records import RemoteRecord
 from keepwarm.remote.tier import ASK_S, RemoteTier, lookup_s
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tier import RemoteLookup
-from tests.kit.places import KINDS
 from tests.kit.waiting import wait_until
 from tests.store.kit import NAMESPACE, content, record, refs_of, tokens_of
 
@@ -50,25 +49,13 @@ class Watched:
         return call if name == "close" else watched
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch):
-    """Deadlines that a busy machine keeps too."""
-    monkeypatch.setattr("keepwarm.remote.tier.MIN_READ_S", SOON)
-
-
-@pytest.fixture(params=KINDS)
-def url(request, places, tmp_path_factory):
-    with places[request.param](tmp_path_factory.mktemp("place")) as address:
-        yield address
-
-
 @pytest.fixture
-def open_tier(url, clock):
+def open_tier(address, clock):
     """Opens a tier as another machine would; its place is `tier.place`."""
     opened = []
 
     def opener(compute_class=CLASS, **options):
-        place = Watched(open_backend(url))
+        place = Watched(open_backend(address))
         tier = RemoteTier(place, compute_class, clock=clock, **options)
         opened.append(tier)
         tier.place = place

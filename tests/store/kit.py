@@ -29,8 +29,7 @@ VOCABULARY = 1 << 17
 
 def tokens_of(n_tokens: int, seed: int = 0) -> list[int]:
     """Repeatable token ids."""
-    pick = random.Random(seed)
-    return [pick.randrange(VOCABULARY) for _ in range(n_tokens)]
+    return random.Random(seed).choices(range(VOCABULARY), k=n_tokens)
 
 
 def refs_of(

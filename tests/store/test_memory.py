@@ -3,11 +3,8 @@
 import gc
 import random
 import weakref
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import numpy as np
-import psutil
 import pytest
 
 from keepwarm.prefix.blocks import chain, root
@@ -16,7 +13,7 @@ from keepwarm.store import memory
 from keepwarm.store.eviction import DISK_HALF_LIFE_S
 from keepwarm.store.index.index import Index
 from keepwarm.store.memory import BlockTable, MemoryTier
-from tests.store.kit import NAMESPACE, first_block, keys_of, record, refs_of, tokens_of
+from tests.store.kit import NAMESPACE, first_block, record, refs_of, tokens_of
 
 MIB = 1 << 20
 
@@ -59,51 +56,11 @@ def test_evicted_bytes_are_given_back(tier):
     assert tier.stats().n_bytes == n_alive * MIB
 
 
-def resident_memory() -> tuple[int, int]:
-    """What a full tier adds to this process, and what is left of it once all is deleted."""
-    process = psutil.Process()
-    tier = MemoryTier(256 * MIB)
-    before = process.memory_info().rss
-    for n in range(16):
-        tier.put(big(n, 12 * MIB)[0])
-    full = process.memory_info().rss - before
-    for stored in list(tier.walk()):
-        tier.delete(stored.key)
-    gc.collect()
-    after = process.memory_info().rss - before
-    tier.close()
-    return full, after
-
-
-def test_process_memory_falls_with_the_budget():
-    """Asserted on a process of its own; one that has run for long keeps what it is given."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        full, after = pool.submit(resident_memory).result()
-    assert full > 150 * MIB
-    assert after < 40 * MIB
-
-
-def test_the_budget_is_one_of_bytes(tier):
-    for n in range(30):
-        tier.put(record(first_block([n]), n_bytes=MIB))
-        assert tier.stats().n_bytes <= 8 * MIB
-    assert tier.stats().blocks == 8
-
-
 def test_a_larger_window_record_counts_once(tier):
     (ref,) = refs_of(1)
     tier.put(record(ref, Part.WINDOW, MIB, w_rows=10))
     tier.put(record(ref, Part.WINDOW, 2 * MIB, w_rows=20))
     assert tier.stats().n_bytes == 2 * MIB
-
-
-def test_what_does_not_fit_beside_pinned_blocks_is_refused(tier):
-    for n in range(6):
-        tier.put(record(first_block([n]), n_bytes=MIB))
-        tier.pin(first_block([n]).key, "agent")
-    assert not tier.put(record(first_block([99]), n_bytes=3 * MIB)).stored
-    assert tier.put(record(first_block([98]), n_bytes=2 * MIB)).stored
-    assert tier.stats().blocks == 7
 
 
 def test_nothing_is_left_after_close(tier):
@@ -125,18 +82,6 @@ def test_a_deleted_record_is_given_back_at_once(tier):
     gc.collect()
     assert array() is None
     assert tier.stats().n_bytes == 0
-
-
-def test_clock_decides_what_is_old():
-    now = iter(range(1000))
-    tier = MemoryTier(3 * MIB, clock=lambda: next(now))
-    made = [record(first_block([n]), n_bytes=MIB) for n in range(4)]
-    for one in made[:3]:
-        tier.put(one)
-    tier.touch(keys_of(made[:1]))
-    tier.put(made[3])
-    assert set(tier.have(keys_of(made))) == set(keys_of([made[0], made[2], made[3]]))
-    tier.close()
 
 
 # The same answers as the index on disk gives

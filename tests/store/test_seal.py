@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import shutil
 import struct
 import subprocess
@@ -191,20 +190,6 @@ def test_tensors_of_an_older_record_of_the_same_block_do_not_mix(sealed):
     assert sealed.read(ref.key, Part.DELTA) is None
 
 
-def test_a_tensor_opens_under_key_part_name_dtype_and_shape_only():
-    cipher, made = Cipher(bytes(range(32))), chain_of(1)[0]
-    blob = encode_record(made, cipher)[2]
-    label = [made.header.key.hex(), "d", "L0_B0_K", "U8", list(made.tensors[0].shape)]
-
-    def name(parts):
-        return json.dumps(parts, separators=(",", ":")).encode()
-
-    assert cipher.open(name(label), blob) == bytes(made.tensors[0].data)
-    for at, other in enumerate(("00" * 20, "w", "L0_B0_V", "I8", [2, 256])):
-        with pytest.raises(BadRecord):
-            cipher.open(name([*label[:at], other, *label[at + 1 :]]), blob)
-
-
 def test_every_flipped_byte_is_noticed():
     cipher = Cipher(bytes(range(32)))
     made = record(refs_of(1, n_last=4)[0], n_bytes=64)
@@ -236,35 +221,6 @@ def test_the_golden_sealed_store_is_read(tmp_path):
 
 
 # The index
-
-
-def test_the_index_finds_children_and_is_rebuilt_from_sealed_files(tmp_path):
-    tokens = tokens_of(256)
-    siblings = [tokens[:n] + tokens_of(256 - n, seed=n) for n in range(10, 250, 10)]
-    made = [record(next(chain(bytes(range(32)), s))) for s in siblings]
-    tier = open_sealed(tmp_path / "store")
-    for each in made:
-        tier.put(each)
-    parent = made[0].header.parent
-    expected = tier.children(parent, pack(tokens))
-    assert [child.n_common for child in expected] == list(range(240, 160, -10))
-    walked = {stored.key: stored.namespace for stored in tier.walk()}
-    assert walked == {each.header.key: each.header.namespace for each in made}
-    tier.close()
-    for name in ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm"):
-        (tmp_path / "store" / name).unlink(missing_ok=True)
-    again = open_sealed(tmp_path / "store")
-    assert again.children(parent, pack(tokens)) == expected
-    again.close()
-
-
-def test_tails_that_were_outgrown_go(sealed):
-    tokens = tokens_of(200)
-    tail, longer = (record(next(chain(bytes(range(32)), tokens[:n]))) for n in (90, 200))
-    for each in (tail, longer):
-        sealed.put(each)
-    sealed.delete_superseded(longer.header.key)
-    assert set(sealed.have(keys_of([tail, longer]))) == {longer.header.key}
 
 
 def test_a_row_that_was_tampered_with_is_no_answer(sealed):
@@ -335,19 +291,6 @@ def test_a_lost_marker_costs_no_record(tmp_path, caplog):
     tier = open_sealed(root)
     assert set(tier.have(keys_of(made))) == set(keys_of(made))
     tier.close()
-
-
-def test_a_passphrase_goes_through_scrypt_with_the_salt_of_the_store(tmp_path):
-    made = chain_of(1)[0]
-    tier = open_sealed(tmp_path / "store", PASSPHRASE)
-    tier.put(made)
-    tier.close()
-    marker = json.loads((tmp_path / "store" / SEALED).read_text())
-    assert marker["scrypt"]["n"] >= 1 << 17
-    assert len(bytes.fromhex(marker["salt"])) == 16
-    again = open_sealed(tmp_path / "store", PASSPHRASE)
-    assert content(again.read(made.header.key, Part.DELTA)) == content(made)
-    again.close()
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"version": 1}', "[]", '{"version": 2}'])
@@ -436,9 +379,8 @@ def converse(root, model, secret, prompt, agent=AGENT):
     return opened, kept, restored, caches
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
-def test_a_second_process_restores_what_a_sealed_store_kept(name, tmp_path, tiny_model):
-    model, prompt = tiny_model(name), prompt_of(600)
+def test_a_second_process_restores_what_a_sealed_store_kept(tmp_path, tiny_model):
+    model, prompt = tiny_model("qwen3_next"), prompt_of(600)
     converse(tmp_path / "store", model, KEY, prompt)[0].close()
     opened, _, restored, _ = converse(tmp_path / "store", model, KEY, prompt)
     opened.close()
@@ -498,15 +440,6 @@ def test_an_agent_file_that_was_changed_or_moved_is_not_believed(tmp_path):
             disk_store.agents.show("one")
 
 
-def test_removing_an_agent_leaves_nothing_of_it(tmp_path, tiny_model):
-    root = tmp_path / "store"
-    opened, _, _, _ = converse(root, tiny_model("llama"), KEY, prompt_of(600))
-    assert opened.on_disk.agents.delete(AGENT) == 3
-    assert not list((root / "agents").iterdir())
-    assert not list(files_under(root / "blocks"))
-    opened.close()
-
-
 # Several processes, and the command line
 
 WRITER = """
@@ -539,6 +472,9 @@ def test_processes_that_start_together_share_a_new_sealed_store(tmp_path):
         with writer.stderr as errors:
             said = errors.read()
         assert writer.wait(timeout=300) == 0, said
+    marker = json.loads((root / SEALED).read_text())
+    assert marker["scrypt"]["n"] >= 1 << 17
+    assert len(bytes.fromhex(marker["salt"])) == 16
     tier = open_sealed(root, PASSPHRASE)
     for seed in (1, 2):
         keys = [ref.key for ref in refs_of(30, seed)]
@@ -631,10 +567,3 @@ def test_a_bundle_of_a_sealed_store_is_that_of_a_plain_one(tmp_path):
             kept = [back.disk.read(key, Part.DELTA) for key in agent.blocks]
             assert [content(k) for k in kept] == [content(m) for m in made]
             assert agent.blocks != there.agents.show(AGENT).blocks
-
-
-def test_a_plain_reader_calls_a_sealed_record_by_its_name(tmp_path):
-    path = tmp_path / "record"
-    path.write_bytes(b"".join(encode_record(chain_of(1)[0], Cipher(bytes(range(32))))))
-    with path.open("rb") as file, pytest.raises(PermissionError, match="it is encrypted"):
-        open_record(file, os.fstat(file.fileno()).st_size)

@@ -207,9 +207,7 @@ class _Folder:
         doomed = set(self._deleting(listed, blocks)) - set(keep)
         names = [one.name for key in doomed & listed.keys() for one in listed[key]]
         if self._backend.in_batches:  # the list of a folder may have been evicted before its names
-            names += [
-                n for block in blocks if block.key not in listed for n in self._names_of(block)
-            ]
+            names += (name for block in blocks for name in self._names_of(block))
         for start in range(0, len(names), AT_ONCE):
             self._backend.delete(names[start : start + AT_ONCE], CALL_S)
 

@@ -183,6 +183,10 @@ class Disk:
         elif call.letter == "S":
             self._synced(call).sync()
 
+    def files_after(self, keeps: Keeps) -> Iterator[tuple[str, bytes]]:
+        """What the disk holds after a cut, by name; directories end in `/`."""
+        return _files_after(self._root, "", keeps)
+
     def write(self, copy: Path, keeps: Keeps, only: str = "") -> None:
         """Write what the disk holds after a cut into a directory; only files that begin so."""
         _write_out(self._root, copy, keeps, only)
@@ -205,6 +209,15 @@ class Disk:
         change = Change(self._number, edits)
         for directory in {id(edit.directory): edit.directory for edit in edits}.values():
             directory.changes.append(change)
+
+
+def _files_after(node: Node, path: str, keeps: Keeps) -> Iterator[tuple[str, bytes]]:
+    for name, inner in sorted(node.names_after(keeps).items()):
+        if inner.entries is None:
+            yield path + name, inner.bytes_after(keeps)
+        else:
+            yield f"{path}{name}/", b""
+            yield from _files_after(inner, f"{path}{name}/", keeps)
 
 
 def _write_out(node: Node, copy: Path, keeps: Keeps, only: str) -> None:

@@ -67,7 +67,7 @@ def contend_for(store_root: Path, seconds: float) -> list[dict[str, Any]]:
     """Run all processes for so long; returns the report of each surviving thread."""
     steady = [start(store_root, number, seconds) for number in range(PROCESSES - 1)]
     try:
-        assert die_again_and_again(store_root, PROCESSES - 1, seconds - 1) > 2
+        assert die_again_and_again(store_root, PROCESSES - 1, seconds - 1) > 0
         results = [result_of(process, PATIENCE) for process in steady]
     finally:
         for process in steady:
@@ -97,7 +97,7 @@ def check_share(store_root: Path, seconds: float) -> None:
 
 def test_threads_and_processes_share_a_directory(tmp_path: Path) -> None:
     """Every value is right, nothing acknowledged is lost, index and files agree."""
-    check_share(tmp_path, seconds=12)
+    check_share(tmp_path, seconds=4)
 
 
 @pytest.mark.soak

@@ -1,6 +1,5 @@
 """The index: its counts are right, and its queries use SQL indexes."""
 
-import random
 import sqlite3
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,12 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from keepwarm.errors import NewerFormat
-from keepwarm.prefix.blocks import BlockKey, pack, root
+from keepwarm.prefix.blocks import BlockKey, root
 from keepwarm.records.record import Part
 from keepwarm.store.index.database import is_busy, is_damage
 from keepwarm.store.index.index import MAX_TOUCHES, Index
 from keepwarm.store.names import path_of
-from keepwarm.store.tier import NEIGHBOURS
 from tests.store.kit import NAMESPACE, first_block, record, refs_of
 
 TREE = [*refs_of(4, seed=1), *refs_of(4, seed=2), *refs_of(3, seed=1, n_last=9)[2:]]
@@ -155,20 +153,6 @@ def fill(index, refs, n_bytes=10):
         index.add(record(ref).header, n_bytes, now)
 
 
-def test_the_nearest_of_thousands_against_brute_force(index):
-    """At any fan-out the longest common prefix is a neighbour of the query."""
-    pick = random.Random(1)
-    held = {tuple(pick.randrange(3) for _ in range(pick.randrange(1, 12))) for _ in range(3000)}
-    fill(index, [first_block(tokens) for tokens in sorted(held)])
-    for _ in range(200):
-        asked = tuple(pick.randrange(3) for _ in range(12))
-        shared = (next((i for i, (a, b) in enumerate(zip(h, asked, strict=False)) if a != b),
-                       len(h)) for h in held)  # fmt: skip
-        found = index.lookups.children(root(NAMESPACE), pack(asked))
-        assert found[0].n_common == max(shared)
-        assert len(found) <= 2 * NEIGHBOURS + len(asked)
-
-
 def test_victims_free_no_more_than_needed(index):
     fill(index, [first_block([n]) for n in range(20)], n_bytes=10)
     assert [v.n_bytes for v in index.find_victims(25)] == [10, 10, 10]
@@ -198,23 +182,6 @@ def test_a_reservation_counts_and_keeps_to_the_limit(index):
     assert index.lookups.writers() == set()
 
 
-def test_ancestors_and_descendants(index):
-    refs = refs_of(5)
-    fill(index, refs)
-    keys = [ref.key for ref in refs]
-    assert list(index.lookups.parents(keys[3])) == keys[3::-1]
-    assert index.lookups.descendants(keys[1]) == keys[:1:-1]
-    assert index.lookups.descendants(root(NAMESPACE)) == keys[::-1]
-
-
-def test_children_that_came_before_their_parent_protect_it(index):
-    """Files are adopted in any order."""
-    one, two = refs_of(2)
-    fill(index, [two, one])
-    assert [victim.key for victim in index.find_victims(10)] == [two.key]
-    assert [victim.key for victim in index.find_victims(20)] == [two.key, one.key]
-
-
 @pytest.mark.parametrize(
     "query",
     [
@@ -230,34 +197,6 @@ def test_no_look_up_reads_a_whole_table(query, index):
     """Nor sorts: the cost of a look-up must not grow with the store."""
     steps = [row[3] for row in index.database.rows(f"EXPLAIN QUERY PLAN {query}", (b"", b""))]
     assert not [step for step in steps if step.startswith("SCAN") or "TEMP B-TREE" in step]
-
-
-def test_deleted_tokens_are_in_no_file(tmp_path):
-    """Removing a block removes its token ids from index and log."""
-    made = Index(tmp_path / "index.sqlite")
-    ref = first_block(list(range(1000, 1200)))
-    made.add(record(ref).header, 10, 1.0)
-    made.database.checkpoint()
-    assert ref.tokens[:200] in (tmp_path / "index.sqlite").read_bytes()
-    made.mark_deleting([ref.key])
-    made.delete_marked([ref.key])
-    made.database.checkpoint()
-    found = [p.name for p in tmp_path.iterdir() if ref.tokens[40:60] in p.read_bytes()]
-    made.close()
-    assert found == []
-
-
-def test_two_connections_see_one_index(tmp_path):
-    one, two = Index(tmp_path / "i"), Index(tmp_path / "i")
-    ref = first_block([1])
-    one.add(record(ref).header, 10, 1.0)
-    two.pin(ref.key, "you")
-    assert one.lookups.owners(ref.key) == ["you"]
-    assert one.find_victims(10) == []
-    two.pin_only("you", ())
-    assert len(one.find_victims(10)) == 1
-    one.close()
-    two.close()
 
 
 def test_holding_changes_in_one_step(tmp_path):
