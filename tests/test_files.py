@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from keepwarm.files import STALE_AFTER_S, exclusive, replacing, write_atomically
+from keepwarm.files import STALE_AFTER_S, SharedLock, replacing, write_atomically
 
 
 def test_content_is_replaced_and_private(tmp_path):
@@ -55,7 +55,7 @@ def test_what_a_killed_process_left_is_removed_when_it_is_old(tmp_path):
 
 
 def test_a_lock_keeps_others_out(tmp_path):
-    with exclusive(tmp_path / "lock"):
+    with SharedLock(tmp_path / "lock").hold():
         fd = os.open(tmp_path / "lock", os.O_RDWR)
         with pytest.raises(BlockingIOError):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,7 +64,7 @@ def test_a_lock_keeps_others_out(tmp_path):
 
 
 def test_a_lock_is_released_after_an_error(tmp_path):
-    with pytest.raises(ZeroDivisionError), exclusive(tmp_path / "lock"):
+    with pytest.raises(ZeroDivisionError), SharedLock(tmp_path / "lock").hold():
         _ = 1 / 0
-    with exclusive(tmp_path / "lock"):
+    with SharedLock(tmp_path / "lock").hold():
         pass

@@ -202,9 +202,9 @@ def _tier(backend: Backend) -> Iterator[RemoteTier]:
     tier = RemoteTier(backend, CLASS)
     try:
         until = time.monotonic() + SOON
-        while not tier.wait_until_tried(SOON):
-            if tier.refused or time.monotonic() > until:
-                raise CallError(tier.refused or "it does not answer")
+        while not tier.health.wait_until_tried(SOON):
+            if tier.health.refused or time.monotonic() > until:
+                raise CallError(tier.health.refused or "it does not answer")
             time.sleep(0.1)
         yield tier
     finally:

@@ -15,7 +15,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -25,6 +25,7 @@ RANDOM = "[a-z0-9_]{8}"  # in names that `tempfile` makes
 FILE_MODE = 0o600
 LOCK_WAIT_S = 5.0  # for another process, which may be stopped
 MAX_POLL_S = 0.02
+MAX_PIECES = 512  # of one system call
 STALE_AFTER_S = 3600.0  # an unfinished file that was not written to for so long is a leftover
 
 
@@ -57,6 +58,21 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
         temp.unlink(missing_ok=True)
     if sync:
         sync_directory(path.parent)
+
+
+def write_all(handle: int, pieces: Sequence[bytes | memoryview]) -> None:
+    """Write buffers one after another; the system may take fewer bytes than it is given."""
+    rest: list[bytes | memoryview] = [memoryview(piece).cast("B") for piece in pieces]
+    while rest:
+        drop_written(rest, os.writev(handle, rest[:MAX_PIECES]))
+
+
+def drop_written(pieces: list[bytes | memoryview], n_bytes: int) -> None:
+    """Take away the first bytes of pieces, which the system has taken."""
+    while pieces and n_bytes >= len(pieces[0]):
+        n_bytes -= len(pieces.pop(0))
+    if n_bytes:
+        pieces[0] = memoryview(pieces[0])[n_bytes:]
 
 
 def sync_file(handle: int, *, full: bool = True) -> None:
@@ -150,16 +166,6 @@ class SharedLock:
             raise
         self._is_stuck = False
         return fd
-
-
-@contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Hold a lock that all processes share by its path; TimeoutError as for a SharedLock."""
-    fd = _take_lock(path, LOCK_WAIT_S)
-    try:
-        yield
-    finally:
-        os.close(fd)
 
 
 def _take_lock(path: Path, wait_s: float) -> int:

@@ -39,7 +39,7 @@ class SharedTier:
 
     def __init__(self, address: str, cipher: Cipher | None = None) -> None:
         self._tier = RemoteTier(open_backend(address), CLASS, cipher, clock=lambda: 0.0)
-        assert self._tier.wait_until_tried(SOON), self._tier.refused
+        assert self._tier.health.wait_until_tried(SOON), self._tier.health.refused
         self._place = open_backend(address)
         self._cipher = cipher
         self.lacks = () if "file:" not in address else ("create",)  # see the last exemption

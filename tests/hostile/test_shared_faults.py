@@ -130,7 +130,7 @@ class Scene:
 
     def _tier(self, backend: Any) -> RemoteTier:
         tier = RemoteTier(backend, self._class, clock=self.clock)
-        assert tier.wait_until_tried(SOON)
+        assert tier.health.wait_until_tried(SOON)
         return tier
 
     def share(self) -> list[bool]:

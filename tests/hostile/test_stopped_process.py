@@ -35,13 +35,13 @@ NEVER_S = 120.0  # longer than the guard
 HOLDER = """
 import os, signal, sys
 from pathlib import Path
-from keepwarm.files import exclusive
+from keepwarm.files import SharedLock
 from keepwarm.store.disk.disk import DiskTier
 
 root, lock = Path(sys.argv[1]), sys.argv[2]
 tier = DiskTier(root)
-held = tier.index.database.transaction() if lock == "index" else exclusive(root / "tmp" / lock)
-with held:
+among_processes = SharedLock(root / "tmp" / lock).hold()
+with tier.index.database.transaction() if lock == "index" else among_processes:
     print("held", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
 tier.close()

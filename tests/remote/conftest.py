@@ -77,7 +77,7 @@ def machine(address, clock):
     def opener(compute_class=CLASS, **options):
         tier = RemoteTier(open_backend(address), compute_class, clock=clock, **options)
         opened.append(tier)
-        assert tier.wait_until_tried(SOON) or tier.refused
+        assert tier.health.wait_until_tried(SOON) or tier.health.refused
         return tier
 
     yield opener

@@ -49,7 +49,7 @@ def store(open_store, place):
     store = open_store()
     store.tombstones.share_with([place.as_uri()])
     tier = RemoteTier(open_backend(place.as_uri()), CLASS, store.disk.cipher)
-    assert tier.wait_until_tried(SOON)
+    assert tier.health.wait_until_tried(SOON)
     for ref in REFS:
         store.disk.put(record(ref))
         assert tier.put(record(ref)).stored
@@ -100,7 +100,7 @@ def test_a_place_is_cleared_when_it_answers_again(store, place, monkeypatch):
     """In a running process: a deletion does not wait, and the rest is tried again."""
     monkeypatch.setattr("keepwarm.remote.deleter.RETRY_S", 0.01)
     tier = RemoteTier(open_backend(place.as_uri()), CLASS, store.disk.cipher)
-    assert tier.wait_until_tried(SOON)
+    assert tier.health.wait_until_tried(SOON)
     away = place.rename(place.with_name("away"))
     thread = DeleterThread(
         RemoteDeleter(store.tombstones, store.blocks_of_agents, erase_from({place.as_uri(): tier}))
@@ -129,9 +129,7 @@ def test_a_place_that_hangs_is_named_before_it_has_failed(store, place):
         is_back.wait(SOON)
         return True
 
-    thread = DeleterThread(
-        RemoteDeleter(store.tombstones, store.blocks_of_agents, lambda address: hang)
-    )
+    thread = DeleterThread(RemoteDeleter(store.tombstones, store.blocks_of_agents, hang))
     assert thread.wait(SOON) == []
     store.agents.delete("coder")
     thread.notice()
@@ -207,7 +205,7 @@ def test_the_command_line_says_which_places_it_could_not_reach(tmp_path, place, 
 
     monkeypatch.setenv("KEEPWARM_HOME", str(tmp_path / "home"))
     tier = RemoteTier(open_backend(place.as_uri()), CLASS)
-    assert tier.wait_until_tried(SOON)
+    assert tier.health.wait_until_tried(SOON)
     tier.close()
     with AgentStore(tmp_path / "home" / "store", DiskLimits(min_free_bytes=0)) as store:
         store.tombstones.share_with([place.as_uri(), (tmp_path / "missing").as_uri()])

@@ -28,12 +28,12 @@ def opened(root, address, secret=PASSPHRASE):
 def test_new_stores_take_the_salt_of_the_first(machine, address, tmp_path):
     cipher, mark = opened(tmp_path / "a", address)
     tier = machine(cipher=cipher, mark=mark)
-    assert not tier.refused
+    assert not tier.health.refused
     other_seal, other_mark = opened(tmp_path / "b", address)
     assert other_mark == mark
     other_seal.open(b"name", cipher.seal(b"name", b"bytes"))
     assert other_seal.hidden("namespace", b"n") == cipher.hidden("namespace", b"n")
-    assert not machine(cipher=other_seal, mark=other_mark).refused
+    assert not machine(cipher=other_seal, mark=other_mark).health.refused
     again, _ = opened(tmp_path / "b", "")
     again.open(b"name", cipher.seal(b"name", b"bytes"))
 
@@ -47,9 +47,9 @@ def test_a_store_with_another_salt_or_secret_is_refused(machine, address, tmp_pa
         with pytest.raises(BadRecord):
             theirs.open(b"name", cipher.seal(b"name", b"bytes"))
         refused = machine(cipher=theirs, mark=their_mark)
-        assert "another key" in refused.refused
+        assert "another key" in refused.health.refused
         assert not refused.put(record(refs_of(1)[0])).stored
-    assert "encrypted blocks" in machine().refused
+    assert "encrypted blocks" in machine().health.refused
 
 
 def test_whoever_writes_there_cannot_make_the_passphrase_easy_to_guess(
@@ -64,7 +64,7 @@ def test_whoever_writes_there_cannot_make_the_passphrase_easy_to_guess(
         place.put(STORE_META, [nonsense], SOON, replace=True)
         cipher, own = opened(tmp_path / f"c{number}", address)
         assert json.loads(own)["scrypt"] == {"n": 4, "r": 8, "p": 1}
-        assert "another key" in machine(cipher=cipher, mark=own).refused
+        assert "another key" in machine(cipher=cipher, mark=own).health.refused
 
 
 def test_a_place_that_does_not_answer_delays_no_new_store(tmp_path):
@@ -76,4 +76,4 @@ def test_a_place_that_does_not_answer_delays_no_new_store(tmp_path):
 
 def test_a_store_that_another_version_has_filled_is_refused(machine, place):
     assert place.put(STORE_META, [b"plain"], SOON)
-    assert "Another version" in machine().refused
+    assert "Another version" in machine().health.refused

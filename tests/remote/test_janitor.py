@@ -34,7 +34,7 @@ def place(share, clock):
     """A directory with two prompts: the long one was used later, root last."""
     with closing(open_backend(share.as_uri())) as backend:
         tier = RemoteTier(backend, CLASS, clock=clock)
-        assert tier.wait_until_tried(SOON)
+        assert tier.health.wait_until_tried(SOON)
         for ref in (*LONG, *SHORT):
             assert tier.put(record(ref)).stored
         used = (share / name_of(LONG[0])).stat().st_mtime - 1000
@@ -161,7 +161,7 @@ def test_redis_needs_none(redis):
 def test_a_tier_sweeps_its_directory_now_and_then(share, clock, monkeypatch):
     monkeypatch.setattr("keepwarm.remote.tier.REFRESH_S", 0.02)
     with closing(RemoteTier(open_backend(share.as_uri()), CLASS, clock=clock)) as tier:
-        assert tier.wait_until_tried(SOON)
+        assert tier.health.wait_until_tried(SOON)
         assert tier.put(record(LONG[0])).stored
         tier.keep_within(RemoteLimits(n_bytes=1))
         clock.now += SWEEP_S

@@ -63,7 +63,7 @@ def made(refs):
 
 def fill(place):
     with closing(RemoteTier(place, CLASS)) as tier, ThreadPoolExecutor(8) as threads:
-        assert tier.wait_until_tried(SOON)
+        assert tier.health.wait_until_tried(SOON)
         assert all(put.stored for put in threads.map(tier.put, made(REFS)))
 
 
@@ -74,7 +74,7 @@ def open_tier(clock):
     def opener(place, **options):
         backend = open_backend(place) if isinstance(place, str) else place
         opened.append(RemoteTier(backend, CLASS, clock=clock, **options))
-        assert opened[-1].wait_until_tried(SOON)
+        assert opened[-1].health.wait_until_tried(SOON)
         return opened[-1]
 
     yield opener

@@ -193,9 +193,9 @@ def test_a_tier_says_so_too(tmp_path):
     """As a server opens it: the mark is looked at as well, and is read in part."""
     with rclone_server(tmp_path) as url:
         tier = RemoteTier(open_backend(url), "cpu-mlx-0.1")
-        assert not tier.wait_until_tried(SOON)
+        assert not tier.health.wait_until_tried(SOON)
         tier.close()
-    assert "does not read parts" in tier.refused
+    assert "does not read parts" in tier.health.refused
 
 
 @pytest.mark.soak

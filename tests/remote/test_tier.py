@@ -59,7 +59,7 @@ def open_tier(address, clock):
         tier = RemoteTier(place, compute_class, clock=clock, **options)
         opened.append(tier)
         tier.place = place
-        assert tier.wait_until_tried(SOON) or tier.refused
+        assert tier.health.wait_until_tried(SOON) or tier.health.refused
         place.calls.clear()
         return tier
 
@@ -330,14 +330,14 @@ def test_sealed_records_are_found_under_their_own_key_alone(open_tier):
     ask(there, [*tokens_of(BLOCK_TOKENS + 90), 1])
     for one in made:
         assert content(there.read(one.header.key, Part.DELTA)) == content(one)
-    assert "another key" in open_tier(cipher=cipher_of(b"b")).refused
-    assert "encrypted blocks" in open_tier().refused
+    assert "another key" in open_tier(cipher=cipher_of(b"b")).health.refused
+    assert "encrypted blocks" in open_tier().health.refused
 
 
 def test_a_plain_place_takes_no_sealed_records(open_tier):
     open_tier()
     refused = open_tier(cipher=cipher_of(b"a"))
-    assert "not encrypted" in refused.refused
+    assert "not encrypted" in refused.health.refused
     assert not refused.put(record(refs_of(1)[0])).stored
 
 

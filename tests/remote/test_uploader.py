@@ -44,7 +44,7 @@ def place(tmp_path):
 @pytest.fixture
 def tier(place):
     tier = RemoteTier(place, "cpu-mlx-0.1")
-    assert tier.wait_until_tried(SOON)
+    assert tier.health.wait_until_tried(SOON)
     yield tier
     tier.close()
 

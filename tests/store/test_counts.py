@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from keepwarm.agents.agent_store import AgentStore
-from keepwarm.files import exclusive
+from keepwarm.files import SharedLock
 from keepwarm.store.counts import CountsFile, PromptCounts
 from keepwarm.text.request import Request, Sampling
 from tests.kit.engines import ask, engine_on
@@ -118,7 +118,7 @@ def test_what_cannot_be_saved_is_saved_later(tmp_path, caplog, monkeypatch):
     AgentStore(tmp_path).close()
     counts = CountsFile(tmp_path)
     counts.add(WARM)
-    with exclusive(tmp_path / "tmp" / "state"):
+    with SharedLock(tmp_path / "tmp" / "state").hold():
         counts.save()
         assert "could not be written" in caplog.text
         assert counts.total() == WARM

@@ -15,8 +15,7 @@ NAMESPACE_BYTES = 32
 FORMAT_VERSION = 1
 
 
-# Before "exact to", rows were quantised that had been computed from quantised ones, or had not.
-_QUANTIZED_FROM = re.compile(r" (from|exact to) \d+$")
+_QUANTIZED_FROM = re.compile(r" exact to \d+$")
 
 
 def salt_of(tenant: str, quantized_from: int) -> str:

@@ -17,7 +17,6 @@ T = TypeVar("T")
 Take: TypeAlias = Callable[[int], memoryview]
 """Gives the memory for a number of bytes; raises CallError if that is too many."""
 
-MAX_PIECES = 256  # that one call of the system is given
 BESIDE = 64  # names that are listed beside those that are wanted
 NAME = re.compile(r"(?!\.)[A-Za-z0-9_.-]{1,128}(/(?!\.)[A-Za-z0-9_.-]{1,128}){0,7}")
 
@@ -54,26 +53,31 @@ class Backend(Protocol):
         with their bytes, and at the same time.
         """
 
-    def read(
+    def fetch(
         self,
         name: str,
         take: Take,
+        use: Callable[[memoryview], T],
         timeout_s: float,
+        *,
         start: int = 0,
         n_bytes: int | None = None,
-    ) -> memoryview | None:
-        """A blob, or the part of it from `start` on, in memory from `take`, or in a client's own if
-        `take` agrees to its size; None if there is none.
-
-        `n_bytes` is the most that is read.
-        """
-
-    def fetch(
-        self, name: str, take: Take, use: Callable[[memoryview], T], timeout_s: float
     ) -> T | None:
-        """What `use` makes of a blob; None if there is none. It runs on the thread that has read
-        the bytes: another core would have to get them first.
+        """What `use` makes of a blob, or of at most `n_bytes` of it from `start` on; None if there
+        is none. The bytes are in memory from `take`, or in a client's own if `take` agrees to their
+        number. `use` runs on the thread that has read them: another core would have to get them
+        first.
         """
+
+    def read(
+        self, name: str, take: Take, timeout_s: float, start: int = 0, n_bytes: int | None = None
+    ) -> memoryview | None:
+        """The bytes themselves."""
+
+        def same(memory: memoryview) -> memoryview:
+            return memory
+
+        return self.fetch(name, take, same, timeout_s, start=start, n_bytes=n_bytes)
 
     def put(
         self,
@@ -121,11 +125,3 @@ def check_name(name: str) -> str:
     if not NAME.fullmatch(name):
         raise BadInput(f"{name!r} is not the name of a blob; use letters, digits, _ . - and /.")
     return name
-
-
-def drop_written(pieces: list[bytes | memoryview], n_bytes: int) -> None:
-    """Take away the first bytes of pieces, which the system has taken."""
-    while pieces and n_bytes >= len(pieces[0]):
-        n_bytes -= len(pieces.pop(0))
-    if n_bytes:
-        pieces[0] = memoryview(pieces[0])[n_bytes:]

@@ -34,18 +34,15 @@ AT_ONCE = 256  # names deleted in one call
 RETRY_S = 2.0  # how often tiers are looked at that could not be reached
 
 Keep: TypeAlias = Collection[BlockKey]
-Erase: TypeAlias = Callable[[Tombstone, Keep], bool]
+Erase: TypeAlias = Callable[[str, Tombstone, Keep], bool]
+"""Deletes from the tier at an address; returns False where that must be tried again."""
 
 
 class RemoteDeleter:
     """Works through tombstones."""
 
-    def __init__(
-        self, tombstones: Tombstones, keep: Callable[[], Keep], erase: Callable[[str], Erase]
-    ) -> None:
-        """`keep` are the blocks of all agents here. `erase` is what deletes from the tier at an
-        address; it returns False where that must be tried again.
-        """
+    def __init__(self, tombstones: Tombstones, keep: Callable[[], Keep], erase: Erase) -> None:
+        """`keep` are the blocks of all agents here."""
         self._tombstones = tombstones
         self._keep = keep
         self._erase = erase
@@ -57,7 +54,7 @@ class RemoteDeleter:
         keep = self._keep() if found else ()
         for path, tombstone in found.items():
             wanted = [address for address in tombstone.left if address in places]
-            left = [at for at in wanted if at in unreached or not self._erase(at)(tombstone, keep)]
+            left = [at for at in wanted if at in unreached or not self._erase(at, tombstone, keep)]
             unreached.update(left)
             self._tombstones.finish(path, tombstone, left)
         return [address for address in places if address in unreached]
@@ -122,18 +119,14 @@ class DeleterThread:
             return None if self._closing else self._n_noticed
 
 
-def erase_from(tiers: Mapping[str, RemoteTier]) -> Callable[[str], Erase]:
+def erase_from(tiers: Mapping[str, RemoteTier]) -> Erase:
     """Deletes from tiers that are open, by address."""
 
-    def of(address: str) -> Erase:
+    def erase(address: str, dead: Tombstone, keep: Keep) -> bool:
         tier = tiers.get(address)
+        return tier is not None and erase_from_tier(tier, dead.namespaces, dead.blocks, keep)
 
-        def erase(dead: Tombstone, keep: Keep) -> bool:
-            return tier is not None and erase_from_tier(tier, dead.namespaces, dead.blocks, keep)
-
-        return erase
-
-    return of
+    return erase
 
 
 def erase_from_tier(
@@ -144,22 +137,19 @@ def erase_from_tier(
     return tier.clear([block.key for block in blocks], delete)
 
 
-def erase_at_once(password: str, cipher: Cipher | None) -> Callable[[str], Erase]:
+def erase_at_once(password: str, cipher: Cipher | None) -> Erase:
     """Deletes from tiers that are opened for it, as by the command line."""
 
-    def of(address: str) -> Erase:
-        def erase(dead: Tombstone, keep: Keep) -> bool:
-            with closing(open_backend(address, password)) as backend:
-                try:
-                    erase_blocks(backend, cipher, dead.namespaces, dead.blocks, keep)
-                except CallError as error:
-                    LOG.info("a shared tier does not answer: %s", error)
-                    return False
-            return True
+    def erase(address: str, dead: Tombstone, keep: Keep) -> bool:
+        with closing(open_backend(address, password)) as backend:
+            try:
+                erase_blocks(backend, cipher, dead.namespaces, dead.blocks, keep)
+            except CallError as error:
+                LOG.info("a shared tier does not answer: %s", error)
+                return False
+        return True
 
-        return erase
-
-    return of
+    return erase
 
 
 def erase_blocks(

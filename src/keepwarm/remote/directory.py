@@ -16,15 +16,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from keepwarm.concurrency import AbandonableExecutor, CallError
-from keepwarm.remote.backend import (
-    BESIDE,
-    MAX_PIECES,
-    FolderRange,
-    Listed,
-    Take,
-    check_name,
-    drop_written,
-)
+from keepwarm.files import write_all
+from keepwarm.remote.backend import BESIDE, Backend, FolderRange, Listed, Take, check_name
 
 T = TypeVar("T")
 READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # or a pipe in the place of a file would hang
@@ -32,7 +25,7 @@ UNFINISHED = "tmp"  # where files are written
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-class DirectoryBackend:
+class DirectoryBackend(Backend):
     """A directory that exists: a share that is not mounted must not be replaced by a new one."""
 
     in_batches = False
@@ -50,24 +43,20 @@ class DirectoryBackend:
         folders = [(*one, self._path_of(one.folder)) for one in ranges]
         return self._workers.run(lambda: [_look(*one) for one in folders], timeout_s)
 
-    def read(
+    def fetch(
         self,
         name: str,
         take: Take,
+        use: Callable[[memoryview], T],
         timeout_s: float,
+        *,
         start: int = 0,
         n_bytes: int | None = None,
-    ) -> memoryview | None:
-        path = self._file_of(name)
-        return self._workers.run(lambda: _read(path, take, start, n_bytes), timeout_s)
-
-    def fetch(
-        self, name: str, take: Take, use: Callable[[memoryview], T], timeout_s: float
     ) -> T | None:
-        path = self._file_of(name)
+        path = f"{self._root}/{check_name(name)}"  # a Path takes ten times as long to make
 
         def fetch() -> T | None:
-            memory = _read(path, take)
+            memory = _read(path, take, start, n_bytes)
             return None if memory is None else use(memory)
 
         return self._workers.run(fetch, timeout_s)
@@ -115,12 +104,8 @@ class DirectoryBackend:
     def _path_of(self, name: str) -> Path:
         return self._root / check_name(name)
 
-    def _file_of(self, name: str) -> str:
-        """The same for reads: a Path takes ten times as long to make."""
-        return f"{self._root}/{check_name(name)}"
 
-
-def _read(path: str, take: Take, start: int = 0, n_bytes: int | None = None) -> memoryview | None:
+def _read(path: str, take: Take, start: int, n_bytes: int | None) -> memoryview | None:
     try:
         file = os.open(path, READ)  # a file object costs more calls
     except FileNotFoundError:
@@ -201,9 +186,7 @@ def _write(temp: Path, pieces: Sequence[bytes | memoryview]) -> None:
         temp.parent.mkdir(exist_ok=True)  # not its parents: the share must be there
         file = os.open(temp, flags, 0o666)
     try:
-        rest: list[bytes | memoryview] = [memoryview(piece).cast("B") for piece in pieces]
-        while rest:
-            drop_written(rest, os.writev(file, rest[:MAX_PIECES]))
+        write_all(file, pieces)
     finally:
         os.close(file)  # some file systems say only here that there is no room
 

@@ -7,16 +7,15 @@ key on every machine.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from keepwarm.concurrency import CallDeadline, CallError
-from keepwarm.errors import BadInput, BadRecord
+from keepwarm.errors import BadInput
 from keepwarm.records.cipher import Cipher
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.backend import Backend, at_most
-from keepwarm.store.marker import CHECK, make_mark
+from keepwarm.store.marker import make_mark, opens
 
 STORE_META = "meta/keepwarm.store.1"
 PLAIN = b"plain.2"  # the number is that of names and records
@@ -34,7 +33,7 @@ def check_mark(backend: Backend, cipher: Cipher | None, own: bytes) -> None:
     else:
         mark = put_mark(backend, own or make_mark(cipher, {}), MARK_S)
     check_kind(mark, cipher is not None)
-    if cipher is not None and not _opens(cipher, mark):
+    if cipher is not None and not opens(cipher, mark):
         raise BadInput(
             "It was encrypted with another key, or with the same passphrase and another salt; "
             "use its key, or begin with an empty store while it can be reached: that takes its "
@@ -88,11 +87,3 @@ def read_mark(backend: Backend, deadline: CallDeadline) -> bytes | None:
     """None if nobody has left one."""
     found = backend.read(STORE_META, at_most(MAX_BYTES), deadline.left_s(), n_bytes=MAX_BYTES)
     return None if found is None else bytes(found)
-
-
-def _opens(cipher: Cipher, mark: bytes) -> bool:
-    try:
-        cipher.open(CHECK, bytes.fromhex(json.loads(mark)["check"]))
-    except (BadRecord, ValueError, KeyError, TypeError, RecursionError):
-        return False
-    return True

@@ -128,7 +128,7 @@ def open_remotes(
     ]
     until = time.monotonic() + START_S
     for tier in tiers:
-        tier.wait_until_tried(max(0.0, until - time.monotonic()))
+        tier.health.wait_until_tried(max(0.0, until - time.monotonic()))
     return tiers
 
 

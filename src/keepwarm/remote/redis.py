@@ -20,16 +20,8 @@ from urllib.parse import SplitResult, unquote
 
 from keepwarm.concurrency import AbandonableExecutor, CallDeadline, CallError
 from keepwarm.errors import BadInput
-from keepwarm.remote.backend import (
-    BESIDE,
-    MAX_PIECES,
-    FolderRange,
-    Listed,
-    Take,
-    at_most,
-    check_name,
-    drop_written,
-)
+from keepwarm.files import MAX_PIECES, drop_written
+from keepwarm.remote.backend import BESIDE, Backend, FolderRange, Listed, Take, at_most, check_name
 
 T = TypeVar("T")
 Piece: TypeAlias = bytes | memoryview
@@ -65,7 +57,7 @@ class RedisAddress(NamedTuple):
         return cls(*address, tls=url.scheme == "rediss")
 
 
-class RedisBackend:
+class RedisBackend(Backend):
     """One server, or whatever answers under its name. For all threads."""
 
     in_batches = True
@@ -105,27 +97,23 @@ class RedisBackend:
             self._call(gone, deadline.left_s())
         return [[Listed(n, size) for n in some if (size := sizes[n])] for some in found]
 
-    def read(
+    def fetch(
         self,
         name: str,
         take: Take,
+        use: Callable[[memoryview], T],
         timeout_s: float,
+        *,
         start: int = 0,
         n_bytes: int | None = None,
-    ) -> memoryview | None:
+    ) -> T | None:
         command = [b"GET", _key(name)]
         if start or n_bytes is not None:
             end = -1 if n_bytes is None else start + n_bytes - 1
             command = [b"GETRANGE", _key(name), b"%d" % start, b"%d" % end]
             take = take if n_bytes is None else at_most(n_bytes, take)
         reply = self._call([command], timeout_s, take)[0]
-        return reply if isinstance(reply, memoryview) and len(reply) else None
-
-    def fetch(
-        self, name: str, take: Take, use: Callable[[memoryview], T], timeout_s: float
-    ) -> T | None:
-        memory = self.read(name, take, timeout_s)
-        return None if memory is None else use(memory)
+        return use(reply) if isinstance(reply, memoryview) and len(reply) else None
 
     def put(
         self,

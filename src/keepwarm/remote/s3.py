@@ -21,7 +21,7 @@ from obstore.store import S3Store
 
 from keepwarm.concurrency import AbandonableExecutor, CallError
 from keepwarm.errors import BadInput
-from keepwarm.remote.backend import FolderRange, Listed, Take, check_name
+from keepwarm.remote.backend import Backend, FolderRange, Listed, Take, check_name
 
 if TYPE_CHECKING:
     from obstore import GetOptions, PutMode
@@ -55,7 +55,7 @@ class S3Address(NamedTuple):
                    endpoint, region)  # fmt: skip
 
 
-class S3Backend:
+class S3Backend(Backend):
     """A bucket, or what lies under a prefix in it. For all threads."""
 
     in_batches = False
@@ -74,29 +74,25 @@ class S3Backend:
         calls = [partial(self._look, check_name(one.folder), one.stem) for one in ranges]
         return self._workers.run_all(calls, timeout_s)
 
-    def read(
+    def fetch(
         self,
         name: str,
         take: Take,
+        use: Callable[[memoryview], T],
         timeout_s: float,
+        *,
         start: int = 0,
         n_bytes: int | None = None,
-    ) -> memoryview | None:
-        wanted: GetOptions = {}
-        if n_bytes is not None:
-            wanted = {"range": (start, start + n_bytes)}
-        elif start:
-            wanted = {"range": {"offset": start}}
-        path = check_name(name)
-        return self._workers.run(lambda: self._read(path, wanted, take), timeout_s)
-
-    def fetch(
-        self, name: str, take: Take, use: Callable[[memoryview], T], timeout_s: float
     ) -> T | None:
         path = check_name(name)
+        wanted: GetOptions = {}
+        if n_bytes is not None:
+            wanted["range"] = start, start + n_bytes
+        elif start:
+            wanted["range"] = {"offset": start}
 
         def fetch() -> T | None:
-            memory = self._read(path, {}, take)
+            memory = self._read(path, wanted, take)
             return None if memory is None else use(memory)
 
         return self._workers.run(fetch, timeout_s)

@@ -108,15 +108,6 @@ class RemoteTier:
         self.health.start()
 
     @property
-    def refused(self) -> str:
-        """Why it is not used at all."""
-        return self.health.refused
-
-    def wait_until_tried(self, timeout_s: float) -> bool:
-        """Wait for the first trial; whether it may be used."""
-        return self.health.wait_until_tried(timeout_s)
-
-    @property
     def is_open(self) -> bool:
         return self.health.is_open
 

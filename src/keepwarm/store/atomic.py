@@ -19,12 +19,18 @@ from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
-from keepwarm.files import FILE_MODE, exclusive, flush_drive, open_lock, sync_file
+from keepwarm.files import (
+    FILE_MODE,
+    SharedLock,
+    flush_drive,
+    open_lock,
+    sync_file,
+    write_all,
+)
 
 DIRECTORY_MODE = 0o700
 SCRATCH = re.compile("[0-9a-f]{32}")
 UNFINISHED = re.compile(r"[0-9]+\.tmp")
-MAX_PIECES = 512  # of one writev call
 CAN_PREFETCH = sys.platform == "linux"  # elsewhere sendfile needs a socket
 RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # Linux only
 
@@ -44,7 +50,7 @@ class Files:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         fd = os.open(path, flags, FILE_MODE)
         try:
-            _write_all(fd, pieces)
+            write_all(fd, pieces)
             self.sync(fd)
         finally:
             os.close(fd)
@@ -131,16 +137,6 @@ def _refuse_link(directory: Path) -> None:
         raise OSError(errno.ELOOP, "its directory is a symbolic link", str(directory))
 
 
-def _write_all(fd: int, pieces: Sequence[bytes | memoryview]) -> None:
-    rest = [memoryview(piece).cast("B") for piece in pieces if len(memoryview(piece).cast("B"))]
-    while rest:
-        written = os.writev(fd, rest[:MAX_PIECES])
-        while rest and written >= len(rest[0]):
-            written -= len(rest.pop(0))
-        if written:
-            rest[0] = rest[0][written:]
-
-
 class Scratch:
     """A directory of this process for unfinished files; deletes those of dead processes.
 
@@ -153,7 +149,7 @@ class Scratch:
         self.name = uuid.uuid4().hex
         self.path = directory / self.name
         # No other process may check this directory before its lock is held.
-        with exclusive(directory / "lock"):
+        with SharedLock(directory / "lock").hold():
             for name in _names(directory):
                 if not is_alive(directory, name):
                     _clear(directory / name)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from keepwarm.errors import BadInput, BadRecord
-from keepwarm.files import exclusive
+from keepwarm.files import SharedLock
 from keepwarm.records.cipher import Cipher, derive_key
 from keepwarm.store.atomic import Files, open_unlinked
 from keepwarm.store.names import INDEX, SEALED
@@ -133,7 +133,7 @@ def unlock(
     files = files or Files()
     root = claim(root, files)
     files.make_directory(root / "tmp")
-    with exclusive(root / "tmp" / "index"):
+    with SharedLock(root / "tmp" / "index").hold():
         if not (root / SEALED).exists():
             return _encrypt(root, secret, files, handshake)
         return _decrypt(root, secret)
@@ -142,6 +142,15 @@ def unlock(
 def make_mark(cipher: Cipher, salted: Mapping[str, object]) -> bytes:
     """A mark by which a key is recognised; `salted` is what else is in it."""
     return json.dumps({**salted, "check": cipher.seal(CHECK, b"").hex()}).encode()
+
+
+def opens(cipher: Cipher, mark: bytes) -> bool:
+    """Whether a mark was made with this cipher's key."""
+    try:
+        cipher.open(CHECK, bytes.fromhex(json.loads(mark)["check"]))
+    except (BadRecord, ValueError, KeyError, TypeError, RecursionError):
+        return False
+    return True
 
 
 def check_encryption(root: Path, cipher: Cipher | None) -> None:
@@ -178,10 +187,9 @@ def _opened_elsewhere(mark: bytes, secret: str) -> Cipher | None:
         if fields["version"] != KEY_VERSION or fields["scrypt"] != SCRYPT:
             return None
         cipher = Cipher(derive_key(secret, bytes.fromhex(fields["salt"]), SCRYPT))
-        cipher.open(CHECK, bytes.fromhex(fields["check"]))
-    except (BadRecord, ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return cipher
+    return cipher if opens(cipher, mark) else None
 
 
 def _decrypt(root: Path, secret: str) -> Cipher:

@@ -94,7 +94,7 @@ def tier_over(backend, **options):
     tier = RemoteTier(backend, "class", **options)
     try:
         until = time.monotonic() + SOON
-        while not tier.wait_until_tried(SOON):  # on a busy machine a trial may be late
+        while not tier.health.wait_until_tried(SOON):  # on a busy machine a trial may be late
             assert time.monotonic() < until
             time.sleep(0.05)
         yield tier

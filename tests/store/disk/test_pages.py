@@ -12,7 +12,7 @@ from benchmarks.requests.measure import drop_files
 
 from keepwarm.records.record import Part, ReadBuffer
 from keepwarm.store.atomic import Files
-from keepwarm.store.disk import record_files
+from keepwarm.store.disk import disk as disk_module
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from tests.store.kit import chain_of
 
@@ -115,7 +115,7 @@ def test_a_look_at_a_header_is_no_reading(disk, system, records):
 
 def test_not_more_is_remembered_than_was_allowed(disk, system, records, monkeypatch):
     """What is forgotten counts as never read, or as there before."""
-    monkeypatch.setattr(record_files, "MAX_KNOWN", 2)
+    monkeypatch.setattr(disk_module, "MAX_KNOWN", 2)
     restore(disk, records)
     system.dropped.clear()
     restore(disk, records[:1])

@@ -8,11 +8,10 @@ blocks and names of owners, no tokens.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from keepwarm.prefix.blocks import BlockRef, Namespace, block_key
-from keepwarm.store.index.columns import Columns
 from keepwarm.store.index.database import Database
 from keepwarm.store.tier import NamedBlock
 
@@ -55,22 +54,19 @@ class NewlyForgotten(NamedTuple):
 
 
 class ForgottenLog:
-    def __init__(self, database: Database, columns: Columns) -> None:
+    def __init__(self, database: Database, owner: Callable[[str], str]) -> None:
+        """`owner` makes the owner as `Forgotten` has it of a name."""
         self._database = database
-        self._columns = columns
+        self.owner = owner
 
     def generation(self) -> int:
         """A number that every deletion on purpose increases."""
         rows = self._database.rows("SELECT value FROM counts WHERE name = 'generation'")
         return int(rows[0][0])
 
-    def owner(self, name: str) -> str:
-        """An owner as `Forgotten` has it."""
-        return self._columns.encode_owner(name)
-
     def add(self, owner: str, blocks: Iterable[NamedBlock]) -> None:
         """Begin a generation in which these blocks are forgotten, and all that is the owner's."""
-        name = self._columns.encode_owner(owner)
+        name = self.owner(owner)
         with self._database.transaction(synced=True) as db:
             db.execute("UPDATE counts SET value = value + 1 WHERE name = 'generation'")
             now = self.generation()

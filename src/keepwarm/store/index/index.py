@@ -11,15 +11,14 @@ import logging
 import math
 import sqlite3
 from collections import Counter, deque
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from keepwarm.errors import BadInput, Busy, NewerFormat, StoreFailed
-from keepwarm.files import FILE_MODE, exclusive
-from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockKey, Namespace
+from keepwarm.files import FILE_MODE, SharedLock
+from keepwarm.prefix.blocks import BlockKey
 from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import Header, Part
 from keepwarm.store.eviction import (
@@ -27,197 +26,19 @@ from keepwarm.store.eviction import (
     DISK_HALF_LIFE_S,
     SHORT_BRANCH,
     SUPERSEDED,
-    Checkpoint,
     after_use,
     prefill_saved,
 )
-from keepwarm.store.index.columns import Columns, PlainColumns, SealedColumns
 from keepwarm.store.index.database import Database
 from keepwarm.store.index.forgotten import ForgottenLog
+from keepwarm.store.index.lookups import Lookups, SealedLookups
 from keepwarm.store.marker import check_encryption
-from keepwarm.store.names import INDEX, INDEX_FILES, SUFFIXES
+from keepwarm.store.names import INDEX, INDEX_FILES
 from keepwarm.store.tier import (
     TTL_PIN,
-    BlockInfo,
-    CheckpointRef,
-    Child,
-    NamedBlock,
     StoredBlock,
     is_busy,
 )
-
-MAX_KEYS = 30_000  # of one query
-
-
-class Leaf(NamedTuple):
-    """A block without descendants."""
-
-    key: BlockKey
-    namespace: Namespace
-    number: int
-    n_tokens: int
-    used: float
-
-
-class Lookups:
-    """Read only."""
-
-    def __init__(self, database: Database, columns: Columns) -> None:
-        self._rows = database.rows
-        self._columns = columns
-
-    def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
-        rows = self._among("SELECT key, d, w, s, n_tokens, w_rows", "deleting = 0 AND key", keys)
-        return {
-            BlockKey(key): BlockInfo(_parts(d > 0, w > 0, s > 0), n_tokens, w_rows, d + w + s)
-            for key, d, w, s, n_tokens, w_rows in rows
-        }
-
-    def named(self, keys: Collection[BlockKey]) -> list[NamedBlock]:
-        """Those of these blocks that are stored."""
-        rows = self._among("SELECT key, parent, n_tokens", "key", keys)
-        return [NamedBlock(BlockKey(key), BlockKey(parent), n) for key, parent, n in rows]
-
-    def states(self, parents: Collection[BlockKey]) -> list[CheckpointRef]:
-        rows = self._among(
-            "SELECT key, parent, n_tokens", "s > 0 AND deleting = 0 AND parent", parents
-        )
-        return [CheckpointRef(BlockKey(key), BlockKey(parent), n) for key, parent, n in rows]
-
-    def _among(self, select: str, where: str, keys: Collection[BlockKey]) -> list[tuple[Any, ...]]:
-        """One query for all keys, split where SQLite limits the number of arguments."""
-        wanted, rows = list(keys), []
-        for start in range(0, len(wanted), MAX_KEYS):
-            some = wanted[start : start + MAX_KEYS]
-            marks = ",".join("?" * len(some))
-            rows += self._rows(f"{select} FROM blocks WHERE {where} IN ({marks})", some)
-        return rows
-
-    def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
-        return self._columns.children(parent, tokens)
-
-    def shorter_siblings(self, key: BlockKey) -> list[BlockKey]:
-        return self._columns.shorter_siblings(key)
-
-    def children_of(self, parent: BlockKey) -> list[BlockKey]:
-        query = "SELECT key FROM blocks WHERE parent = ? AND deleting = 0"
-        return [BlockKey(row[0]) for row in self._rows(query, (parent,))]
-
-    def parents(self, key: BlockKey) -> Iterator[BlockKey]:
-        """The chain from a block up to its first, the block itself included."""
-        query = (
-            "WITH RECURSIVE up(key, parent) AS (SELECT key, parent FROM blocks WHERE key = ? "
-            "UNION ALL SELECT b.key, b.parent FROM blocks b JOIN up ON b.key = up.parent) "
-            "SELECT key FROM up"
-        )
-        return (BlockKey(row[0]) for row in self._rows(query, (key,)))
-
-    def descendants(self, key: BlockKey) -> list[BlockKey]:
-        """Everything below a block, deepest first, without the block itself."""
-        query = (
-            "WITH RECURSIVE down(key, depth) AS (SELECT key, 1 FROM blocks WHERE parent = ? "
-            "UNION ALL SELECT b.key, depth + 1 FROM blocks b JOIN down ON b.parent = down.key) "
-            "SELECT key FROM down ORDER BY depth DESC"
-        )
-        return [BlockKey(row[0]) for row in self._rows(query, (key,))]
-
-    def first_of_branch(self, key: BlockKey, limit: int) -> list[BlockKey]:
-        """A block and what is below it, at most `limit` blocks."""
-        query = (
-            "WITH RECURSIVE down(key) AS (SELECT ? UNION ALL "
-            "SELECT b.key FROM blocks b JOIN down ON b.parent = down.key) "
-            "SELECT key FROM down LIMIT ?"
-        )
-        return [BlockKey(row[0]) for row in self._rows(query, (key, limit))]
-
-    def leaves(self) -> list[Leaf]:
-        """Blocks without descendants, the last used first."""
-        query = (
-            "SELECT key, namespace, number, n_tokens, used FROM blocks "
-            "WHERE children = 0 AND deleting = 0 ORDER BY used DESC, key"
-        )
-        decode = self._columns.decode_namespace
-        return [Leaf(BlockKey(k), decode(k, name), *rest) for k, name, *rest in self._rows(query)]
-
-    def superseded(self, key: BlockKey) -> list[BlockKey]:
-        """Shorter siblings that this block can replace: it has their rows, they have no state."""
-        query = (
-            "SELECT 1 FROM blocks b, blocks old WHERE b.key = ? AND old.key = ? "
-            "AND old.s = 0 AND old.pins = 0 AND old.children = 0 "
-            "AND (old.d = 0 OR b.d > 0) AND (old.w = 0 OR b.w > 0 AND b.w_rows = b.n_tokens)"
-        )
-        return [old for old in self.shorter_siblings(key) if self._rows(query, (key, old))]
-
-    def checkpoints(self, key: BlockKey) -> tuple[list[Checkpoint], int]:
-        """The states on the path to a block that has one, and the K and V bytes on that path."""
-        found = self._rows("SELECT 1 FROM blocks WHERE key = ? AND s > 0 AND NOT deleting", (key,))
-        path = list(self.parents(key)) if found else []
-        rows = self._among("SELECT key, parent, d + w * (w_rows > 0)", "key", path)
-        by_parent = {parent: own for own, parent, _ in rows}
-        return list(self._checkpoints(by_parent)), sum(n_bytes for *_, n_bytes in rows)
-
-    def _checkpoints(self, path: Mapping[BlockKey, BlockKey]) -> Iterator[Checkpoint]:
-        """States at the ends of the path's blocks and inside them; `path` is blocks by parent."""
-        states = {state.key: state.parent for state in self.states(list(path))}
-        rows = self._among("SELECT key, number, n_tokens, s, pins", "key", list(states))
-        for key, number, n_tokens, n_bytes, pins in rows:
-            beside = path[states[key]]
-            if key != beside and key not in self.shorter_siblings(beside):
-                continue  # it belongs to another conversation
-            place = (states[key], key) if n_tokens < BLOCK_TOKENS else (key,)
-            at, is_fork = number * BLOCK_TOKENS + n_tokens, self._columns.is_fork(*place)
-            yield Checkpoint(at, BlockKey(key), beside, n_bytes, pins > 0, is_fork)
-
-    def walk(self) -> Iterator[StoredBlock]:
-        last = b""
-        while True:
-            rows = self._rows(
-                "SELECT key, parent, namespace, number, n_tokens, d, w, s, used, pins "
-                "FROM blocks WHERE deleting = 0 AND key > ? ORDER BY key LIMIT 1000",
-                (last,),
-            )
-            for key, parent, namespace, number, n_tokens, d, w, s, used, pins in rows:
-                sizes = {p: n for p, n in zip(Part, (d, w, s), strict=True) if n}
-                yield StoredBlock(
-                    BlockKey(key), BlockKey(parent),
-                    self._columns.decode_namespace(key, namespace),
-                    number, n_tokens, sizes, used, pins > 0,
-                )  # fmt: skip
-            if not rows:
-                return
-            last = rows[-1][0]
-
-    def n_bytes(self) -> int:
-        """Bytes of all records, reserved ones included."""
-        return int(self._rows("SELECT value FROM counts WHERE name = 'bytes'")[0][0])
-
-    def n_blocks(self) -> int:
-        return int(self._rows("SELECT value FROM counts WHERE name = 'blocks'")[0][0])
-
-    def deleting(self) -> list[BlockKey]:
-        return [BlockKey(row[0]) for row in self._rows("SELECT key FROM blocks WHERE deleting = 1")]
-
-    def is_deleting(self, key: BlockKey) -> bool:
-        return bool(self._rows("SELECT 1 FROM blocks WHERE key = ? AND deleting", (key,)))
-
-    def owners(self, key: BlockKey) -> list[str]:
-        return [row[0] for row in self._rows("SELECT owner FROM pins WHERE key = ?", (key,))]
-
-    def writers(self) -> set[str]:
-        return {row[0] for row in self._rows("SELECT DISTINCT writer FROM writes")}
-
-    def names(self, first: bytes = b"") -> dict[str, int]:
-        """File names and bytes of all records whose keys begin so, also of those being deleted."""
-        query = "SELECT lower(hex(key)), d, w, s FROM blocks WHERE key BETWEEN ? AND ?"
-        rows = self._rows(query, (first, first.ljust(KEY_BYTES, b"\xff")))
-        named = ((stem, zip(SUFFIXES, sizes, strict=True)) for stem, *sizes in rows)
-        return {stem + suffix: n for stem, parts in named for suffix, n in parts if n}
-
-
-@cache
-def _parts(d: bool, w: bool, s: bool) -> frozenset[Part]:
-    return frozenset(part for part, held in zip(Part, (d, w, s), strict=True) if held)
-
 
 MAX_TOUCHES = 20_000  # waiting for the next write; then the oldest are forgotten
 LATEST = "latest use"  # in `counts`, in seconds since 1970
@@ -250,11 +71,10 @@ class Index:
         self.database = Database(path)
         self.database.add_function("after_use", 3, self._after_use)
         self.database.add_function("cost_of", 5, self.cost_of)
-        self._columns: Columns = (
-            PlainColumns(self.database) if cipher is None else SealedColumns(self.database, cipher)
+        self.lookups = (
+            Lookups(self.database) if cipher is None else SealedLookups(self.database, cipher)
         )
-        self.lookups = Lookups(self.database, self._columns)
-        self.forgotten = ForgottenLog(self.database, self._columns)
+        self.forgotten = ForgottenLog(self.database, self.lookups.encode_owner)
 
     def _after_use(self, used: float, value: float, now: float) -> float:
         return after_use(used, value, now, DISK_HALF_LIFE_S)
@@ -329,7 +149,7 @@ class Index:
             _note_time(db, now)
             self._supersede(db, header, now)
             cost = self.cost_of(header.number, n_tokens, *sizes)
-            row = (key, header.parent, self._columns.encode_namespace(header), header.number,
+            row = (key, header.parent, self.lookups.encode_namespace(header), header.number,
                    n_tokens, *sizes, header.w_rows, now, cost)  # fmt: skip
             query = (
                 "INSERT INTO blocks(key, parent, namespace, number, n_tokens, d, w, s, w_rows, "
@@ -337,7 +157,7 @@ class Index:
                 "ON CONFLICT DO NOTHING"
             )
             if db.execute(query, row).rowcount:
-                tokens = (header.parent, self._columns.encode_tokens(header), key)
+                tokens = (header.parent, self.lookups.encode_tokens(header), key)
                 db.execute("INSERT OR IGNORE INTO tokens VALUES (?, ?, ?)", tokens)
             else:
                 self._set_part(db, key, header.part, n_bytes, header.w_rows)
@@ -445,18 +265,18 @@ class Index:
         return keys
 
     def pin(self, key: BlockKey, owner: str) -> None:
-        row = (key, self._columns.encode_owner(owner))
+        row = (key, self.lookups.encode_owner(owner))
         with self._transaction() as db:
             db.execute("INSERT OR IGNORE INTO pins VALUES (?, ?)", row)
 
     def unpin(self, key: BlockKey, owner: str) -> None:
-        row = (key, self._columns.encode_owner(owner))
+        row = (key, self.lookups.encode_owner(owner))
         with self._transaction() as db:
             db.execute("DELETE FROM pins WHERE key = ? AND owner = ?", row)
 
     def pin_only(self, owner: str, keys: Iterable[BlockKey]) -> None:
         """Replace all pins of an owner in one step that survives a power cut."""
-        owner = self._columns.encode_owner(owner)
+        owner = self.lookups.encode_owner(owner)
         with self._transaction(synced=True) as db:
             db.execute("DELETE FROM pins WHERE owner = ?", (owner,))
             rows = ((key, owner) for key in keys)
@@ -532,7 +352,7 @@ LOG = logging.getLogger(__name__)
 def open_index(root: Path, cipher: Cipher | None) -> Index:
     """The index, or an empty one where it is lost or damaged; the record files refill it."""
     path = root / INDEX
-    with exclusive(root / "tmp" / "index"):
+    with SharedLock(root / "tmp" / "index").hold():
         check_encryption(root, cipher)
         try:
             path.touch(FILE_MODE)
