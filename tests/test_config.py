@@ -9,7 +9,7 @@ import pytest
 
 import keepwarm
 from keepwarm import config
-from keepwarm.config import CHOICES, RANGES, Settings
+from keepwarm.config import CHOICES, Settings, range_of
 from keepwarm.errors import BadInput
 
 KINDS = get_type_hints(Settings)
@@ -25,9 +25,10 @@ def load_file(home: Path, text: str) -> Settings:
 
 def test_every_number_has_a_range_that_holds_its_default():
     defaults = {field.name: field.default for field in fields(Settings)}
-    assert RANGES.keys() == set(NUMBERS)
-    given = {name: value for name, value in defaults.items() if value is not None}
-    assert all(low <= given[name] <= high for name, (low, high) in RANGES.items() if name in given)
+    assert {name for name in KINDS if range_of(name)} == set(NUMBERS)
+    for name in NUMBERS:
+        low, high = range_of(name)
+        assert defaults[name] is None or low <= defaults[name] <= high
 
 
 def test_a_temperature_that_is_not_given_is_not_zero(tmp_path):
@@ -39,7 +40,7 @@ def test_a_temperature_that_is_not_given_is_not_zero(tmp_path):
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_number_out_of_range_is_refused_from_every_source(name, tmp_path):
-    low, high = RANGES[name]
+    low, high = range_of(name)
     for value in (-1, low - 1, high * 2 + 1):
         says = rf"^The setting {name} is .+; it must be a (whole )?number from .+\.$"
         with pytest.raises(BadInput, match=says):
@@ -66,7 +67,7 @@ def test_a_choice_is_one_of_those_listed(name, tmp_path):
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_the_ends_of_a_range_are_accepted(name, tmp_path):
-    for value in RANGES[name]:
+    for value in range_of(name):
         assert getattr(load_file(tmp_path, f"{name} = {value}"), name) == value
 
 

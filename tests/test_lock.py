@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ def machine(system, processor, python):
     }
 
 
+@cache
 def pins(lock):
     """Every pin of the file; nothing else is in it but comments."""
     text = re.sub(r"^#.*\n", "", (ROOT / lock).read_text(), flags=re.MULTILINE)

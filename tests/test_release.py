@@ -109,16 +109,3 @@ def test_a_release_is_published_by_a_tag_after_it_was_tried():
     steps = [step.get("run", "") for step in jobs["build"]["steps"]]
     assert ".venv/bin/python .ci/install.py dist" in steps
     assert "secrets." not in text
-
-
-@pytest.mark.parametrize("form", ["bug", "idea"])
-def test_the_forms_ask(form):
-    asked = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / f"{form}.yml").read_text())
-    assert {"name", "description", "body"} <= asked.keys()
-    for part in asked["body"]:
-        assert part["type"] in {"markdown", "textarea", "input"}
-        assert part["attributes"].get("label") or part["attributes"].get("value")
-
-
-def test_the_readme_does_not_promise_a_package_that_is_not_published():
-    assert "pip install keepwarm" not in (ROOT / "README.md").read_text()

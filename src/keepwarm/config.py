@@ -115,7 +115,7 @@ class Settings:
     @property
     def remotes(self) -> list[str]:
         """The addresses of shared tiers."""
-        return [address.strip() for address in self.remote.split(",") if address.strip()]
+        return self.listed("remote")
 
     def read_api_keys(self) -> tuple[str, ...]:
         """Every API key that is accepted; if there are none, no key is needed."""
@@ -275,17 +275,12 @@ FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no":
 BYTES = (0, 1 << 62)  # SQLite and the system count bytes in 63 bits
 SECONDS = (0.0, 1e9)  # threads cannot wait much longer
 COUNT = (1, 1 << 31)
-RANGES: Mapping[str, tuple[float, float]] = {
+RANGES: Mapping[str, tuple[float, float]] = {  # of others their unit says it
     "max_tokens": COUNT,
     "context": (0, COUNT[1]),
     "max_kv_size": (0, COUNT[1] - 1),
     "quantized_kv_start": (0, COUNT[1]),
     "temperature": (0.0, 1e30),
-    "memory_bytes": BYTES,
-    "disk_bytes": BYTES,
-    "disk_writes_per_day": BYTES,
-    "remote_writes_per_day": BYTES,
-    "remote_bytes": BYTES,
     "remote_age_s": (0.0, 1e12),
     "retention_s": (0.0, 1e12),
     "port": (0, 65535),
@@ -293,22 +288,10 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "max_concurrency": COUNT,
     "max_queue": COUNT,
     "audit_share": (0.0, 1.0),
-    "request_timeout_s": SECONDS,
     "client_timeout_s": (0.1, SECONDS[1]),
-    "response_ttl_s": SECONDS,
     "prepare_timeout_s": (0.1, SECONDS[1]),
     "rate_per_minute": (0, COUNT[1]),
-    "drain_s": SECONDS,
-    "weights_bytes": BYTES,
-    "model_ttl_s": SECONDS,
-    "load_wait_s": SECONDS,
 }
-
-SIZES = frozenset(
-    {"memory_bytes", "disk_bytes", "disk_writes_per_day", "max_body_bytes", "weights_bytes"}
-    | {"remote_writes_per_day", "remote_bytes"}
-)
-
 
 CHOICES: Mapping[str, tuple[str, ...] | tuple[int, ...]] = {
     "memory": ("automatic", "unconstrained"),
@@ -334,26 +317,37 @@ def parse_setting(name: str, kind: type, value: Any, source: str) -> Any:
 
 def _parse(name: str, kind: type, value: Any) -> Any:
     """ValueError if the value is not of this kind, or out of the setting's range."""
-    if name in SIZES and isinstance(value, str):
+    if is_size(name) and isinstance(value, str):
         value = parse_bytes(value)
-    parsed = PARSERS[kind](value)
+    parsed = KINDS[kind].parse(value)
     if parsed not in CHOICES.get(name, (parsed,)):
         raise ValueError(name)
-    if name in RANGES and parsed is not None:
-        low, high = RANGES[name]
-        if not low <= parsed <= high:
-            raise ValueError(name)
+    if (bounds := range_of(name)) and parsed is not None and not bounds[0] <= parsed <= bounds[1]:
+        raise ValueError(name)
     return parsed
+
+
+def range_of(name: str) -> tuple[float, float] | None:
+    """The least and the most that a number may be."""
+    if name in RANGES or name in CHOICES:
+        return RANGES.get(name)
+    if is_size(name):
+        return BYTES
+    return SECONDS if name.endswith("_s") else None
+
+
+def is_size(name: str) -> bool:
+    """Whether a setting is in bytes."""
+    return name.endswith(("_bytes", "_writes_per_day"))
 
 
 def _must(name: str, kind: type) -> str:
     if name in CHOICES:
         return f"one of {', '.join(map(str, CHOICES[name]))}"
-    if name not in RANGES:
-        return KINDS[kind]
-    low, high = RANGES[name]
-    size = ", or a size such as 20G" if name in SIZES else ""
-    return f"{KINDS[kind]} from {low:,} to {high:,}{size}"
+    if not (bounds := range_of(name)):
+        return KINDS[kind].words
+    size = ", or a size such as 20G" if is_size(name) else ""
+    return f"{KINDS[kind].words} from {bounds[0]:,} to {bounds[1]:,}{size}"
 
 
 def _shown(value: Any) -> str:
@@ -407,21 +401,18 @@ def _parse_path(value: Any) -> Path:
     return path
 
 
+class Kind(NamedTuple):
+    parse: Callable[[Any], Any]
+    words: str
+
+
 OPTIONAL: Any = float | None
 MAX_SHOWN = 80  # characters of a bad value in the error
-PARSERS: Mapping[type, Callable[[Any], Any]] = {
-    bool: _parse_flag,
-    int: _parse_whole,
-    float: _parse_number,
-    OPTIONAL: lambda value: None if value is None else _parse_number(value),
-    str: _parse_text,
-    Path: _parse_path,
-}
-KINDS: Mapping[type, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    OPTIONAL: "a number",
-    str: "a text",
-    Path: "a path",
+KINDS: Mapping[type, Kind] = {
+    bool: Kind(_parse_flag, "true or false"),
+    int: Kind(_parse_whole, "a whole number"),
+    float: Kind(_parse_number, "a number"),
+    OPTIONAL: Kind(lambda value: None if value is None else _parse_number(value), "a number"),
+    str: Kind(_parse_text, "a text"),
+    Path: Kind(_parse_path, "a path"),
 }

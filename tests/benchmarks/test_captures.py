@@ -26,6 +26,7 @@ def test_one_changed_byte_is_found(tmp_path: Path) -> None:
     assert found.restored_blocks
 
 
+@pytest.mark.soak
 def test_windows_are_compared_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = measure("tiny-windows", 1024, 20, tmp_path, Comparison())
     assert found.holds

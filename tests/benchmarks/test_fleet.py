@@ -1,6 +1,6 @@
 """The simulation of a fleet counts what it says."""
 
-from benchmarks.fleet import Rates, simulate, simulate_all
+from benchmarks.fleet import Rates, simulate
 from benchmarks.requests.recorded import RecordedConversation
 
 RATES = Rates(prefill_tokens=1000, network_bytes=1e12)
@@ -22,15 +22,3 @@ def test_three_turns_by_hand():
     three = RecordedConversation([*TALK.turns, (3.0, 1200, 1300, 0)])
     moved = simulate([three], 3, False, RATES, server_tokens=1050, shared_tokens=10**6)
     assert moved.hit_rate == round(1000 / 4600, 4), "only the fourth turn is on a server again"
-
-
-def test_routers_and_shared_tiers_help():
-    found = {
-        (each.n_servers, each.sticky, each.shared): each.hit_rate
-        for each in simulate_all(RATES, 512_000, 512_000, n_conversations=12)
-    }
-    assert len(found) == 12
-    for n_servers in (2, 8, 64):
-        assert found[n_servers, True, False] >= found[n_servers, False, False]
-        assert found[n_servers, False, True] >= found[n_servers, False, False]
-    assert found[8, False, True] > found[8, False, False]

@@ -2,10 +2,8 @@
 
 import json
 import os
-import platform
 import subprocess
 import sys
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -16,7 +14,6 @@ from benchmarks.requests.measure import in_child
 
 from benchmarks import batch, store
 from benchmarks import kv as single
-from keepwarm import kv
 
 # Both kinds of layer: 2 that keep all of 8,192 tokens and 10 with a window, 218 MB together.
 MEDIUM = Shape("medium", n_layers=12, n_heads=8, width=256, window=1024, global_every=6)
@@ -57,11 +54,6 @@ def test_everything_is_measured(quick):
     assert {p["what"] for p in found["peaks"]} == {"save", "restore"}
     assert {len(d["lengths"]) for d in found["densities"]} == {1, 2, 4, 8}
     assert found["skipped"] == []
-
-
-@pytest.mark.soak
-def test_the_store_is_measured_and_drawn(quick):
-    found = json.loads(quick[1])
     n_samples = {speed["what"]: len(speed["seconds"]) for speed in found["speeds"]}
     assert n_samples["put"] == n_samples["write"] == store.SAMPLES
     assert n_samples["restore, warm"] == n_samples["read, warm"] == store.READ_SAMPLES
@@ -71,48 +63,11 @@ def test_the_store_is_measured_and_drawn(quick):
     assert quick[2].startswith(b"\x89PNG")
 
 
-@pytest.mark.soak
-def test_raw_samples_are_kept(quick):
-    for speed in json.loads(quick[1])["speeds"]:
-        assert len(speed["seconds"]) >= 3
-        assert all(seconds > 0 for seconds in speed["seconds"])
-        assert min(speed["seconds"]) <= speed["median"] + 1e-4 <= max(speed["seconds"]) + 2e-4
-
-
-@pytest.mark.soak
-def test_the_file_says_what_was_run_and_on_what_class_of_machine(quick):
-    found = json.loads(quick[1])
-    assert found["command"] == "python -m benchmarks all --quick"
-    assert len(found["date"]) == len("2026-11-15")
-    assert found["machine"]["n_cpus"] >= 1
-    assert {"keepwarm", "mlx", "mlx-lm", "python"} <= set(found["machine"]["versions"])
-
-
-@pytest.mark.soak
-def test_the_file_names_neither_this_machine_nor_a_path_of_it(quick):
-    names = {platform.node(), str(Path.home()), str(Path.cwd()), sys.prefix, "keepwarm-bench-"}
-    assert not [name for name in names if f"{name}" in quick[1]]
-
-
-@pytest.mark.soak
-def test_speeds_are_shown_as_ratios(quick):
-    for words in ("slice (÷ copy, fresh)", "mlx-lm save", "Peak memory", "Memory per live token"):
-        assert words in quick[0]
-
-
 def test_a_missing_directory_is_one_sentence(tmp_path):
     run = bench("kv", "--json", tmp_path / "missing" / "results.json")
     assert run.returncode == 2
     assert run.stderr.count("\n") == 1
     assert "create it first" in run.stderr
-
-
-@pytest.mark.parametrize("shape", [LLAMA_8B, GEMMA_12B, SMALL], ids=lambda shape: shape.name)
-def test_caches_are_as_large_as_the_shape_says(shape):
-    caches = shape.filled(512)
-    assert kv.live_bytes(caches) == shape.live_bytes(512)
-    assert max(block.n_bytes for block in kv.cut_blocks(caches)) <= shape.block_bytes
-    assert kv.token_count(caches) == 512
 
 
 def test_a_real_cache_is_as_large_as_the_shape_says():
@@ -127,13 +82,6 @@ def test_what_is_restored_is_what_was_saved(tmp_path):
     restored = single.restore(SMALL.layout(), 700, tmp_path)
     for saved, found in zip(single.arrays_of(caches), single.arrays_of(restored), strict=True):
         assert np.array_equal(single.raw_bytes(saved), single.raw_bytes(mx.contiguous(found)))
-
-
-def test_a_plain_copy_is_of_the_same_bytes():
-    caches = SMALL.filled(300)
-    buffer = np.empty(kv.live_bytes(caches), np.uint8)
-    single.copy_into(buffer, single.arrays_of(caches))
-    assert buffer.tobytes() == b"".join(single.raw_bytes(a) for a in single.arrays_of(caches))
 
 
 @pytest.fixture(scope="module")
@@ -182,21 +130,6 @@ def test_a_batch_holds_its_rows_and_their_padding_only(n_rows, padded):
     expected = {(1024,) * n_rows: 1, tuple(1024 * (i + 1) // n_rows for i in range(n_rows)): padded}
     for found in merged:
         assert found.ratio == pytest.approx(expected[found.lengths], rel=0.01)
-
-
-@pytest.mark.parametrize("roll", [batch.mlx_lm_roll, batch.sliced_roll])
-def test_other_ways_to_roll_give_the_same(roll):
-    x = mx.random.normal((4, 2, 10, 8)).astype(mx.bfloat16)
-    shifts = mx.array([0, 3, 9, 1])[:, None]
-    assert mx.array_equal(roll(x, shifts, 2), kv.dynamic_roll(x, shifts, 2))
-
-
-def test_measured_batches_are_not_changed():
-    shape = Shape("plain", n_layers=1, n_heads=2, width=32)
-    whole, other = (kv.merge([shape.filled(n)] * 2) for n in (20, 10))
-    assert kv.batch_size(batch.joined(whole, other)) == 4
-    assert kv.batch_size(batch.filtered(whole, [1])) == 1
-    assert kv.batch_size(whole) == kv.batch_size(other) == 2
 
 
 def test_what_does_not_fit_is_left_out_with_the_reason(tmp_path):

@@ -2,14 +2,12 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from benchmarks.requests.report import tables
-from benchmarks.requests.report.results import Results, Series
+from benchmarks.requests.report.results import Results
 from benchmarks.requests.run import Sizes
-from benchmarks.requests.summary import LINES
 
 from tests.kit import figure, generated
 
@@ -57,13 +55,6 @@ def test_a_long_prompt_that_is_known_starts_more_than_twice_as_soon(kept):
         assert cached > 512
 
 
-def test_tokens_a_second_and_first_tokens_are_in_it(kept):
-    """For both servers, so that later runs can be compared with either."""
-    for target in ("keepwarm", "mlx-lm"):
-        units = {series.unit for series in kept.series if series.target == target}
-        assert {"s", "tokens/s", "tokens"} <= units
-
-
 def test_more_streams_give_more_tokens_a_second(kept):
     """1, 2, 4 and 8 at once."""
     rate = ours(kept, "streams", "throughput")
@@ -95,17 +86,6 @@ def test_the_figure_is_of_these_results(kept):
         [float(one) / max(map(float, seconds)) for one in seconds], abs=0.001
     )
     assert f"]({generated.FIGURE.relative_to(generated.ROOT)})" in generated.README.read_text()
-
-
-def test_rows_without_measurements_are_left_out(kept):
-    """A full run fills all rows; a partial run only some."""
-    none = generated.measured_table(replace(kept, records=[]))
-    assert "±" not in none.partition("\n\n")[0]
-    full = [
-        Series(line.workload, "keepwarm", line.what, "s", (1.0, 1.5, 2.0), line.x) for line in LINES
-    ]
-    table = generated.measured_table(replace(kept, records=full))
-    assert table.count("| 1.5 ±67% |  |\n") == len(LINES)
 
 
 def test_the_figures_of_the_gpu_are_those_of_its_files():

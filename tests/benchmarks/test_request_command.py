@@ -1,6 +1,5 @@
 """`benchmarks.requests` as a subprocess: it starts its servers and writes its result files."""
 
-import json
 import re
 import subprocess
 import sys
@@ -72,37 +71,6 @@ def test_all_is_shown_and_kept(ran):
     assert "<svg" in (home / "r.html").read_text()
     assert (home / "r.md").read_text().startswith("# Results of")
     assert (home / "b.json").read_text() == (home / "r.json").read_text()
-
-
-@pytest.mark.soak
-def test_the_files_name_no_place_of_this_machine(ran, checkpoint):
-    kept = json.loads((ran[1] / "r.json").read_text())
-    assert kept["command"] == (
-        "python -m benchmarks.requests pipeline agents --target keepwarm --target mlx-lm"
-        " --quick --samples 1"
-    )
-    assert kept["machine"]["versions"].keys() >= {"keepwarm", "mlx", "mlx-lm", "python"}
-    text = json.dumps(kept)
-    assert not [p for p in (Path.home(), checkpoint.parent, ran[1]) if f"{p}" in text]
-
-
-@pytest.mark.soak
-def test_a_baseline_is_compared(ran, checkpoint):
-    arguments = ("agents", "--quick", "--samples", 1, "--model", checkpoint, "--target", "engine")
-    slow = json.loads((ran[1] / "b.json").read_text())
-    for series in slow["series"] + slow["claims"]:
-        series["target"] = "engine"
-        series["samples"] = [100 * sample for sample in series["samples"]]
-        if "value" in series:
-            series["value"] *= 100
-    file = ran[1] / "slow.json"
-    file.write_text(json.dumps(slow))
-    run = measure(ran[1], *arguments, "--compare", file)
-    assert run.returncode == 0, run.stderr.decode()
-    assert re.search(r"Against the baseline: \d+ of \d+ beyond the spread", run.stdout.decode())
-    assert re.search(
-        r"times the shared prompt is prefilled, all at once .* better", run.stdout.decode()
-    )
 
 
 @pytest.mark.parametrize(

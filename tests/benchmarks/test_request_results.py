@@ -1,18 +1,15 @@
 """Results: written, read, compared with a baseline, shown as tables and as a page."""
 
 import json
-import re
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 from benchmarks.requests.client import TimedReply
-from benchmarks.requests.report import page, tables
+from benchmarks.requests.report import tables
 from benchmarks.requests.report.compare import changes, comparable, judge
-from benchmarks.requests.report.results import Claim, Note, Results, Series, percentile
+from benchmarks.requests.report.results import Claim, Note, Results, Series
 from benchmarks.requests.workloads.lengths import AGAIN, COLD, HOW
 from benchmarks.requests.workloads.streams import tokens_per_second
-from rich.console import Console
 
 from keepwarm.errors import BadInput
 
@@ -99,12 +96,6 @@ def test_only_what_is_beyond_the_spread_is_a_change(then, now, better, verdict):
     assert judge(then, now, better) == verdict
 
 
-def test_a_run_is_like_itself():
-    found = changes(RESULTS, RESULTS)
-    assert {change.verdict for change in found} == {"within the spread"}
-    assert len(found) == len(RESULTS.series) + len(RESULTS.claims)
-
-
 def test_what_got_worse_is_named():
     """Timed against a stored baseline."""
     worse = changed(0, samples=(2.0, 2.2, 2.1))
@@ -138,45 +129,6 @@ def test_targets_stand_side_by_side():
     assert HOW[COLD] in text
 
 
-def test_ratios_have_their_spread_wherever_they_are_shown(capsys):
-    """In the terminal, Markdown, HTML and JSON; a single sample has none."""
-    Console(width=200).print(tables.claims(RESULTS).rich())
-    for text in (capsys.readouterr().out, tables.markdown(RESULTS), page.html(RESULTS)):
-        assert "1 ±1% yes" in text
-    assert RESULTS.as_json()["claims"][0]["spread"] == pytest.approx(0.01)
-    assert tables.format_value(Claim("any", "any", "any", 1.0, (1.0,))) == "1"
-    assert tables.format_value(Claim("any", "any", "any", -2.0, (-1.0, -2.0, -3.0))) == "-2 ±100%"
-
-
-class Page(HTMLParser):
-    def __init__(self, text):
-        super().__init__()
-        self.opened, self.addresses = [], []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.opened.append(tag)
-        self.addresses += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
-
-
-def test_the_page_has_plots_and_needs_nothing_else():
-    text = page.html(RESULTS)
-    found = Page(text)
-    assert found.opened.count("figure") == found.opened.count("svg") == 4
-    assert found.opened.count("table") == len(list(tables.grids(RESULTS)))
-    assert all(address.startswith("#") for address in found.addresses)
-    assert not re.search(r"@import|url\((?!#)", text)
-    assert HOW[AGAIN] in text
-    raw = re.search(r'id="results">(.*)</script></body>', text, re.DOTALL)[1]
-    assert json.loads(raw) == json.loads(json.dumps(RESULTS.as_json()))
-
-
-def test_what_was_not_measured_is_not_drawn():
-    only = replace(RESULTS, records=[r for r in RESULTS.records if r.workload == "streams"])
-    assert Page(page.html(only)).opened.count("figure") == 1
-
-
 def reply(times, n_tokens):
     return TimedReply("", times, times[-1], 10, 4, n_tokens, {})
 
@@ -193,9 +145,3 @@ def test_a_reply_knows_its_times():
     found = reply((1.0, 1.5, 3.0), 5)
     assert (found.ttft_s, found.recomputed, found.gaps) == (1.0, 6, [0.5, 1.5])
     assert found.token_s == pytest.approx(0.5)
-
-
-def test_percentiles():
-    assert percentile(range(1, 101), 0.95) == 96
-    assert percentile([3.0], 0.95) == 3.0
-    assert percentile([], 0.5) == 0.0

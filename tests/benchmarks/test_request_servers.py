@@ -4,14 +4,12 @@ from dataclasses import replace
 
 import pytest
 from benchmarks.requests import suite
-from benchmarks.requests.report import page
 from benchmarks.requests.report.results import Note, Results
 from benchmarks.requests.run import QUICK
-from benchmarks.requests.targets import disk_bytes, keepwarm_server, make
+from benchmarks.requests.targets import make
 
 from keepwarm import config
 from keepwarm.models.load import load
-from tests.benchmarks.test_request_results import MACHINE
 from tests.kit.checkpoints import write_checkpoint
 from tests.server.conftest import serve
 
@@ -68,25 +66,6 @@ def test_a_server_that_refuses_is_a_note(measure, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "wrong")
     (note,) = measure("late").records
     assert "401" in note.text
-
-
-@pytest.mark.soak
-def test_our_own_server_says_what_its_tiers_hold(model, make_run, tmp_path, monkeypatch):
-    """All tiers are drawn, also with the engine in another process."""
-    monkeypatch.setenv("KEEPWARM_BLAS", "none")  # skips choosing one
-    target = keepwarm_server(model, tmp_path)
-    assert target.held_bytes() == {}  # not running yet
-    with suite.started([target]):
-        records = suite.run_all([("agents", target)], make_run)
-        on_disk = disk_bytes(target.store)
-    found = Results("", "", "tiny", 1, MACHINE, {"keepwarm": ""}, records)
-    held = {series.what: series.median for series in found.of("agents") if series.unit == "bytes"}
-    assert held["memory tier"] > 0
-    assert held["live caches"] > 0
-    assert 0 < held["disk tier"] <= on_disk
-    drawn = page.html(found)
-    for tier in ("memory tier", "disk tier", "live caches"):
-        assert f"keepwarm, agents: {tier}</text>" in drawn
 
 
 @pytest.mark.soak

@@ -1,19 +1,15 @@
 """The workloads of `benchmarks.requests` on a tiny model: their figures are consistent."""
 
-import re
 from dataclasses import replace
 from statistics import median
 
 import pytest
 from benchmarks.requests import files, suite
-from benchmarks.requests.bare import DecodeTimes
-from benchmarks.requests.client import BenchRequest
-from benchmarks.requests.prompts import PromptGenerator, system, user
 from benchmarks.requests.report.results import Note, Results, Series
-from benchmarks.requests.run import QUICK, Sizes
+from benchmarks.requests.run import QUICK
 from benchmarks.requests.summary import LINES
-from benchmarks.requests.targets import InProcess, Remote, disk_bytes, free_port, make
-from benchmarks.requests.workloads import lengths, overhead
+from benchmarks.requests.targets import InProcess, disk_bytes, make
+from benchmarks.requests.workloads import lengths
 
 from keepwarm.errors import BadInput
 from tests.kit.checkpoints import write_checkpoint
@@ -64,6 +60,7 @@ def claim(found, workload, what):
     return one
 
 
+@pytest.mark.soak
 def test_every_workload_is_measured_and_none_failed(found):
     assert found.workloads == IN_PROCESS
     assert found.notes == []
@@ -71,6 +68,7 @@ def test_every_workload_is_measured_and_none_failed(found):
     assert all(min(series.samples) > 0 for series in found.series if series.unit == "s")
 
 
+@pytest.mark.soak
 def test_lengths_are_as_asked_and_known_to_the_last_token(found):
     """All but the last token of an identical prompt are cached, also after a restart."""
     for what in ("identical prompt again", "after a restart"):
@@ -81,31 +79,6 @@ def test_lengths_are_as_asked_and_known_to_the_last_token(found):
         again = next(s for s in found.of("lengths", "identical prompt again") if s.x == n_tokens)
         ratio = claim(found, "lengths", f"cold ÷ identical prompt again, {n_tokens} tokens")
         assert ratio.value == pytest.approx(median(cold.samples) / median(again.samples))
-
-
-PAGES = {"after a restart": "page cache", "page cache dropped": "pages were dropped"}
-REPEATS = {"after a restart", "again", "exact repeat", "page cache dropped"}
-
-
-def test_claims_say_their_conditions(found):
-    """Every series gives its conditions; after a restart also the state of the page cache."""
-    assert [series for series in found.series if not series.how] == []
-    named = [series for series in found.series if not series.what.startswith("ready")]
-    for series in named:
-        last = re.split(", | prompt ", series.what)[-1]
-        assert PAGES.get(last, "") in series.how
-        assert (last in REPEATS) == ("identical prompt" in series.how), series
-    restarted = {series.workload for series in named if "restart" in series.what}
-    assert restarted == {"lengths", "chat"}
-
-
-def test_the_overhead_says_its_conditions(engine, make_run):
-    run = make_run("overhead", engine, lambda _: None)
-    decoded = DecodeTimes([0.002], [0.001])
-    for part in (overhead.times, overhead.processor):
-        series = [record for record in part(run, decoded, decoded) if isinstance(record, Series)]
-        assert all("identical prompt" in one.how for one in series)
-        assert len(series) == 2
 
 
 def test_pages_that_cannot_be_dropped_are_skipped(engine, make_run):
@@ -120,6 +93,7 @@ def test_pages_that_cannot_be_dropped_are_skipped(engine, make_run):
     assert not [what for what in whats if lengths.DROPPED in what]
 
 
+@pytest.mark.soak
 def test_a_conversation_computes_what_is_new(found):
     """Only new tokens from turn 2 on, and the same answers as without a cache."""
     assert claim(found, "pipeline", "recomputed ÷ new tokens from turn 2").value <= 1.02
@@ -130,6 +104,7 @@ def test_a_conversation_computes_what_is_new(found):
     assert max(first[2].samples) < min(first[1].samples)
 
 
+@pytest.mark.soak
 def test_agents_share_one_prefill(found):
     """One after another and all at once."""
     for how in ("one after another", "all at once"):
@@ -150,37 +125,23 @@ def test_recomputed_tokens_are_those_that_the_model_was_fed(engine, make_run):
     assert told == fed > 0
 
 
+@pytest.mark.soak
 def test_a_trace_is_nearly_ideal(found):
     assert 1 <= claim(found, "trace", "recomputed ÷ new tokens").value < 1.5
     assert claim(found, "trace", "hit rate").value > 0.5
 
 
+@pytest.mark.soak
 def test_nothing_fails_under_stress(found):
     assert claim(found, "stress", "failed requests").value == 0
 
 
+@pytest.mark.soak
 def test_bytes_are_those_on_disk(engine, found):
     tiers = {series.what: series.median for series in found.of("agents") if series.unit == "bytes"}
     assert {"memory tier", "disk tier", "live caches"} <= set(tiers)
     assert 0 < tiers["disk tier"] <= disk_bytes(engine.store)
     assert claim(found, "chat", "disk ÷ KV of distinct tokens").value > 0.9
-
-
-def test_goals_apply_to_full_runs_of_keepwarm(engine, make_run):
-    quick = make_run("late", engine, lambda _: None)
-    full = replace(quick, sizes=Sizes())
-    rival = replace(full, target=Remote("rival", "http://127.0.0.1:1/v1", ""))
-    runs = (quick, full, rival)
-    assert [run.claim("any", [1.0], 2.0).holds for run in runs] == [None, False, None]
-    rival.target.close()
-
-
-def test_a_target_that_does_not_answer_is_a_note(make_run):
-    silent = Remote("silent", f"http://127.0.0.1:{free_port()}/v1", "")
-    (note,) = suite.run_all([("late", silent)], make_run)
-    assert isinstance(note, Note)
-    assert "does not answer" in note.text
-    silent.close()
 
 
 class Impatient(InProcess):
@@ -205,21 +166,6 @@ def test_an_unknown_target_is_refused(wanted, tmp_path):
         make(wanted, tmp_path, tmp_path)
 
 
-def test_urls_may_have_names(tmp_path):
-    for wanted, name in (("http://host:1/v1", "host:1"), ("mine=http://host:1/v1", "mine")):
-        target = make(wanted, tmp_path, tmp_path)
-        assert target.name == name
-        target.close()
-
-
-def test_text_has_the_length_that_was_asked_for(model):
-    """Nearly exactly: this vocabulary has words of one token."""
-    prompts = PromptGenerator(model)
-    for n_tokens in (1, 7, 64, 500):
-        assert abs(prompts.count(prompts.text(n_tokens, 1)) - n_tokens) <= 3
-    assert prompts.text(64, 1) == prompts.text(64, 1) != prompts.text(64, 2)
-
-
 def test_weights_are_widened_once_and_the_same(model, tmp_path):
     """mlx-lm gets the fp32 weights Keepwarm runs; on narrow weights it is ten times slower."""
     import mlx.core as mx
@@ -234,40 +180,7 @@ def test_weights_are_widened_once_and_the_same(model, tmp_path):
         assert mx.array_equal(array, before[name].astype(mx.float32))
 
 
-def test_a_tiny_model_runs_under_a_real_tokenizer(model, tmp_path):
-    tiny = files.tiny_like(model, tmp_path)
-    target = InProcess("tiny", tiny, tmp_path / "store")
-    try:
-        target.start()
-        stops = files.stop_tokens(tiny)
-        reply = target.ask(BenchRequest([system("a"), user("b")], 20, forbidden=stops))
-        assert reply.completion_tokens == 20
-        assert len(reply.times) <= 20
-    finally:
-        target.close()
-
-
-def test_bytes_of_a_token_are_those_of_the_model(model, engine):
-    """K and V of two layers, two heads of 16 numbers of four bytes."""
-    assert files.kv_bytes_per_token(model) == 2 * 2 * 2 * 16 * 4
-
-
-def test_quick_asks_for_less():
-    full = Sizes()
-    assert all(a <= b for a, b in zip(QUICK.lengths, full.lengths, strict=False))
-    names = (
-        "samples",
-        "turns",
-        "n_agents",
-        "shared",
-        "long",
-        "stream",
-        "persisted",
-        "stress_requests",
-    )
-    assert all(getattr(QUICK, name) < getattr(full, name) for name in names)
-
-
+@pytest.mark.soak
 def test_rows_of_the_readme_are_measured(found):
     """Every row of the README's table names a series that the workloads produce."""
     known = {(record.workload, record.what) for record in (*found.series, *found.claims)}

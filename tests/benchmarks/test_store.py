@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from benchmarks.caches import Shape
 from benchmarks.kv import arrays_of, raw_bytes
-from benchmarks.measure import Cost, Peak, Speed
+from benchmarks.measure import Peak
 from benchmarks.requests.measure import drop_files, in_child
 
 from benchmarks import store
@@ -50,15 +50,6 @@ def test_the_rival_assembles_the_same_bytes(tiny):
     reader.close()
 
 
-def test_the_plain_file_is_as_large_as_the_record(tiny, tmp_path):
-    record = next(store.records_for(TINY, 600))
-    path = tiny.records.path_of(record.header.key, Part.DELTA)
-    store.write_file(tmp_path / "plain", record, path.stat().st_size)
-    plain = (tmp_path / "plain").read_bytes()
-    assert len(plain) == path.stat().st_size
-    assert plain[-record.n_bytes :] == path.read_bytes()[-record.n_bytes :]
-
-
 def test_reading_reads_every_byte(tiny):
     files = sorted((tiny.root / "blocks").rglob("*.safetensors"))
     drop_files(files)
@@ -79,23 +70,6 @@ def test_a_filled_store_is_one_that_putting_could_have_made(tmp_path):
     names = {path_of(Path(), ref.key, Part.DELTA).name for ref in refs}
     assert names <= disk.index.lookups.names().keys()
     disk.close()
-
-
-@pytest.mark.soak
-def test_costs_are_of_that_many_blocks(tmp_path):
-    found = store.costs(tmp_path / "many", 50)
-    assert all(isinstance(cost, Cost) and cost.n_blocks == 50 for cost in found)
-    assert {cost.what for cost in found} >= {"open", "look up 100,000 tokens", store.MEMORY}
-    assert all(sample > 0 for cost in found for sample in cost.samples if cost.what != store.MEMORY)
-
-
-@pytest.mark.soak
-def test_speeds_are_of_the_live_bytes(tmp_path):
-    found = store.puts(TINY, 600, tmp_path)
-    assert {speed.what for speed in found} == {"put", "write"}
-    for speed in found:
-        assert isinstance(speed, Speed)
-        assert speed.n_bytes == TINY.live_bytes(600)
 
 
 def test_restoring_from_disk_stays_within_its_memory(tmp_path):

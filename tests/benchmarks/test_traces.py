@@ -7,8 +7,8 @@ from itertools import islice
 
 import mlx.core as mx
 import pytest
-from benchmarks.requests.recorded import RecordedRequest, load, requests
-from benchmarks.rivals import Fifo, Sessions, TailFirst, reusable
+from benchmarks.requests.recorded import load, requests
+from benchmarks.rivals import Fifo, reusable
 from benchmarks.traces import (
     BUDGETS,
     FIFO_10,
@@ -19,17 +19,13 @@ from benchmarks.traces import (
     Shipped,
     Task,
     as_json,
-    main,
     plot,
     replay,
-    replay_all,
     stand_in,
     table,
 )
 from mlx_lm.models.cache import KVCache, LRUPromptCache
 from rich.console import Console
-
-from keepwarm.errors import BadInput
 
 SMALL = [budget // 16 for budget in BUDGETS]
 
@@ -63,7 +59,7 @@ def test_the_clock_orders_requests_and_eight_run_at_a_time():
 
 @pytest.mark.parametrize(
     "budget",
-    [pytest.param(n, marks=pytest.mark.soak if i % 2 else ()) for i, n in enumerate(SMALL)],
+    [pytest.param(n, marks=pytest.mark.soak if i else ()) for i, n in enumerate(SMALL)],
 )
 def test_no_more_is_prefilled_than_by_plain_lru(budget):
     """What the eviction is for: at no budget is it worse than least recently used, tail first."""
@@ -72,7 +68,7 @@ def test_no_more_is_prefilled_than_by_plain_lru(budget):
     assert ours.prefilled_tokens <= plain.prefilled_tokens
 
 
-@pytest.mark.parametrize("budget", SMALL[:2])
+@pytest.mark.parametrize("budget", SMALL[:1])
 def test_much_less_is_prefilled_than_by_whole_sessions_or_a_list(budget):
     ours = result(OURS, budget).prefilled_tokens
     assert ours < 0.9 * result(SESSIONS, budget).prefilled_tokens
@@ -99,48 +95,6 @@ def test_bytes_are_counted_true_and_not_held():
     assert stats.evicted > 0
 
 
-class BruteForce:
-    """Tail-first least-recently-used blocks, block by block, in the plainest way."""
-
-    def __init__(self, n_tokens):
-        self.limit = n_tokens
-        self.blocks = {}  # (branch, number) -> [parent, size, used]
-        self.chains = {}
-
-    def serve(self, request):
-        chain = [b for b in self.chains.get(request.conversation, []) if b in self.blocks]
-        found = reusable(request, sum(self.blocks[b][1] for b in chain))
-        for block in chain[: -(-found // 256)]:
-            self.blocks[block][2] = request.now
-        chain = chain[: found // 256]
-        for start in range(len(chain) * 256, request.n_input + request.n_output, 256):
-            size = min(256, request.n_input + request.n_output - start)
-            if not self.make_room(size, chain[-1:], request.now):
-                break
-            name = (request.conversation, request.now, start)
-            self.blocks[name] = [chain[-1] if chain else None, size, request.now]
-            chain.append(name)
-        self.chains[request.conversation] = chain
-        return found
-
-    def make_room(self, size, spare, now):
-        while sum(b[1] for b in self.blocks.values()) + size > self.limit:
-            parents = {b[0] for b in self.blocks.values()}
-            leaves = [n for n in self.blocks if n not in parents and n not in spare]
-            if not leaves:
-                return False
-            del self.blocks[min(leaves, key=lambda n: self.blocks[n][2])]
-        return True
-
-
-def test_the_plain_rival_against_brute_force():
-    plain, brute = TailFirst(8_000), BruteForce(8_000)
-    some = list(islice(requests(load(20, 32)), 300))
-    found = [(plain.serve(r), brute.serve(r)) for r in some]
-    # Requests of one moment may be told apart in either order.
-    assert sum(a for a, _ in found) == pytest.approx(sum(b for _, b in found), rel=0.01)
-
-
 def test_the_list_against_that_of_mlx_lm():
     """mlx-lm's own class, on the same requests, leaves the same tokens to prefill."""
     limit = 2_000
@@ -160,21 +114,6 @@ def test_the_list_against_that_of_mlx_lm():
         theirs.insert_cache("model", tokens[request.conversation], [made])
 
 
-def test_sessions_are_kept_or_lost_whole():
-    sessions = Sessions(100)
-    assert sessions.serve(RecordedRequest(0.0, 1, 0, 50, 10)) == 0
-    assert sessions.serve(RecordedRequest(1.0, 1, 50, 60, 10)) == 50
-    assert sessions.serve(RecordedRequest(2.0, 2, 0, 40, 10)) == 0
-    assert sessions.serve(RecordedRequest(3.0, 1, 50, 60, 10)) == 0
-
-
-@pytest.mark.soak
-def test_side_by_side_is_the_same_as_one_by_one():
-    task = Task(SESSIONS, SMALL[0], n_conversations=20, divisor=16)
-    (there,) = replay_all([task], n_processes=1)
-    assert there.prefilled_tokens == replay(task).prefilled_tokens
-
-
 def test_numbers_table_and_plot(tmp_path):
     results = [result(policy, budget) for policy in (OURS, SESSIONS) for budget in SMALL[:2]]
     rows = json.loads(json.dumps(as_json(results, "a command")))["results"]
@@ -184,8 +123,3 @@ def test_numbers_table_and_plot(tmp_path):
     assert f"({results[0].hit_rate:.3f})" in shown.get()
     plot(results, tmp_path / "traces.png")
     assert (tmp_path / "traces.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_missing_directory_is_said_before_anything_runs(tmp_path):
-    with pytest.raises(BadInput, match="create it first"):
-        main(json_file=tmp_path / "nowhere" / "traces.json")

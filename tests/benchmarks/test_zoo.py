@@ -44,15 +44,6 @@ def test_a_sample(tmp_path):
     assert found.apart.keys() >= {*TRIALS, "three at once", "8 bit, again", "8 bit, new process"}
 
 
-@pytest.mark.soak
-def test_a_type_whose_padded_rows_are_wrong_runs_alone(tmp_path):
-    found = first_process("minimax_m3_vl", "float32", tmp_path)
-    assert found.verdict == "exact"
-    assert (found.batched, found.quantised) == (False, "refused")
-    assert found.padding is not None
-    assert not found.padding.shares
-
-
 def test_what_cannot_run_is_named(tmp_path):
     """It needs a package that is not installed, and its import ends the program."""
     assert "olmo" in model_types()

@@ -19,8 +19,9 @@ def command(*arguments: object) -> list[str]:
 
 
 def environment(home: Path, **more: str) -> dict[str, str]:
-    """This process's environment with a home of its own, none of its settings, and UTF-8."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("KEEPWARM_")}
+    """This process's environment with a home of its own, no setting but its BLAS, and UTF-8."""
+    ours = {key for key in os.environ if key.startswith("KEEPWARM_") and "BLAS" not in key}
+    kept = {key: value for key, value in os.environ.items() if key not in ours}
     fixed = {"KEEPWARM_HOME": str(home), "MLX_DISABLE_COMPILE": "1", "PYTHONUTF8": "1"}
     return kept | fixed | more
 
@@ -40,13 +41,13 @@ def keepwarm(
 
 
 def keepwarm_here(
-    *arguments: object, home: Path, stdin: bytes = b""
+    *arguments: object, home: Path, stdin: bytes = b"", **more: str
 ) -> subprocess.CompletedProcess[bytes]:
     """The same without a process of its own, whose start takes longer than most commands."""
     words = ["keepwarm", *map(str, arguments)]
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
     with (
-        mock.patch.dict(os.environ, environment(home), clear=True),
+        mock.patch.dict(os.environ, environment(home, **more), clear=True),
         mock.patch.object(sys, "argv", words),
         mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "utf-8")),
         redirect_stdout(out),

@@ -297,14 +297,6 @@ def test_clear_asks_first(home, tmp_path):
     assert cache_json(tmp_path, "gc")["empty_agents"] == []
 
 
-def test_rm_deletes_blocks_that_no_other_agent_uses(home):
-    run(home, "one story told by a single agent only " * 60, "--agent", "lonely")
-    before = cache_json(home, "stats")["n_bytes"]
-    removed = cache_json(home, "rm", "lonely")["removed_blocks"]
-    assert removed >= 2
-    assert cache_json(home, "stats")["n_bytes"] < before
-
-
 def test_an_agent_is_shown_with_dates_names_and_sizes(main_here, home):
     def told(*arguments):
         code, out, err = main_here("cache", *arguments, home=home)

@@ -14,11 +14,11 @@ from itertools import count
 
 import pytest
 
-from keepwarm.cli.chat import ChatHistory, _read
+from keepwarm.cli.chat import ChatHistory, _read, _turn
 from keepwarm.cli.options import make_request, open_engine
 from keepwarm.config import Settings
 from keepwarm.text.request import Request
-from tests.cli import environment, keepwarm, keepwarm_here, write_endless
+from tests.cli import environment, keepwarm_here, write_endless
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.waiting import wait_until
 
@@ -129,9 +129,9 @@ def test_piped_conversation(checkpoint, tmp_path):
     """Answers on standard output, notes on standard error."""
     options = ("--model", checkpoint, "--max-tokens", 12)
     lines = "the fox\n\nthe dog\n/clear\nthe fox\n/nonsense\n/help\n/exit\nnever read\n"
-    done = keepwarm("chat", *options, home=tmp_path, stdin=lines.encode())
+    done = keepwarm_here("chat", *options, home=tmp_path, stdin=lines.encode())
     assert done.returncode == 0
-    once = keepwarm("run", "the fox", *options, home=tmp_path).stdout
+    once = keepwarm_here("run", "the fox", *options, home=tmp_path).stdout
     assert done.stdout.startswith(once)
     assert done.stdout.endswith(once)
     assert len(done.stdout) > 2 * len(once)
@@ -257,34 +257,18 @@ def test_clear_keeps_the_system_prompt_warm(conversation):
     assert again.receipt.cached_tokens >= opening.end_of(0) > 0
 
 
-FAILING = """
-import sys
-from keepwarm import config
-from keepwarm.cli.chat import ChatHistory, _turn
-from keepwarm.cli.options import make_request, open_engine
-
-settings = config.load(model=sys.argv[1], max_tokens=3)
-asks = make_request(settings, None, False, None)
-with open_engine(settings, asks) as engine:
-    talk, model = ChatHistory(engine, asks, []), engine.model.module
-    whole, model.lm_head = model.lm_head, None
-    _turn(talk, "hi")
-    model.lm_head = whole
-    _turn(talk, "hi")
-    assert len(talk.messages) == 2
-"""
-
-
-def test_a_turn_that_fails_in_the_engine_leaves_no_trace(checkpoint, tmp_path):
+def test_a_turn_that_fails_in_the_engine_leaves_no_trace(checkpoint, tmp_path, capsys):
     """One sentence, no traceback, and the next turn is answered."""
-    done = subprocess.run(
-        [sys.executable, "-c", FAILING, checkpoint],
-        capture_output=True,
-        env=environment(tmp_path),
-        timeout=300,
-        check=True,
-    )
-    failed, answered = done.stderr.decode().splitlines()
+    settings = Settings(tmp_path, tmp_path / "store", model=str(checkpoint), max_tokens=3)
+    asks = make_request(settings, None, False, None)
+    with open_engine(settings, asks) as engine:
+        talk, model = ChatHistory(engine, asks, []), engine.model.module
+        whole, model.lm_head = model.lm_head, None
+        _turn(talk, "hi")
+        model.lm_head = whole
+        _turn(talk, "hi")
+        assert len(talk.messages) == 2
+    failed, answered = capsys.readouterr().err.splitlines()
     assert re.fullmatch(
         r"The engine failed on this request .* Retry\. /clear starts over\.", failed
     )

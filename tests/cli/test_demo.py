@@ -25,8 +25,7 @@ def shown(tmp_path_factory):
     """The whole demo, with a tiny model as the default model."""
     model = write_checkpoint(tmp_path_factory.mktemp("model"), n_context=16384)
     home = tmp_path_factory.mktemp("home")
-    settings = {"KEEPWARM_MODEL": str(model), "KEEPWARM_BLAS": "none"}
-    run = keepwarm("demo", home=home, COLUMNS="80", **settings)
+    run = keepwarm("demo", home=home, COLUMNS="80", KEEPWARM_MODEL=str(model))
     assert run.returncode == 0, run.stderr.decode()
     return run.stdout.decode()
 

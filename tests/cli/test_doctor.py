@@ -1,10 +1,7 @@
-"""`keepwarm doctor`, run as a program."""
+"""`keepwarm doctor`: facts, measurements and advice."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from urllib.parse import urlsplit
 
 import pytest
@@ -16,10 +13,10 @@ from keepwarm.device.machine import Machine, _advice_on_blas
 from keepwarm.engine.padding import KnownVerdict, Verdict, VerdictsFile
 from keepwarm.remote.handshake import PLAIN, STORE_META
 from keepwarm.remote.opening import RemoteReport, measure_remotes
+from tests.cli import keepwarm_here
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.redis_server import redis_server
 
-PROGRAM = "import typer; from keepwarm.cli.doctor import doctor; typer.run(doctor)"
 KEYS = [
     *("backend", "device", "blas", "blas_threads", "gemm_gflops"),
     *("memory_total_bytes", "memory_available_bytes"),
@@ -29,13 +26,10 @@ KEYS = [
 
 
 def doctor(home, *arguments, **environ):
-    """The output of the command in a process without KEEPWARM_ variables."""
-    mine = {key: value for key, value in os.environ.items() if not key.startswith("KEEPWARM_")}
-    mine |= {"KEEPWARM_HOME": str(home), "COLUMNS": "200", **environ}
-    command = [sys.executable, "-c", PROGRAM, *arguments]
-    run = subprocess.run(command, env=mine, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+    """The output of the command."""
+    done = keepwarm_here("doctor", *arguments, home=home, COLUMNS="200", **environ)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.decode()
 
 
 @pytest.fixture(scope="module")
@@ -140,30 +134,33 @@ def test_json_names_the_blas_that_was_loaded(report):
     assert (found["blas_threads"] or 1) in range(1, len(blas.cpus()) + 1)
 
 
-def test_a_store_elsewhere_and_no_fast_blas_are_told(tmp_path):
+def test_a_store_that_is_not_there_yet_is_told_and_not_made(tmp_path):
     elsewhere = tmp_path / "not" / "yet" / "there"
-    options = {"KEEPWARM_STORE": str(elsewhere), "KEEPWARM_BLAS": "none"}
-    found = json.loads(doctor(tmp_path, "--json", **options))
-    assert found["store"] == str(elsewhere)
-    assert found["free_disk_bytes"] > 0
+    found = json.loads(doctor(tmp_path, "--json", KEEPWARM_STORE=str(elsewhere)))
+    assert (found["store"], found["free_disk_bytes"] > 0) == (str(elsewhere), True)
     assert not elsewhere.exists()
-    assert (found["blas"], found["blas_threads"]) == (None, None)
-    assert ("KEEPWARM_BLAS=none" in found["advice"]) == blas.wanted()
 
 
-def test_unused_cores_are_explained(tmp_path):
-    found = json.loads(doctor(tmp_path, "--json", KEEPWARM_BLAS_THREADS="1"))
-    idle_cores = blas.wanted() and len(blas.cpus()) > 1
-    assert ("KEEPWARM_BLAS_THREADS" in found["advice"]) == idle_cores
-
-
-def test_a_missing_openmp_is_the_reason_for_one_thread(monkeypatch, tmp_path):
-    monkeypatch.delenv("KEEPWARM_BLAS_THREADS", raising=False)
+@pytest.mark.parametrize(
+    ("used", "variable", "value", "lacks", "says"),
+    [
+        (1, "KEEPWARM_BLAS_THREADS", "1", True, "KEEPWARM_BLAS_THREADS limits BLAS to 1 of 2"),
+        (1, "KEEPWARM_BLAS_THREADS", "", True, "apt install libgomp1"),
+        (1, "KEEPWARM_BLAS_THREADS", "", False, "to measure again"),
+        (2, "KEEPWARM_BLAS_THREADS", "2", True, ""),
+        (None, "KEEPWARM_BLAS", "none", False, "KEEPWARM_BLAS=none"),
+        (None, "KEEPWARM_BLAS", "", False, "No fast BLAS was found"),
+    ],
+)
+def test_unused_cores_are_explained(monkeypatch, tmp_path, used, variable, value, lacks, says):
+    monkeypatch.setenv(variable, value)
     monkeypatch.setattr(blas, "wanted", lambda: True)
-    monkeypatch.setattr(blas, "lacks_threads", lambda: True)
-    used = blas.Blas("nvpl", "libnvpl.so", "seq", 1)
-    machine = Machine("cpu", "any", used, 2, 1.0, 1, 1, tmp_path, tmp_path, 1, {})
-    assert "apt install libgomp1" in _advice_on_blas(machine)
+    monkeypatch.setattr(blas, "lacks_threads", lambda: lacks)
+    library = used and blas.Blas("nvpl", "libnvpl.so", "seq", used)
+    machine = Machine("cpu", "any", library, 2, 1.0, 1, 1, tmp_path, tmp_path, 1, {})
+    advice = _advice_on_blas(machine)
+    assert says in advice
+    assert bool(advice) == bool(says)
 
 
 def test_the_table_reads_the_same_facts(main_here, tmp_path):
@@ -176,8 +173,7 @@ def test_doctor_report_writes_a_page_to_paste(tmp_path):
     """Cold and restored prompts on this machine, without a path of it."""
     page = tmp_path / "report.md"
     checkpoint = write_checkpoint(tmp_path / "tiny", n_context=2048)
-    options = {"KEEPWARM_MODEL": str(checkpoint), "KEEPWARM_BLAS": "none"}
-    shown = doctor(tmp_path, "--report", str(page), "--quick", **options)
+    shown = doctor(tmp_path, "--report", str(page), "--quick", KEEPWARM_MODEL=str(checkpoint))
     text = page.read_text()
     assert text.strip() in shown
     assert f"keepwarm {__version__}" in text

@@ -15,6 +15,7 @@ import httpx
 import openai
 import pytest
 
+from tests.cli import keepwarm_here
 from tests.kit.checkpoints import write_checkpoint
 
 QUESTION = [{"role": "user", "content": "What is the answer?"}]
@@ -55,18 +56,6 @@ def greeting(process):
     return "".join(lines)
 
 
-def run_once(checkpoint, home, *arguments):
-    """A server that is expected not to start."""
-    return subprocess.run(
-        command(checkpoint, *arguments),
-        env={**os.environ, "KEEPWARM_HOME": str(home)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-
-
 def address(printed):
     return re.search(r"http://127\.0\.0\.1:\d+", printed)[0]
 
@@ -91,14 +80,8 @@ def check_links(printed):
 def check_clients(printed, home):
     """The command for clients reaches this server, whatever port the settings say."""
     (line,) = re.findall(r"keepwarm (launch claude --url \S+)", printed)
-    done = subprocess.run(
-        [sys.executable, "-m", "keepwarm", *line.split()],
-        env={**os.environ, "KEEPWARM_HOME": str(home)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert f"ANTHROPIC_BASE_URL={address(printed)}" in done.stdout
+    done = keepwarm_here(*line.split(), home=home)
+    assert f"ANTHROPIC_BASE_URL={address(printed)}" in done.stdout.decode()
 
 
 def test_what_is_printed_works_and_a_signal_ends_it_in_order(checkpoint, tmp_path):
@@ -164,14 +147,12 @@ def test_what_does_not_end_in_time_is_cut_with_words(checkpoint, tmp_path):
         assert time.monotonic() - begun < 120  # three thousand tokens take longer
 
 
-def test_a_second_server_on_the_port_is_told(checkpoint, tmp_path):
+def test_a_second_server_on_the_port_is_told(main_here, checkpoint):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        answer = run_once(checkpoint, tmp_path, "--port", port)
-    assert answer.returncode == 2
-    assert f"Port {port}" in answer.stderr
-    assert "in use" in answer.stderr
-    assert len(answer.stderr.splitlines()) == 1
+        port = taken.getsockname()[1]
+        code, _, err = main_here("serve", "--model", checkpoint, "--port", port)
+    assert (code, err.count("\n")) == (2, 1)
+    assert re.search(rf"Port {port} .*in use", err)
 
 
 @pytest.mark.parametrize(

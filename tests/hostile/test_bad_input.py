@@ -94,10 +94,9 @@ def test_every_argument_on_the_way_to_the_template_is_reserved():
     assert arguments_to_the_template() - OPTIONS <= RESERVED
 
 
-@pytest.mark.parametrize("name", sorted(RESERVED | {"self", "tokenizer"}))
-def test_a_template_option_with_a_reserved_name_is_refused(live, name):
-    for value in (True, "x"):
-        options = {"chat_template_kwargs": {name: value}}
+def test_a_template_option_with_a_reserved_name_is_refused(live):
+    for name in sorted(RESERVED | {"self", "tokenizer"}):
+        options = {"chat_template_kwargs": {name: True}}
         says = refusal(live.post(CHAT, {"messages": TALK, "max_tokens": 1, **options}))
         assert says == f"The template option {name!r} cannot be set; leave it out."
 
@@ -113,10 +112,9 @@ def test_a_template_option_that_makes_the_template_fail_is_refused(live):
 # Numbers
 
 
-@pytest.mark.parametrize("digits", [20, 400, 3000, 5000])  # Python itself parses up to 4,300
 @pytest.mark.parametrize(("path", "body"), PLACES)
-def test_a_very_long_number_is_refused_wherever_it_is(live, path, body, digits):
-    for number in ("9" * digits, f"-{'9' * digits}"):
+def test_a_very_long_number_is_refused_wherever_it_is(live, path, body):
+    for number in ("9" * 20, f"-{'9' * 400}", "9" * 5000):  # Python itself parses up to 4,300
         text = json.dumps(body).replace(f'"{NUMBER}"', number)
         says = refusal(live.post(path, text.encode()), path)
         assert re.search("does not fit 64 bits|shorter numbers", says)
@@ -137,21 +135,21 @@ def test_a_cache_of_one_token_answers(live):
         assert live.post(CHAT, body).json()["usage"]["completion_tokens"] > 1
 
 
-@pytest.mark.parametrize("size", [-1, 0, 2**31, 2**63, 10**30, 1e30, 1.5])
-def test_a_cache_size_that_cannot_be_is_refused(live, size):
-    kv = {"keepwarm": {"kv": {"max_kv_size": size}}}
-    for path in (CHAT, "/v1/messages"):
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+def test_a_cache_size_that_cannot_be_is_refused(live, path):
+    for size in (-1, 0, 2**31, 10**30, 1e30, 1.5):
+        kv = {"keepwarm": {"kv": {"max_kv_size": size}}}
         refusal(live.post(path, {"messages": TALK, "max_tokens": 1, **kv}), path)
 
 
 # Token ids
 
 
-@pytest.mark.parametrize("token", [-1, N_VOCAB, N_VOCAB + 5, 2**31, 2**63])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/cache/lookup/completions"])
-def test_a_token_beyond_the_models_vocabulary_is_refused(live, path, token):
-    says = refusal(live.post(path, {"prompt": [5, token, 6], "max_tokens": 1}))
-    assert re.search(rf"token {token}, and the model's tokens are 0 to {N_VOCAB - 1}", says)
+def test_a_token_beyond_the_models_vocabulary_is_refused(live, path):
+    for token in (-1, N_VOCAB, 2**63):
+        says = refusal(live.post(path, {"prompt": [5, token, 6], "max_tokens": 1}))
+        assert re.search(rf"token {token}, and the model's tokens are 0 to {N_VOCAB - 1}", says)
 
 
 def test_a_token_that_only_the_model_has_is_accepted(live):

@@ -133,16 +133,15 @@ def test_a_request_is_refused_before_its_body_is_sent(server, path, method, fiel
         assert status_of(connection) == expected
 
 
-@pytest.mark.parametrize("path", ["/health", "/openapi.json", CHAT])
-@pytest.mark.parametrize("size", ["announced", "chunked"])
+@pytest.mark.parametrize(("path", "size"), [("/health", "announced"), (CHAT, "chunked")])
 def test_without_a_key_next_to_nothing_is_held(server, path, size):
-    """Sixty connections send almost all of the largest body and stay: 240 MiB."""
+    """Thirty connections send almost all of the largest body and stay: 120 MiB."""
     before = server.process.memory_info().rss
     length = {"Content_Length": MAX_BODY} if size == "announced" else {}
     length = length or {"Transfer_Encoding": "chunked"}
     body = b"x" * (MAX_BODY - 1)
     with ExitStack() as held:
-        for _ in range(60):
+        for _ in range(30):
             connection = held.enter_context(server.connected())
             connection.sendall(header(path, Content_Type="application/json", **length))
             with suppress(ConnectionError):  # refused, and closed meanwhile
@@ -157,7 +156,7 @@ def test_a_chunked_body_is_counted_as_it_comes(server):
         fields = {"Content_Type": "application/json", "Transfer_Encoding": "chunked"}
         connection.sendall(header(x_api_key="a", **fields))
         with suppress(ConnectionError):
-            for _ in range(200):
+            for _ in range(100):
                 connection.sendall(chunk(b"x" * MIB))
         assert status_of(connection) in (413, 0)  # 0: it was closed while we still sent
     assert server.process.memory_info().rss - before < 50 * MIB
@@ -251,7 +250,7 @@ def test_a_header_that_drips_is_closed(server):
 def test_a_client_may_be_idle_between_requests(server):
     with server.client() as client:
         first = client.get("/health/live").extensions["network_stream"]
-        time.sleep(2 * TIMEOUT_S)
+        time.sleep(1.5 * TIMEOUT_S)
         again = client.get("/health/live").extensions["network_stream"]
         assert again.get_extra_info("client_addr") == first.get_extra_info("client_addr")
 
@@ -278,11 +277,11 @@ def test_a_flood_of_connections_stops_nobody_and_fills_no_log(server):
 
 def test_what_is_no_http_is_not_logged_each_time(server):
     before = server.log.stat().st_size
-    for _ in range(500):
+    for _ in range(200):
         with server.connected() as connection:
             connection.sendall(b"\x16\x03\x01 this is not HTTP\r\n\r\n")
             assert status_of(connection) == 400
-    assert server.log.stat().st_size - before < 10_000
+    assert server.log.stat().st_size - before < 4_000
 
 
 # Clients that do not read
@@ -320,8 +319,7 @@ def test_a_stream_that_is_not_read_loses_its_slot(server):
 SMUGGLED = header("/health/live", "GET")
 
 
-@pytest.mark.parametrize("close", [{}, {"Connection": "keep-alive"}])
-@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/health"])
+@pytest.mark.parametrize(("path", "close"), [(CHAT, {}), ("/health", {"Connection": "keep-alive"})])
 def test_two_lengths_are_refused_and_end_the_connection(server, path, close):
     fields = {"Content_Length": 5, "Transfer_Encoding": "chunked", "x_api_key": "a", **close}
     with server.connected() as connection:

@@ -24,7 +24,7 @@ from keepwarm.store.atomic import Files
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.disk.maintenance import clear_quarantine
 from keepwarm.store.marker import MARKER
-from tests.cli import keepwarm
+from tests.cli import keepwarm_here
 from tests.kit.checkpoints import write_checkpoint
 from tests.store.kit import chain_of
 
@@ -92,7 +92,7 @@ def test_a_folder_that_is_not_a_store_is_refused_by_name_and_stays_as_it_was(fol
 @pytest.mark.parametrize("arguments", [["ls"], ["gc"], ["verify", "--fix"], ["rm", "smith"]])
 def test_no_cache_command_touches_a_folder_that_is_not_a_store(folder, tmp_path, arguments):
     before = tree(folder)
-    done = keepwarm("cache", *arguments, home=tmp_path / "home", KEEPWARM_STORE=str(folder))
+    done = keepwarm_here("cache", *arguments, home=tmp_path / "home", KEEPWARM_STORE=str(folder))
     assert done.returncode == 2
     assert f"{folder} is not empty and is not a store of Keepwarm" in done.stderr.decode()
     assert tree(folder) == before
@@ -104,7 +104,7 @@ def test_neither_the_server_nor_the_library_touches_a_folder_that_is_not_a_store
         Store(settings=Settings(home=tmp_path / "home", store=folder))
     model = write_checkpoint(tmp_path / "model")
     home, port = tmp_path / "home", "0"
-    done = keepwarm(
+    done = keepwarm_here(
         "serve", "--model", model, "--port", port, home=home, KEEPWARM_STORE=str(folder)
     )
     assert done.returncode == 2
@@ -201,14 +201,14 @@ class StoppingFiles(Files):
 
 
 @pytest.mark.parametrize("secret", [None, "A" * 43 + "="])
-@pytest.mark.parametrize("stop_at", range(7))
-def test_a_start_that_was_killed_leaves_what_the_next_one_opens(tmp_path, stop_at, secret):
+def test_a_start_that_was_killed_leaves_what_the_next_one_opens(tmp_path, secret):
     """From before the directory is made until its first folders are there."""
-    root = tmp_path / "store"
-    with pytest.raises(Stopped):
-        DiskTier(root, LIMITS, StoppingFiles(stop_at))
-    AgentStore(root, LIMITS, secret=secret).close()
-    assert [path.name for path in root.iterdir() if path.name.startswith(f".{MARKER}")] == []
+    for stop_at in range(7):
+        root = tmp_path / f"store-{stop_at}"
+        with pytest.raises(Stopped):
+            DiskTier(root, LIMITS, StoppingFiles(stop_at))
+        AgentStore(root, LIMITS, secret=secret).close()
+        assert [path.name for path in root.iterdir() if path.name.startswith(f".{MARKER}")] == []
 
 
 def test_the_marker_comes_before_anything_else(tmp_path):

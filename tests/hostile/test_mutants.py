@@ -7,7 +7,7 @@ import pytest
 
 from tests.kit.mutants.fuzz import FORMATS, Summary, fuzz, fuzz_in_batches
 
-FEW, MANY = 300, 100_000
+FEW, MANY = 100, 100_000
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 import threading
-import unicodedata
 from dataclasses import replace
 
 import psutil
@@ -25,7 +24,7 @@ from keepwarm.text.detokenize import decode
 from keepwarm.text.grammar import MAX_COMPILED, Grammars
 from keepwarm.text.prepare import Preparer
 from keepwarm.text.prompt import Prompter
-from keepwarm.text.prompt_limits import NFC_FACTOR, PromptLimits, is_heavy, token_reach
+from keepwarm.text.prompt_limits import PromptLimits, is_heavy, token_reach
 from keepwarm.text.request import Breakpoint, Format, Request
 from keepwarm.text.sandbox import process as sandbox_process
 from keepwarm.text.sandbox.deadline import PrepareDeadline
@@ -47,7 +46,7 @@ SPINS = (
 )
 
 
-def long_text(n_words=20_000, seed=0):
+def long_text(n_words=15_000, seed=0):
     return " ".join(random.Random(seed).choices(WORDS, k=n_words))
 
 
@@ -95,12 +94,6 @@ def test_no_token_stands_for_more_text_than_its_reach(text, normalizer):
     fast = backend(normalizer=normalizer)
     reach = token_reach(fast)
     assert len(text) <= reach.longest * n_tokens(fast, text)
-
-
-def test_composing_saves_no_more_than_assumed():
-    characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
-    decomposed = (unicodedata.normalize("NFD", each) for each in characters)
-    assert max(map(len, decomposed)) == NFC_FACTOR
 
 
 def test_characters_that_become_no_token_do_not_count():
@@ -210,12 +203,6 @@ def test_what_the_template_adds_counts_before_it_is_tokenised(model, monkeypatch
         tiny.prepare(chat("hi"))
 
 
-def test_a_prompt_that_is_too_long_is_told_with_its_length():
-    """The error comes from another process if preparing takes long."""
-    again = pickle.loads(pickle.dumps(ContextTooLong("Too long.", 9001, 8191)))
-    assert (str(again), again.n_tokens, again.most) == ("Too long.", 9001, 8191)
-
-
 def test_answers_do_not_count_because_templates_may_leave_them_out(model):
     limits = PromptLimits("tiny", 64, model.tokenizer)
     limits.check(chat("hi", "ab" * 5_000, "hi"))
@@ -240,7 +227,7 @@ def test_counts_are_bounded_whatever_the_model(here, request_, sentence):
 
 
 def test_a_long_prompt_has_the_same_tokens_cuts_and_ends(here, apart):
-    texts = [long_text(3_000, seed) for seed in range(9)]
+    texts = [long_text(1_800, seed) for seed in range(9)]
     asked = chat(*texts, explain=True, breakpoints=(Breakpoint(2), Breakpoint(-1)))
     assert is_heavy(asked)
     ours, theirs = (each.prepare(asked, None, None, True) for each in (here, apart))
@@ -292,7 +279,7 @@ def test_stored_answers_are_asked_for_there_as_here(here, apart):
 def test_what_was_tokenised_there_is_known_by_the_next_turn(here, apart):
     """Of the tenant only. The texts spell special tokens, and most of them once more."""
     known = apart._prompter._known
-    texts = [long_text(3_000, seed) for seed in range(20, 29)]
+    texts = [long_text(1_800, seed) for seed in range(20, 29)]
 
     def grown(asked):
         before = known.n_bytes
@@ -366,8 +353,8 @@ def test_a_task_ends_when_it_has_worked_too_long(process):
 
 def test_a_task_ends_at_its_deadline(process):
     run(process, tasks.report)  # it has started
-    with pytest.raises(TimedOut, match=r"Preparing the request took longer than 3 s; send a short"):
-        run(process, tasks.spin, deadline=PrepareDeadline(3))
+    with pytest.raises(TimedOut, match=r"Preparing the request took longer than 1 s; send a short"):
+        run(process, tasks.spin, deadline=PrepareDeadline(1))
     wait_until(lambda: not children_of(process))
     with pytest.raises(TimedOut):
         run(process, tasks.report, deadline=PrepareDeadline(0))
@@ -556,7 +543,6 @@ def test_a_client_that_goes_ends_the_preparation_of_its_request(live):
         ({"messages": [1] * 9_000}, 400, "The field messages[0] is invalid"),
         ({"messages": [{"role": "user"}] * 10_001}, 400, "at most 10000 items"),
         ({"messages": [[]] * 300_000}, 413, "more than 300,000 values; send fewer."),
-        ({"x": {str(i): 1 for i in range(300_001)}}, 413, "more than 300,000 values"),
         ({"x": ["\\", '"', "[[[,,,"] * 100_001}, 413, "more than 300,000 values"),
     ],
 )
@@ -567,7 +553,7 @@ def test_bodies_of_many_values_are_refused_with_one_sentence(live, body, status,
 
 
 def test_what_is_inside_a_text_is_not_counted(live):
-    text = '[{",:' * 100_000 + "\\"
+    text = '[{",:' * 70_000 + "\\"
     answer = live.post(
         "/v1/messages/count_tokens", {"messages": [{"role": "user", "content": text}]}
     )

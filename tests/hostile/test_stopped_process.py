@@ -147,14 +147,14 @@ def test_a_durable_answer_comes_and_says_that_it_is_not_on_disk(lock, models, tm
 
 @LOCKS
 def test_many_writes_wait_once(lock, tier, wait, caplog):
-    """Forty saves after the first do not wait, or they would take longer than the guard."""
-    wait(2.0)
-    records = chain_of(40)
+    """Those after the first do not wait, or they would take longer than the guard."""
+    wait(0.5)
+    records = chain_of(150)
     with stopped(tier.root, lock) as other:
         assert not any(tier.put(record).stored for record in records)
         with pytest.raises(StoreFailed, match=r"another process holds its lock.*then try again"):
             tier.delete(records[0].header.key)
-        assert tier.stats().errors == 41
+        assert tier.stats().errors == 151
         assert caplog.text.count("could not be written") == 1
         other.go_on()
     assert all(tier.put(record).stored for record in records)
@@ -221,20 +221,3 @@ def open_and_write(root):
     with AgentStore(root, DiskLimits(min_free_bytes=0)) as store:
         store.disk.delete(BlockKey(bytes(20)))
         return True
-
-
-def test_the_command_line_says_so(tmp_path):
-    root = tmp_path / "store"
-    AgentStore(root).close()
-    with stopped(root, "index"):
-        told = subprocess.run(
-            [sys.executable, "-m", "keepwarm", "cache", "ls"],
-            env={**os.environ, "KEEPWARM_HOME": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=HANGS_S,
-        )
-    assert told.returncode == 2
-    assert told.stderr.count("\n") == 1
-    assert "try again" in told.stderr

@@ -40,7 +40,8 @@ def home(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(checkpoint, home):
     """`keepwarm serve` with an encrypted store and two keys."""
-    with serving(checkpoint, home) as running:
+    settings = {"KEEPWARM_ENCRYPTION_KEY": KEY, "KEEPWARM_API_KEYS": "a,b"}
+    with served(checkpoint, home, **settings) as running:
         say(running.url, "mine", A, "the lazy dog " * 340)
         say(running.url, "yours", B, "hello")
         yield running
@@ -51,10 +52,6 @@ def bundle(server):
     answer = httpx.get(f"{server.url}/v1/agents/mine/export", headers=A, timeout=60)
     assert answer.status_code == 200, answer.text
     return answer.content
-
-
-def serving(checkpoint, home):
-    return served(checkpoint, home, KEEPWARM_ENCRYPTION_KEY=KEY, KEEPWARM_API_KEYS="a,b")
 
 
 def say(url, agent, key, text):
@@ -171,16 +168,17 @@ def begins(url):
     return b" 200 " in began
 
 
-def test_a_start_deletes_what_a_killed_server_had_staged(checkpoint, bundle, tmp_path):
-    with serving(checkpoint, tmp_path) as running:
-        client = begin_upload(running.url, bundle, len(bundle) * 3 // 4)
-        wait_until(lambda: len(staged(tmp_path)) >= 5)
-        running.process.send_signal(signal.SIGKILL)
-        running.process.wait(60)
-        client.close()
-    assert len(staged(tmp_path)) >= 5, "it had no time to tidy up"
-    assert reserved_bytes(tmp_path) > 0
-    with AgentStore(tmp_path / "store", secret=KEY) as store:
-        assert staged(tmp_path) == []
-        assert reserved_bytes(tmp_path) == 0
-        assert list(store.disk.walk()) == []
+def test_a_start_deletes_what_a_killed_server_had_staged(server, bundle, home):
+    """The last one: it kills the server of all."""
+    client = begin_upload(server.url, bundle, len(bundle) * 3 // 4)
+    wait_until(lambda: len(staged(home)) >= 5)
+    server.process.send_signal(signal.SIGKILL)
+    server.process.wait(60)
+    client.close()
+    assert len(staged(home)) >= 5, "it had no time to tidy up"
+    assert reserved_bytes(home) > 0
+    with AgentStore(home / "store", secret=KEY) as store:
+        assert staged(home) == []
+        assert reserved_bytes(home) == 0
+        names = {agent.id.rpartition(".")[2] for agent in store.agents.all()}
+        assert names == {"mine", "yours"}

@@ -6,8 +6,6 @@ import sys
 
 import httpx2
 import pytest
-from mcp import Client
-from mcp.client.streamable_http import streamable_http_client
 
 from keepwarm import config
 from keepwarm.errors import BadInput
@@ -34,7 +32,9 @@ def talk(live, key, agent, text="What does the fox say to the dog?"):
 
 
 def session(live, headers, work):
-    """What `work` does with a client of this server."""
+    """What `work` does with a client of this server. Its SDK takes a second to import."""
+    from mcp import Client
+    from mcp.client.streamable_http import streamable_http_client
 
     async def run():
         async with httpx2.AsyncClient(headers=headers) as http:

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from keepwarm.telemetry import history as module
-from keepwarm.telemetry.history import History, day_name, latency_name, minute_name, percentile_ms
-from keepwarm.telemetry.ledger import Ledger
+from keepwarm.telemetry.history import History, day_name, minute_name
+from keepwarm.telemetry.ledger import Ledger, latency_name, percentile_ms
 from tests.telemetry.test_ledger import NOON, Clock, record
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
@@ -18,7 +16,6 @@ from keepwarm.units import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from keepwarm.agents.agent import Agent
     from keepwarm.agents.agent_store import AgentStore
-    from keepwarm.store.disk.maintenance import Progress
 
 app = typer.Typer()
 
@@ -65,20 +62,6 @@ def delete_shared(store: AgentStore) -> dict[str, list[str]]:
     erase = erase_at_once(config.load().read_secret("remote_password"), store.disk.cipher)
     unreached = RemoteDeleter(store.tombstones, store.blocks_of_agents, erase).finish()
     return {"shared_unreached": unreached} if unreached else {}
-
-
-@contextmanager
-def bar(label: str) -> Iterator[Progress]:
-    """Counts on stderr, while it takes long."""
-    with shown(label) as line:
-        yield line.count
-
-
-@contextmanager
-def bytes_bar(label: str) -> Iterator[Progress]:
-    """The same for bytes."""
-    with shown(label) as line:
-        yield line.count_bytes
 
 
 @app.command()
@@ -220,8 +203,8 @@ def remove(agent: AnyId, as_json: AsJson = False) -> None:
     Every block that no other agent uses is deleted with it, from shared tiers too. One that does
     not answer is named, and cleared later.
     """
-    with open_store() as store, bar("deleting") as progress:
-        n_blocks = (store.prefixes if _is_prefix(agent) else store.agents).delete(agent, progress)
+    with open_store() as store, shown("deleting") as line:
+        n_blocks = (store.prefixes if _is_prefix(agent) else store.agents).delete(agent, line.count)
         shared = delete_shared(store)
     print_fields({"agent": agent, "removed_blocks": n_blocks} | shared, as_json)
 
@@ -233,8 +216,8 @@ def release(agent: AgentId, as_json: AsJson = False) -> None:
     Its blocks then serve every prompt with the same beginning.
     """
     with open_store() as store:
-        with bar("releasing") as progress:
-            released = store.release(agent, progress)
+        with shown("releasing") as line:
+            released = store.release(agent, line.count)
         print_agent(store, released, as_json)
 
 

@@ -22,8 +22,6 @@ from keepwarm.cli.agents import (
     AnyId,
     AsJson,
     BranchNumber,
-    bar,
-    bytes_bar,
     delete_shared,
     format_date,
     n_bytes_of,
@@ -33,6 +31,7 @@ from keepwarm.cli.agents import (
 )
 from keepwarm.cli.options import check_parents, load_model
 from keepwarm.errors import BadInput
+from keepwarm.progress import shown
 from keepwarm.units import format_bytes
 
 if TYPE_CHECKING:
@@ -125,10 +124,10 @@ def gc(as_json: AsJson = False) -> None:
     """Delete expired and empty agents, and quarantined records."""
     from keepwarm.store.disk.maintenance import clear_quarantine
 
-    with open_store() as store, bar("cleaning up") as progress:
-        expired = store.agents.expire(progress)
+    with open_store() as store, shown("cleaning up") as line:
+        expired = store.agents.expire(line.count)
         empty = store.agents.delete_empty()
-        n_bytes = clear_quarantine(store.disk, progress)
+        n_bytes = clear_quarantine(store.disk, line.count)
         shared = delete_shared(store)
     fields = {"expired_agents": expired, "empty_agents": empty, "quarantine_bytes": n_bytes}
     print_fields(fields | shared, as_json)
@@ -145,8 +144,8 @@ def clear(
     """
     if not yes:
         typer.confirm(f"Delete everything in {config.load().store}?", abort=True, err=True)
-    with open_store() as store, bar("deleting") as progress:
-        n_agents, n_blocks = store.clear(progress)
+    with open_store() as store, shown("deleting") as line:
+        n_agents, n_blocks = store.clear(line.count)
         shared = delete_shared(store)
     print_fields({"removed_agents": n_agents, "removed_blocks": n_blocks} | shared, as_json)
 
@@ -162,8 +161,8 @@ def verify(
     """
     from keepwarm.agents.verify import verify_store
 
-    with open_store() as store, bytes_bar("verifying") as progress:
-        report = verify_store(store, fix, progress)
+    with open_store() as store, shown("verifying") as line:
+        report = verify_store(store, fix, line.count_bytes)
     print_fields(report.fields(), as_json)
     if not as_json:
         for each in report.bad:
@@ -209,10 +208,10 @@ def export(
         print_fields({"agent": agent, "tokens": n_tokens, "file": str(file)}, as_json)
         return
     keys = BundleKeys.of(settings, sign)
-    with open_store() as store, bar("exporting") as progress:
+    with open_store() as store, shown("exporting") as line:
         found = store.find(agent, tokens, turn, branch)
         with _file_errors(file):
-            n_records = store.export_agent(found, file, progress, keys.signing)
+            n_records = store.export_agent(found, file, line.count, keys.signing)
         if store.disk.cipher is not None:
             print(f"{file} is not encrypted, so that other machines can read it.", file=sys.stderr)
     print_fields({"agent": agent, "records": n_records, "file": str(file)}, as_json)
@@ -295,9 +294,15 @@ def _import_bundle(
     with Store(settings=settings) as store:
         ours = store.attach(model.module, model.path, salt=theirs.salt, **options)
         fits = partial(check_record, ours.restorer.layout)
-        with bytes_bar("importing") as progress:
+        with shown("importing") as line:
             made = store.on_disk.import_agent(
-                file, ours.identity, agent, progress, model.name, keys=keys, check_record=fits
+                file,
+                ours.identity,
+                agent,
+                line.count_bytes,
+                model.name,
+                keys=keys,
+                check_record=fits,
             )
         return _checked(settings, store, model, made, check)
 
@@ -325,8 +330,8 @@ def _checked(
 
     if check is None:
         return made
-    with Engine(model, store, settings=settings) as engine, bar("checking") as count:
-        return ImportCheck(engine, made).run(check, count)
+    with Engine(model, store, settings=settings) as engine, shown("checking") as line:
+        return ImportCheck(engine, made).run(check, line.count)
 
 
 def _export_prompt_file(

@@ -6,34 +6,23 @@ Several servers may share the file: each adds its counts since its last write.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from keepwarm.state_file import StateFile
+from keepwarm.telemetry.ledger import MINUTES_KEPT, Ledger, Minutes
 
 LOG = logging.getLogger(__name__)
 
-MINUTES_KEPT = 24 * 60
 DAYS_KEPT = 400
-LATENCY = "ttft_"
-CLASSES_PER_DOUBLING = 4  # a percentile is at most 9 % off
-MIN_MS = 1.0
 
 Amounts: TypeAlias = Mapping[str, int]
 Series: TypeAlias = Mapping[str, Amounts]  # by the ISO name of a minute or a day, in UTC
-
-
-class UnsavedMinutes(Protocol):
-    """What `telemetry.ledger.Ledger` has counted since the file was saved."""
-
-    def minutes(self) -> dict[int, Counter[str]]: ...
-    def drop_minutes(self, saved: Mapping[int, Counter[str]]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -59,7 +48,7 @@ class Timeline:
         )
 
     @classmethod
-    def of_minutes(cls, minutes: Mapping[int, Counter[str]]) -> Self:
+    def of_minutes(cls, minutes: Minutes) -> Self:
         """Amounts by the number of the minute since the epoch."""
         days: dict[str, Counter[str]] = {}
         for number, amounts in minutes.items():
@@ -102,9 +91,7 @@ def _amounts(read: Mapping[str, int]) -> Amounts:
 class History:
     """The file, and what the ledger has since it was last saved."""
 
-    def __init__(
-        self, path: Path, unsaved: UnsavedMinutes, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, path: Path, unsaved: Ledger, clock: Callable[[], float] = time.time) -> None:
         self._file = StateFile(path, "timeline", Timeline.of_json, asdict)
         self._unsaved = unsaved
         self._clock = clock
@@ -129,25 +116,3 @@ class History:
 
     def _write(self, unsaved: Timeline) -> Timeline:
         return self._file.change(lambda saved: saved.until(self._clock()).plus(unsaved))
-
-
-def latency_name(ms: float) -> str:
-    """The class of a time to the first token: counts of classes add up over minutes."""
-    return f"{LATENCY}{round(CLASSES_PER_DOUBLING * math.log2(max(MIN_MS, ms)))}"
-
-
-def percentile_ms(amounts: Amounts, share: float) -> float | None:
-    """The time that this share of the answers did not exceed; None without answers."""
-    counts = sorted(
-        (int(name.removeprefix(LATENCY)), n) for name, n in amounts.items() if _is_class(name)
-    )
-    wanted, passed = share * sum(n for _, n in counts), 0
-    for number, n in counts:
-        passed += n
-        if passed >= wanted:
-            return round(2 ** (number / CLASSES_PER_DOUBLING), 1)
-    return None
-
-
-def _is_class(name: str) -> bool:
-    return name.startswith(LATENCY) and name.removeprefix(LATENCY).isdecimal()

@@ -6,6 +6,7 @@ names; of prompts only the few tokens by which a miss is shown.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from bisect import bisect_left
@@ -15,7 +16,6 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from keepwarm.telemetry.history import MINUTES_KEPT, latency_name
 from keepwarm.telemetry.misses import (
     MAX_CANDIDATES,
     MAX_MISSES,
@@ -42,6 +42,10 @@ COUNTS = (
     "saved_ms",
     "keeping_ms",  # of the engine's thread
 )
+MINUTES_KEPT = 24 * 60
+LATENCY = "ttft_"
+CLASSES_PER_DOUBLING = 4  # a percentile is at most 9 % off
+MIN_MS = 1.0
 BY_MINUTE = {"prefilled_tokens": "prefilled", "generated_tokens": "generated"}
 
 
@@ -102,6 +106,28 @@ class RequestRecord:
             OUTCOMES[self.state]: 1,
         }
         return {name: n for name, n in amounts.items() if n}
+
+
+def latency_name(ms: float) -> str:
+    """The class of a time to the first token: counts of classes add up over minutes."""
+    return f"{LATENCY}{round(CLASSES_PER_DOUBLING * math.log2(max(MIN_MS, ms)))}"
+
+
+def percentile_ms(amounts: Mapping[str, int], share: float) -> float | None:
+    """The time that this share of the answers did not exceed; None without answers."""
+    counts = sorted(
+        (int(name.removeprefix(LATENCY)), n) for name, n in amounts.items() if _is_class(name)
+    )
+    wanted, passed = share * sum(n for _, n in counts), 0
+    for number, n in counts:
+        passed += n
+        if passed >= wanted:
+            return round(2 ** (number / CLASSES_PER_DOUBLING), 1)
+    return None
+
+
+def _is_class(name: str) -> bool:
+    return name.startswith(LATENCY) and name.removeprefix(LATENCY).isdecimal()
 
 
 class Distribution:

@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 
 from keepwarm.engine.stats import Stats
 from keepwarm.store.counts import ALL_TIERS, TIERS, PromptCounts
-from keepwarm.telemetry.history import Amounts, Timeline, minute_name, percentile_ms
+from keepwarm.telemetry.history import Amounts, Timeline, minute_name
+from keepwarm.telemetry.ledger import percentile_ms
 
 JsonObject: TypeAlias = dict[str, Any]
 N_POINTS = 60
