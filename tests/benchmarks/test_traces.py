@@ -114,6 +114,7 @@ def test_the_list_against_that_of_mlx_lm():
         theirs.insert_cache("model", tokens[request.conversation], [made])
 
 
+@pytest.mark.soak
 def test_numbers_table_and_plot(tmp_path):
     results = [result(policy, budget) for policy in (OURS, SESSIONS) for budget in SMALL[:2]]
     rows = json.loads(json.dumps(as_json(results, "a command")))["results"]

@@ -150,15 +150,3 @@ def test_raw_prompts_are_parsed_unless_the_setting_forbids_it(live, model, tmp_p
         refused = server.post(path, {"prompt": ids, "max_tokens": 1})
         assert refused.status_code == 400
         assert "holds the special token" in refused.json()["error"]["message"]
-
-
-def test_a_repeated_attack_reuses_what_it_computed(live):
-    """It is a prompt as any: its blocks are found, its answer is spliced, and nothing else is."""
-    body = {"messages": [{"role": "user", "content": ATTACK * 20}], "max_tokens": 4}
-    first = live.post(CHAT, body).json()
-    said = first["choices"][0]["message"]["content"]
-    talk = [*body["messages"], {"role": "assistant", "content": said}, ASK]
-    answer = live.post(CHAT, {"messages": talk, "max_tokens": 1})
-    receipt = json.loads(answer.headers["x-keepwarm-receipt"])
-    assert sum(receipt["reused"].values()) >= first["usage"]["prompt_tokens"]
-    assert receipt["spliced"] > 0
