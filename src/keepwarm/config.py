@@ -401,18 +401,20 @@ def _parse_path(value: Any) -> Path:
     return path
 
 
-class Kind(NamedTuple):
+class SettingKind(NamedTuple):
     parse: Callable[[Any], Any]
     words: str
 
 
 OPTIONAL: Any = float | None
 MAX_SHOWN = 80  # characters of a bad value in the error
-KINDS: Mapping[type, Kind] = {
-    bool: Kind(_parse_flag, "true or false"),
-    int: Kind(_parse_whole, "a whole number"),
-    float: Kind(_parse_number, "a number"),
-    OPTIONAL: Kind(lambda value: None if value is None else _parse_number(value), "a number"),
-    str: Kind(_parse_text, "a text"),
-    Path: Kind(_parse_path, "a path"),
+KINDS: Mapping[type, SettingKind] = {
+    bool: SettingKind(_parse_flag, "true or false"),
+    int: SettingKind(_parse_whole, "a whole number"),
+    float: SettingKind(_parse_number, "a number"),
+    OPTIONAL: SettingKind(
+        lambda value: None if value is None else _parse_number(value), "a number"
+    ),
+    str: SettingKind(_parse_text, "a text"),
+    Path: SettingKind(_parse_path, "a path"),
 }
