@@ -183,7 +183,11 @@ def test_doctor_report_writes_a_page_to_paste(tmp_path):
     assert str(tmp_path) not in text
 
 
-def test_doctor_report_into_a_missing_folder_is_refused(main_here, tmp_path):
-    code, _, err = main_here("doctor", "--report", tmp_path / "no" / "page")
-    assert code == 2
-    assert "does not exist; create it first" in err
+@pytest.mark.parametrize(
+    ("page", "says"), [("no/page", "does not exist; create it first"), (".", "is a directory")]
+)
+def test_doctor_report_that_cannot_be_written_is_refused(main_here, tmp_path, page, says):
+    """Before anything is measured."""
+    code, out, err = main_here("doctor", "--report", tmp_path / page)
+    assert (code, out) == (2, "")
+    assert says in err

@@ -12,7 +12,6 @@ import time
 from contextlib import contextmanager
 
 import httpx
-import openai
 import pytest
 
 from tests.cli import keepwarm_here
@@ -86,6 +85,8 @@ def check_clients(printed, home):
 
 def test_what_is_printed_works_and_a_signal_ends_it_in_order(checkpoint, tmp_path):
     """A running answer finishes, nothing else is logged, and its prompt is warm afterwards."""
+    import openai
+
     with served(checkpoint, tmp_path, KEEPWARM_DRAIN_S="5") as (process, printed):
         check_links(printed)
         check_clients(printed, tmp_path)
@@ -129,6 +130,8 @@ def _has(line, parts):
 
 
 def test_what_does_not_end_in_time_is_cut_with_words(checkpoint, tmp_path):
+    import openai
+
     with served(checkpoint, tmp_path, KEEPWARM_DRAIN_S="0.2") as (process, printed):
         bias = {"2": -100}  # the end of a turn
         with openai.OpenAI(base_url=f"{address(printed)}/v1", api_key="any") as client:

@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
-import openai
 import pytest
 
 from keepwarm import config
@@ -28,6 +26,10 @@ from keepwarm.text.request import Format, Request
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.idle import held_by
 from tests.kit.waiting import wait_until
+
+if TYPE_CHECKING:  # three seconds to import, for tests that use them
+    from anthropic import Anthropic
+    from openai import AsyncOpenAI, OpenAI
 
 N_CONTEXT = 16384
 NAME = "tiny"
@@ -44,15 +46,21 @@ class Live:
     models: Models
     clients: ExitStack  # closed with the server: a client that is only dropped may leak its socket
 
-    def openai(self, **options: Any) -> openai.OpenAI:
-        return self.clients.enter_context(openai.OpenAI(**self._options(options)))
+    def openai(self, **options: Any) -> OpenAI:
+        from openai import OpenAI
 
-    def anthropic(self) -> anthropic.Anthropic:
-        made = anthropic.Anthropic(base_url=self.url, api_key="any", max_retries=0)
+        return self.clients.enter_context(OpenAI(**self._options(options)))
+
+    def anthropic(self) -> Anthropic:
+        from anthropic import Anthropic
+
+        made = Anthropic(base_url=self.url, api_key="any", max_retries=0)
         return self.clients.enter_context(made)
 
-    def async_openai(self, **options: Any) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(**self._options(options))
+    def async_openai(self, **options: Any) -> AsyncOpenAI:
+        from openai import AsyncOpenAI
+
+        return AsyncOpenAI(**self._options(options))
 
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
         usual = {"base_url": f"{self.url}/v1", "api_key": "any", "max_retries": 0, "timeout": 300}

@@ -363,11 +363,9 @@ def _check_source(file: Path) -> None:
 
 def _check_target(file: Path, force: bool) -> None:
     """Fail before anything is read, which may take minutes."""
-    if file.is_dir():
-        raise BadInput(f"{file} is a directory; name a file in it.")
+    check_parents(file)
     if file.exists() and not force:
         raise BadInput(f"{file} exists; choose another name, or replace it with --force.")
-    check_parents(file)
 
 
 @contextmanager

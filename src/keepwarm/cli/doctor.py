@@ -158,8 +158,12 @@ def _write_report(path: Path, quick: bool) -> None:
     command = f"keepwarm doctor --report {path.name}{' --quick' * quick}"
     about = f"{Path(settings.model).name}, medians: `{command}`\n"
     page = "\n".join([_machine_page(snapshot(settings)), _figures_page(figures), about])
-    path.write_text(page + _tiers_page(remotes))
-    print(path.read_text())
+    print(page + _tiers_page(remotes))
+    try:
+        path.write_text(page + _tiers_page(remotes))
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise BadInput(f"{path} cannot be written: {why}; the page is shown above.") from error
 
 
 def _measure_engine(settings: config.Settings, lengths: Lengths) -> Figures:

@@ -161,6 +161,8 @@ def print_note(text: str, end: str = "\n") -> None:
 
 def check_parents(*files: Path | None) -> None:
     """Fail before measurements, which take minutes, and not when their results are written."""
-    for file in files:
-        if file is not None and not file.absolute().parent.is_dir():
+    for file in filter(None, files):
+        if file.is_dir():
+            raise BadInput(f"{file} is a directory; name a file in it.")
+        if not file.absolute().parent.is_dir():
             raise BadInput(f"The directory of {file} does not exist; create it first.")
