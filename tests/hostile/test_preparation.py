@@ -383,9 +383,10 @@ def test_a_process_that_ends_is_started_again(process):
     assert run(process, tasks.report)[0] == "built"
 
 
-def test_without_the_process_a_prompt_is_prepared_here(model, here, monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    preparer = Preparer(model, N_VOCAB, RecentPrompts(), sandbox=new_process())
+@pytest.mark.parametrize("python", ["/bin/false", "/no/such/file"])
+def test_without_the_process_a_prompt_is_prepared_here(model, here, monkeypatch, python):
+    monkeypatch.setattr(sys, "executable", python)
+    preparer = Preparer(model, N_VOCAB, RecentPrompts(), sandbox=new_process().start())
     asked = chat(long_text(), format=Format(json=True))
     found = preparer.prepare(asked)
     assert found.tokens == here.prepare(asked).tokens

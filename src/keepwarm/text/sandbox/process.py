@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 from tempfile import TemporaryFile
 from typing import Any, Self, TypeAlias
@@ -58,7 +59,7 @@ class SandboxProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Self:
-        with self._lock:
+        with self._lock, suppress(ProcessGone):  # the first task tries again
             self._connect()
         return self
 
@@ -187,9 +188,13 @@ class SandboxProcess:
         environ = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
         command = [sys.executable, "-P", "-c", CODE.format(there.fileno(), self._modules)]
         with there:
-            self._process = subprocess.Popen(
-                command, pass_fds=[there.fileno()], env=environ, stdin=subprocess.DEVNULL
-            )
+            try:
+                self._process = subprocess.Popen(
+                    command, pass_fds=[there.fileno()], env=environ, stdin=subprocess.DEVNULL
+                )
+            except OSError as error:
+                here.close()
+                raise ProcessGone from error
         return here
 
     def _send_recipe(self) -> None:
