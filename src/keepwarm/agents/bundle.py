@@ -361,20 +361,16 @@ class CheckedRecords:
 def stage_record(disk: DiskTier, wear: WriteBudget, staged: StagedRecords, record: Record) -> None:
     with as_store_errors(disk, "save the bundle"):
         if not wear.take(record.n_bytes):
-            raise _over_budget()
+            raise InsufficientResources(
+                "The bundle was not imported: it exceeds what is left of today's writes; "
+                "raise disk_writes_per_day, or import it tomorrow."
+            )
         if not staged.add(record):
             wear.give_back(record.n_bytes)
             raise InsufficientResources(
                 "The bundle was not imported: there is no room for all of it; "
                 "raise disk_bytes or free some of the disk, then import it again."
             )
-
-
-def _over_budget() -> InsufficientResources:
-    return InsufficientResources(
-        "The bundle was not imported: it exceeds what is left of today's writes; "
-        "raise disk_writes_per_day, or import it tomorrow."
-    )
 
 
 def _is_whole(name: Namespace, tokens: bytes, found: Collection[BlockKey]) -> bool:

@@ -7,7 +7,7 @@ thousands of them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -18,20 +18,23 @@ from keepwarm.store.tier import StoredBlock
 MAX_BLOCKS = 10_000
 
 
-@dataclass(frozen=True)
+@dataclass
 class Node:
     """One block, with all tiers it is in."""
 
-    key: BlockKey
-    parent: BlockKey
-    namespace: Namespace
-    number: int
-    n_tokens: int
-    n_bytes: int
-    used: float
-    tiers: frozenset[str]
+    block: StoredBlock
+    n_bytes: int = 0
+    used: float = 0.0
+    tiers: set[str] = field(default_factory=set)
     pinned: bool = False  # itself or a descendant
-    agents: tuple[str, ...] = ()  # ids of the agents that use it
+    agents: list[str] = field(default_factory=list)  # ids of the agents that use it
+
+    def add(self, block: StoredBlock, tier: str) -> None:
+        """The same block in another tier."""
+        self.n_bytes = max(self.n_bytes, sum(block.n_bytes.values()))
+        self.used = max(self.used, block.used)
+        self.tiers.add(tier)
+        self.pinned = self.pinned or block.pinned
 
     def extends_run_of(self, before: Node) -> bool:
         """Whether it has the same tiers, pin and agents as the block before it."""
@@ -83,43 +86,18 @@ def _nodes(tiers: Mapping[str, Iterable[StoredBlock]]) -> dict[BlockKey, Node]:
     nodes: dict[BlockKey, Node] = {}
     for tier, blocks in tiers.items():
         for block in blocks:
-            here = _node(block, tier)
-            other = nodes.get(block.key)
-            nodes[block.key] = here if other is None else _merged(other, here)
+            nodes.setdefault(block.key, Node(block)).add(block, tier)
     return nodes
-
-
-def _node(block: StoredBlock, tier: str) -> Node:
-    return Node(
-        block.key,
-        block.parent,
-        block.namespace,
-        block.number,
-        block.n_tokens,
-        sum(block.n_bytes.values()),
-        block.used,
-        frozenset({tier}),
-        block.pinned,
-    )
-
-
-def _merged(a: Node, b: Node) -> Node:
-    return replace(
-        a,
-        n_bytes=max(a.n_bytes, b.n_bytes),
-        used=max(a.used, b.used),
-        tiers=a.tiers | b.tiers,
-        pinned=a.pinned or b.pinned,
-    )
 
 
 def _latest(nodes: Mapping[BlockKey, Node], max_blocks: int) -> dict[BlockKey, Node]:
     """The most recently used blocks, each with its ancestors."""
     kept: dict[BlockKey, Node] = {}
     for node in sorted(nodes.values(), key=lambda node: -node.used):
-        new = list(takewhile(lambda one: one.key not in kept, _ancestors(nodes, node.key)))
+        up = _ancestors(nodes, node.block.key)
+        new = list(takewhile(lambda one: one.block.key not in kept, up))
         room = max_blocks - len(kept)
-        kept.update((one.key, one) for one in new[::-1][:room])
+        kept.update((one.block.key, one) for one in new[::-1][:room])
         if len(new) >= room:
             break
     return kept
@@ -129,7 +107,7 @@ def _ancestors(nodes: Mapping[BlockKey, Node], key: BlockKey) -> Iterator[Node]:
     """A block and its ancestors, up to the first missing one."""
     while (node := nodes.get(key)) is not None:
         yield node
-        key = node.parent
+        key = node.block.parent
 
 
 def _add_agents(
@@ -139,7 +117,7 @@ def _add_agents(
     ends: dict[BlockKey, tuple[str, ...]] = {}
     for agent in agents:
         for key in {key for branch in agent.branches for key in branch.blocks if key in nodes}:
-            nodes[key] = replace(nodes[key], agents=(*nodes[key].agents, agent.id))
+            nodes[key].agents.append(agent.id)
         if own := [key for key in agent.blocks if key in nodes]:
             ends[own[-1]] = (*ends.get(own[-1], ()), agent.id)
     return ends
@@ -148,10 +126,10 @@ def _add_agents(
 def _pin_ancestors(nodes: dict[BlockKey, Node]) -> None:
     """Only leaves are evicted, so a pin protects its ancestors too."""
     for pinned in [node for node in nodes.values() if node.pinned]:
-        for node in _ancestors(nodes, pinned.parent):
+        for node in _ancestors(nodes, pinned.block.parent):
             if node.pinned:
                 break
-            nodes[node.key] = replace(node, pinned=True)
+            node.pinned = True
 
 
 def _runs(
@@ -159,24 +137,24 @@ def _runs(
 ) -> Iterator[BlockRun]:
     children: dict[BlockKey, list[Node]] = {}
     for node in nodes.values():
-        children.setdefault(node.parent, []).append(node)
-    roots = [node for node in nodes.values() if node.parent not in nodes]
+        children.setdefault(node.block.parent, []).append(node)
+    roots = [node for node in nodes.values() if node.block.parent not in nodes]
     waiting: list[tuple[Node, BlockKey | None]] = [(node, None) for node in _latest_last(roots)]
     while waiting:
         first, parent = waiting.pop()
         blocks = _consecutive(first, children)
         yield _run(blocks, parent, ends)
-        after = _latest_last(children.get(blocks[-1].key, []))
-        waiting += [(node, first.key) for node in after]
+        after = _latest_last(children.get(blocks[-1].block.key, []))
+        waiting += [(node, first.block.key) for node in after]
 
 
 def _latest_last(nodes: Iterable[Node]) -> list[Node]:
-    return sorted(nodes, key=lambda node: (node.used, node.key))
+    return sorted(nodes, key=lambda node: (node.used, node.block.key))
 
 
 def _consecutive(first: Node, children: Mapping[BlockKey, list[Node]]) -> list[Node]:
     blocks = [first]
-    while len(after := children.get(blocks[-1].key, [])) == 1 and after[0].extends_run_of(
+    while len(after := children.get(blocks[-1].block.key, [])) == 1 and after[0].extends_run_of(
         blocks[-1]
     ):
         blocks += after
@@ -188,17 +166,17 @@ def _run(
 ) -> BlockRun:
     first = blocks[0]
     return BlockRun(
-        key=first.key,
+        key=first.block.key,
         parent=parent,
-        namespace=first.namespace,
-        number=first.number,
+        namespace=first.block.namespace,
+        number=first.block.number,
         n_blocks=len(blocks),
-        n_tokens=sum(block.n_tokens for block in blocks),
+        n_tokens=sum(node.block.n_tokens for node in blocks),
         n_bytes=sum(block.n_bytes for block in blocks),
         oldest=min(block.used for block in blocks),
         used=max(block.used for block in blocks),
-        tiers=first.tiers,
+        tiers=frozenset(first.tiers),
         pinned=first.pinned,
-        agents=first.agents,
-        ends=tuple(name for block in blocks for name in ends.get(block.key, ())),
+        agents=tuple(first.agents),
+        ends=tuple(name for node in blocks for name in ends.get(node.block.key, ())),
     )
