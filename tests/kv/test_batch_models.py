@@ -119,21 +119,6 @@ def test_rows_join_and_leave_as_if_each_were_alone(name, tiny_model):
 
 
 @every_batchable
-def test_beams_fork_from_one_row(name, tiny_model):
-    """A row is extracted twice and continues with two tokens."""
-    model = tiny_model(name)
-    rows = prefilled_rows(model, PROMPTS[:2]).step(2)
-    (first, _), _ = rows.seen[0]
-    picked = rows.next[0]
-    tokens = [picked, (picked + 1) % 128]
-    beams = Rows(model, merge([extract(rows.batch, 0), extract(rows.batch, 0)]), tokens).step(N)
-    for beam, token in enumerate(tokens):
-        assert_same(cold(model, [*PROMPTS[0], first, token], N), beams.run(beam))
-    assert_differs(beams.run(0), beams.run(1))
-    check_cold(model, rows.step(2), PROMPTS[:2])
-
-
-@every_batchable
 def test_an_extracted_row_goes_on_alone_and_in_a_generator(name, tiny_model):
     """With a neighbour that has no cache and joins late; the wrong row gives another run."""
     model = tiny_model(name)

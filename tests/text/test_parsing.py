@@ -76,18 +76,8 @@ def test_without_delimiters_the_text_is_what_the_tokenizer_decodes(markup, token
 
 
 WORDS = [
-    *DELIMITERS,
-    CALL,
-    "STOP",
-    "ST",
-    "OP",
-    " ",
-    "\n",
-    "the fox",
-    "🦊",
-    "<",
-    "<tool",
-    '{"name": 1}',
+    *(*DELIMITERS, CALL, "STOP", "ST", "OP", " ", "\n"),
+    *("the fox", "🦊", "<", "<tool", '{"name": 1}'),
 ]
 
 

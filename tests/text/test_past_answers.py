@@ -2,7 +2,6 @@
 
 import json
 import random
-import threading
 from collections.abc import Iterator
 from functools import partial
 
@@ -325,32 +324,6 @@ def test_one_prompt_does_not_keep_answers_without_end(tokenizer):
     splicer.clear()
     assert (len(splicer), splicer.n_bytes) == (0, 0)
     Splicer(tokenizer, max_bytes=1).remember("", "x", [5], [6])  # too large to keep: no error
-
-
-def test_many_threads_may_ask_while_answers_arrive(tokenizer):
-    splicer = Splicer(tokenizer, max_bytes=30_000)
-    prompter = Prompter(tokenizer, splicer=splicer)
-    tokens = spelled(tokenizer, "the tree")
-    failed = []
-
-    def talk(number):
-        try:
-            for turn in range(10):
-                question = {"role": "user", "content": f"{number} asks {turn}"}
-                rendering = ask(prompter, question)
-                answer(splicer, rendering, tokens)
-                again = ask(prompter, question, said("the tree"), NEXT)
-                assert again.spliced in (0, len(tokens))
-        except Exception as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=talk, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
-    assert splicer.n_bytes <= 30_000
 
 
 # After a restart nothing is remembered, but the tokens are in the block store.

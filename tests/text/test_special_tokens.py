@@ -209,22 +209,8 @@ def ask(prompter: Prompter, messages, tools=()):
 
 
 WORDS = [
-    *(
-        "the",
-        " qu",
-        "\n",
-        "🦊",
-        " ",
-        "  ",
-        "1984",
-        "é",
-        "<td>",
-        "hello",
-        "<",
-        "|>",
-        "<|im_",
-        "end|>",
-    ),
+    *("the", " qu", "\n", "🦊", " ", "  ", "1984", "é"),
+    *("<td>", "hello", "<", "|>", "<|im_", "end|>"),
 ]
 plain_words = st.sampled_from([*WORDS[:-1], "<|", "<th", "[", '"', "\\"])
 hostile_words = st.sampled_from(
