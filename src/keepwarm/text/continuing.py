@@ -9,10 +9,10 @@ rendered, as in a request that sends all of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any
 
 from keepwarm.errors import BadInput
 from keepwarm.prefix.turn import KeptTurn
@@ -139,12 +139,6 @@ def _has_thought(tokenizer: Any, history: KnownHistory) -> bool:
     return any(tokens[at : at + len(end)] == end for at in starts)
 
 
-class Write(Protocol):
-    """Renders messages."""
-
-    def __call__(self, messages: Sequence[Message], /, **options: Any) -> str: ...
-
-
 @dataclass(frozen=True)
 class LastAnswer:
     """What must be known of the answer that new messages are rendered behind."""
@@ -159,7 +153,7 @@ class LastAnswer:
 class SuffixRenderer:
     """Renders messages behind an answer."""
 
-    write: Write
+    write: Callable[..., str]  # renders messages, with options of the template
     answer: LastAnswer
 
     def render(self, new: Sequence[Message], **options: Any) -> str | None:

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from keepwarm.config import Settings
 from keepwarm.errors import BadInput, ContextTooLong
@@ -37,7 +36,15 @@ MAX_LINES = 64  # of an answer
 MIN_LINE = 24  # characters; shorter lines are in many texts
 
 
-class Explainer(Protocol):
+@dataclass(frozen=True)
+class Explainer:
+    """Knows why not more of one prompt was reused."""
+
+    request: Request
+    prompt: Prompt | RenderedPrompt
+    recent: RecentPrompts
+    is_compacted: bool  # it quotes an earlier answer
+
     def __call__(
         self,
         n_known: int,
@@ -50,6 +57,18 @@ class Explainer(Protocol):
 
         Else by earlier prompts: see `RecentPrompts.explain`.
         """
+        if not self.request.policy.reads:
+            return Miss(0, None, "disabled")
+        scope, tokens = (self.request.kv, self.request.tenant), self.prompt.tokens
+        found = self.recent.explain(
+            scope, tokens, (), n_known, held=held, only_at_cuts=only_at_cuts
+        )
+        if found is None:
+            return None
+        begins_anew = found.reason == "diverged" or (found.reason == "new" and not n_known)
+        cause: MissCause = "compacted" if self.is_compacted and begins_anew else found.reason
+        message = self.prompt.message_at(n_known)
+        return Miss(found.position, message, why or cause, found.nearest)
 
 
 @dataclass(frozen=True)
@@ -194,7 +213,9 @@ class Preparer:
             self.markup,
             REASONING if thinks else self._first_segment(request),
             self._grammar(request, thinks, deadline),
-            self._explainer(request, prompt),
+            Explainer(
+                request, prompt, self._recent, request.explain and self._answers.are_quoted(request)
+            ),
         )
 
     def _opens_thinking(self, request: Request, prompt: Prompt | RenderedPrompt) -> bool:
@@ -328,31 +349,6 @@ class Preparer:
         if request.thinking is False:
             preamble = preamble._replace(think_start="", think_end="")
         return preamble_grammar(self._model.tokenizer, preamble)
-
-    def _explainer(self, request: Request, prompt: Prompt | RenderedPrompt) -> Explainer:
-        scope = (request.kv, request.tenant)
-        is_compacted = request.explain and self._answers.are_quoted(request)
-
-        def explain(
-            n_known: int,
-            why: MissCause | None = None,
-            *,
-            held: int = 0,
-            only_at_cuts: bool = False,
-        ) -> Miss | None:
-            if not request.policy.reads:
-                return Miss(0, None, "disabled")
-            found = self._recent.explain(
-                scope, prompt.tokens, (), n_known, held=held, only_at_cuts=only_at_cuts
-            )
-            if found is None:
-                return None
-            begins_anew = found.reason == "diverged" or (found.reason == "new" and not n_known)
-            cause: MissCause = "compacted" if is_compacted and begins_anew else found.reason
-            message = prompt.message_at(n_known)
-            return Miss(found.position, message, why or cause, found.nearest)
-
-        return explain
 
 
 def _forbids_calls(request: Request) -> bool:

@@ -91,42 +91,24 @@ class Prompt:
         *,
         reordered: tuple[str, ...] = (),
     ) -> None:
+        self.text = whole.text  # in which special tokens that the client spelled are masked
+        self.tokens = whole.tokens
+        self.spliced = whole.spliced
+        self.n_before = whole.n_before  # tokens of a conversation that is continued
+        self.n_messages = n_messages
         self.reordered = reordered  # what is not where the client put it
         self._tokenizer = tokenizer
         self._to_tokens = to_tokens
         self._whole = whole
         self._render_up_to = render_up_to
-        self._n_messages = n_messages
         self._ends: dict[int, int | None] = {}
-
-    @property
-    def text(self) -> str:
-        """The rendering, in which special tokens that the client spelled are masked."""
-        return self._whole.text
-
-    @property
-    def tokens(self) -> list[int]:
-        return self._whole.tokens
-
-    @property
-    def spliced(self) -> int:
-        return self._whole.spliced
-
-    @property
-    def n_before(self) -> int:
-        """Tokens before the rendering: those of a conversation that is continued."""
-        return self._whole.n_before
-
-    @property
-    def n_messages(self) -> int:
-        return self._n_messages
 
     @cached_property
     def cuts(self) -> list[int]:
         """Token positions after messages; in long conversations not after every one."""
         deadline = thread_time() + CUTS_TIMEOUT_S
         stable = [STABLE] if self.reordered else []
-        for message in (*stable, *_worth_cutting(self._n_messages)):
+        for message in (*stable, *_worth_cutting(self.n_messages)):
             self._end(message, REACH)
             if thread_time() > deadline:
                 break
@@ -135,9 +117,9 @@ class Prompt:
     @cached_property
     def generation_prompt(self) -> str:
         """The text after the last message, which asks for the answer."""
-        if not self._n_messages:
+        if not self.n_messages:
             return ""
-        return decode(self._tokenizer, self.tokens[self._known_end(self._n_messages - 1) :])
+        return decode(self._tokenizer, self.tokens[self._known_end(self.n_messages - 1) :])
 
     @property
     def opens_thinking(self) -> bool:
@@ -152,7 +134,7 @@ class Prompt:
             text=self.text,
             tokens=self.tokens,
             spliced=self.spliced,
-            n_messages=self._n_messages,
+            n_messages=self.n_messages,
             opens_thinking=self.opens_thinking,
             cuts=self.cuts if wants_cuts else [],
             ends=dict(self._ends),
@@ -165,15 +147,15 @@ class Prompt:
 
         It is the common token prefix of the whole rendering and the rendering up to the message.
         """
-        if not TOOLS <= message < self._n_messages:
-            raise BadInput(f"There is no message {message}; there are {self._n_messages}.")
+        if not TOOLS <= message < self.n_messages:
+            raise BadInput(f"There is no message {message}; there are {self.n_messages}.")
         return self._end(message, len(self.text))
 
     def message_at(self, token: int) -> int | None:
         """The message that a token belongs to; None after the last."""
-        messages = range(self._n_messages)
+        messages = range(self.n_messages)
         found = bisect_right(messages, token, key=self._known_end)
-        return found if found < self._n_messages else None
+        return found if found < self.n_messages else None
 
     def _known_end(self, message: int) -> int:
         """The end of a message, or of the last one before it whose end is known."""
@@ -272,7 +254,7 @@ class Prompter:
         answer = last_answer(self._tokenizer, request, options, messages)
         if answer is None or request.history is None or self._splicer is None:
             return None
-        suffix = SuffixRenderer(lambda past, /, **how: self._write(past, **how), answer)
+        suffix = SuffixRenderer(self._write, answer)
         text = suffix.render(messages, tools=tools, **_asking(options))
         known = request.history.tokens
         known = known[:-1] if answer.stop else known  # the template writes it, or another
