@@ -20,7 +20,7 @@ TOKENIZER_BYTES = 24_000_000
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.training", description=__doc__)
     parser.add_argument("--kind", choices=get_args(Kind), default="attention")
-    parser.add_argument("--minutes", type=float, default=8.0, help="Of training.")
+    parser.add_argument("--minutes", type=float, default=8.0, help="Reading and training.")
     parser.add_argument("--out", type=Path, help="The folder of the model.")
     parser.add_argument("--workers", type=int, default=4, help="Processes that make batches.")
     parser.add_argument("--tiny", action="store_true", help="Every step in little, on a CPU.")
@@ -60,6 +60,7 @@ def train_model(chosen: argparse.Namespace) -> None:
     from .publish import round_weights, write_card, write_model, write_reference
     from .train import Plan, train
 
+    start = time.monotonic()
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -71,7 +72,8 @@ def train_model(chosen: argparse.Namespace) -> None:
     def keep() -> None:
         write_model(net, config, chosen.out)
 
-    plan = Plan(chosen.minutes * 60, sizes, 1024 if chosen.tiny else 32_768, chosen.workers, device)
+    seconds = chosen.minutes * 60 - (time.monotonic() - start)
+    plan = Plan(seconds, sizes, 1024 if chosen.tiny else 32_768, chosen.workers, device)
     trained = train(net, learned, held_out, plan, keep)
     keep()
     round_weights(net)
@@ -98,7 +100,10 @@ def read_corpus(n_bytes: int) -> tuple[Samples, Samples, int]:
     words = tokenizer.load()
     texts = corpus.tokenized(corpus.read_files(corpus.roots(), n_bytes), words)
     n_code, n_prose = len(texts.train.code), len(texts.train.prose)
-    print(f"{n_code:,} tokens of code, {n_prose:,} of prose, {time.monotonic() - start:.0f} s")
+    print(
+        f"{n_code:,} tokens of code, {n_prose:,} of prose, {time.monotonic() - start:.0f} s",
+        flush=True,
+    )
     return Samples(texts.train, words), Samples(texts.held_out, words), texts.n_bytes
 
 

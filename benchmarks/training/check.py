@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm import generate, load
+from mlx_lm import load
 
 from .corpus import read_files, roots, tokenized
 from .samples import Make, Sample, Samples
@@ -39,14 +39,6 @@ def check(folder: Path, rows: int) -> Checked:
     if apart > MAX_APART:
         wrong.append(f"logits are {apart:.2g} apart")
     return Checked(apart, accuracy, wrong)
-
-
-def said(folder: Path, question: str, n_tokens: int) -> str:
-    """The model's answer to a question, through mlx-lm's own template and loop."""
-    model, tokenizer = load(str(folder))[:2]
-    messages = [{"role": "user", "content": question}]
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    return str(generate(model, tokenizer, prompt, max_tokens=n_tokens))
 
 
 def _loaded(folder: Path, dtype: mx.Dtype) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -95,11 +96,12 @@ def _encode(texts: list[str], tokenizer: Tokenizer) -> Tokens:
 
 
 def _candidates(folders: list[Path]) -> Iterator[tuple[str, Path]]:
+    """Files by their names inside a folder; a folder inside another is walked once."""
     for folder in folders:
-        for path in folder.rglob("*"):
-            nested = any(other in path.parents for other in folders if folder in other.parents)
-            if _wanted(path) and not nested:
-                yield path.relative_to(folder).as_posix(), path
+        for parent, below, names in os.walk(folder):
+            below[:] = [name for name in below if Path(parent, name) not in folders]
+            paths = [Path(parent, name) for name in names]
+            yield from ((p.relative_to(folder).as_posix(), p) for p in paths if _wanted(p))
 
 
 def _wanted(path: Path) -> bool:
