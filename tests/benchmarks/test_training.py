@@ -1,5 +1,7 @@
 """What the small models learn from, and that they stay small. Training itself needs torch."""
 
+import argparse
+import inspect
 import json
 
 import numpy as np
@@ -18,8 +20,6 @@ TEXT = (
     "def read(path: str) -> bytes:\n    return open(path).read()  # whole\n\n\nvalue = read('a')\n"
 )
 
-OTHER = "class Reader:\n    def close(self) -> None:\n        self.file.close()\n\n\n"
-
 
 @pytest.fixture(scope="module")
 def words():
@@ -29,8 +29,8 @@ def words():
 @pytest.fixture(scope="module")
 def samples(words):
     files = [
-        File("a.py", TEXT * 40),
-        File("b.py", OTHER * 40),
+        File("a.py", inspect.getsource(argparse)),
+        File("b.py", inspect.getsource(json.decoder)),
         File("c.md", "Some words. " * 90),
     ]
     return Samples(tokenized(files, words).train, words)
