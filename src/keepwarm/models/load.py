@@ -21,6 +21,7 @@ from keepwarm.config import Settings
 from keepwarm.device import kernels
 from keepwarm.device.space import require_memory
 from keepwarm.errors import BadModelFile, KeepwarmError, UnsupportedModel
+from keepwarm.models import row_products
 from keepwarm.models.catalog import locate, n_context, read_config, read_generation_config
 from keepwarm.models.embedder import Embedder, read_embedder
 from keepwarm.models.gguf import model as gguf
@@ -87,6 +88,7 @@ def load(
     report = report or (lambda _: None)
     report("finding its files")
     model = read_model(name, locate(name, settings), report, make_room or require_memory)
+    row_products.speed_up(model.module, settings.home)
     own = model.n_context
     return replace(model, n_context=min(own, settings.context or own))
 

@@ -1,0 +1,232 @@
+"""Quantised products in other layouts: the same results, and the fastest way is chosen."""
+
+import json
+
+import mlx.core as mx
+import pytest
+from benchmarks.shapes import build
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+
+from keepwarm.models import row_products
+from keepwarm.models.load import load
+from keepwarm.models.product_kernels import AlikeKernel, ExpertKernel, TensorKernel
+from keepwarm.models.row_products import (
+    ROW_COUNTS,
+    ProductByRows,
+    Products,
+    ProductsFile,
+    RowEmbedding,
+    RowLinear,
+    by_shape,
+    choose,
+    flat,
+    padded,
+    plain,
+)
+from keepwarm.state_file import MACHINE
+from tests.kit.checkpoints import write_checkpoint
+
+ROWS = (1, 2, 3, 7)
+FLAT = {1: "plain", 7: "padded", 64: "flat"}
+
+
+class FakeKernel:
+    """Has a name and counts its calls."""
+
+    def __init__(self, name, max_rows=64, result=plain):
+        self.name = name
+        self.max_rows = max_rows
+        self.calls = []
+        self._result = result
+
+    def can_multiply(self, dtype, module):
+        return True
+
+    def __call__(self, x, module):
+        self.calls.append(x.shape)
+        return self._result(x, module)
+
+
+@pytest.fixture
+def model(tmp_path):
+    return build("tiny", tmp_path).module
+
+
+@pytest.fixture
+def seconds(monkeypatch):
+    """What each way is measured to take, by name and rows; what is not set takes a second."""
+    times = {}
+
+    def measured(product, modules, n_rows):
+        name = getattr(product, "name", getattr(product, "__name__", ""))
+        return times.get((name, n_rows), times.get(name, 1.0))
+
+    monkeypatch.setattr(row_products, "seconds", measured)
+    return times
+
+
+def linear(bias=False, dtype=mx.float32):
+    made = nn.QuantizedLinear(128, 48, bias=bias)
+    made.set_dtype(dtype)
+    if bias:
+        made.bias = mx.arange(48).astype(dtype)
+    return made
+
+
+def rows_of(n_rows, dtype=mx.float32):
+    return mx.random.normal((n_rows, 1, 128), key=mx.random.key(n_rows)).astype(dtype)
+
+
+@pytest.mark.parametrize("n_rows", ROWS)
+@pytest.mark.parametrize("way", [flat, padded])
+def test_another_layout_has_the_same_result(way, n_rows):
+    module, x = linear(), rows_of(n_rows)
+    assert mx.array_equal(way(x, module), plain(x, module))
+    assert mx.array_equal(way(x.reshape(1, n_rows, 128), module)[0], plain(x, module)[:, 0])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_replaced_linear_is_the_same_but_for_the_layout(bias):
+    module = linear(bias)
+    products = ProductByRows(mx.float32, Products().named, FLAT)
+    replaced = RowLinear(module, products)
+    assert isinstance(replaced, nn.QuantizedLinear)
+    assert [*replaced.parameters()] == [*module.parameters()]
+    assert all(replaced[name] is array for name, array in module.parameters().items())
+    assert replaced.trainable_parameters() == module.trainable_parameters()
+    for n_rows in ROWS:
+        assert mx.array_equal(replaced(rows_of(n_rows)), module(rows_of(n_rows)))
+
+
+def test_a_replaced_embedding_looks_up_and_multiplies_the_same():
+    module = nn.QuantizedEmbedding(48, 128)
+    replaced = RowEmbedding(module, ProductByRows(mx.float32, Products().named, FLAT))
+    tokens = mx.array([[3], [7]])
+    assert mx.array_equal(replaced(tokens), module(tokens))
+    assert mx.array_equal(replaced.as_linear(rows_of(5)), module.as_linear(rows_of(5)))
+
+
+@pytest.mark.parametrize(("n_rows", "used"), [(1, "a"), (2, "b"), (5, "b"), (8, "b"), (99, "b")])
+def test_the_way_is_that_of_the_next_higher_count(n_rows, used):
+    ways = {name: FakeKernel(name) for name in "ab"}
+    ProductByRows(mx.float32, ways, {1: "a", 8: "b"})(rows_of(n_rows), linear())
+    assert [name for name, way in ways.items() if way.calls] == [used]
+
+
+def test_rows_of_another_dtype_are_multiplied_as_before():
+    """A kernel reads all numbers as of one type."""
+    way = FakeKernel("a")
+    products = ProductByRows(mx.bfloat16, {"a": way}, {8: "a"})
+    x, module = rows_of(2), linear(dtype=mx.bfloat16)
+    assert mx.array_equal(products(x, module), plain(x, module))
+    assert not way.calls
+
+
+def test_the_fastest_way_is_used_and_kept(model, seconds, tmp_path):
+    kernel = FakeKernel("kernel", max_rows=4)
+    seconds |= {"flat": 0.5, "kernel": 0.4, ("kernel", 1): 0.97}
+    tokens = mx.array([[5], [6], [7]])
+    before, names = model(tokens), [name for name, _ in tree_flatten(model.parameters())]
+    kept = ProductsFile(tmp_path)
+    choose(model, Products([kernel]), kept)
+    expected = {1: "plain", 2: "kernel", 4: "kernel", 5: "plain", 8: "flat", 64: "flat"}
+    assert all(found.items() >= expected.items() for found in kept.read().values())
+    assert set(kept.read()) == set(by_shape(build("tiny", tmp_path).module))
+    assert not by_shape(model), "all are replaced"
+    kernel.calls.clear()
+    assert mx.array_equal(model(tokens), before)
+    assert kernel.calls
+    assert [name for name, _ in tree_flatten(model.parameters())] == names
+
+
+def test_what_is_known_is_not_measured_again(model, seconds, tmp_path, monkeypatch):
+    seconds["flat"] = 0.5
+    choose(build("tiny", tmp_path).module, Products(), ProductsFile(tmp_path))
+    monkeypatch.setattr(row_products, "seconds", None)
+    choose(model, Products(), ProductsFile(tmp_path))
+    assert isinstance(model.model.layers[0].mlp.up_proj, RowLinear)
+
+
+@pytest.mark.parametrize("damage", ["version", "a way that is gone"])
+def test_what_was_measured_with_something_else_is_measured_again(model, seconds, tmp_path, damage):
+    seconds["flat"] = 0.5
+    choose(build("tiny", tmp_path).module, Products(), ProductsFile(tmp_path))
+    file = tmp_path / MACHINE
+    text = file.read_text()
+    if damage == "version":
+        whole = json.loads(text)
+        whole["products"]["depends"][1] = "0.1"
+        file.write_text(json.dumps(whole))
+    else:
+        file.write_text(text.replace("flat", "gone"))
+    choose(model, Products(), ProductsFile(tmp_path))
+    assert all(names[64] == "flat" for names in ProductsFile(tmp_path).read().values())
+    assert isinstance(model.model.layers[0].mlp.up_proj, RowLinear)
+
+
+def test_where_nothing_is_faster_no_module_is_replaced(model, seconds, tmp_path):
+    seconds["flat"] = 0.97
+    before = [type(module) for module in model.modules()]
+    choose(model, Products(), ProductsFile(tmp_path))
+    assert [type(module) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("fault", ["wrong", "nan", "does not compile"])
+def test_a_kernel_that_is_wrong_here_is_not_used(model, seconds, tmp_path, fault):
+    def faulty(x, module):
+        if fault == "does not compile":
+            raise RuntimeError("Failed to compile kernel")
+        return plain(x, module)[..., ::-1] * (mx.nan if fault == "nan" else 1)
+
+    seconds["kernel"] = 0.1
+    kept = ProductsFile(tmp_path)
+    choose(model, Products([FakeKernel("kernel", result=faulty)]), kept)
+    assert all(set(names.values()) == {"plain"} for names in kept.read().values())
+
+
+def test_measuring_takes_every_number_of_rows(model):
+    modules = [*next(iter(by_shape(model).values())).values()]
+    names = row_products.fastest(Products(), modules)
+    assert tuple(names) == ROW_COUNTS
+    assert set(names.values()) <= {"plain", "flat", "padded"}
+
+
+def test_on_a_cpu_a_model_is_as_it_was(tmp_path):
+    model = load(str(write_checkpoint(tmp_path / "model")))
+    if mx.default_device() == mx.cpu:
+        assert not any(isinstance(m, RowLinear | RowEmbedding) for m in model.module.modules())
+
+
+@pytest.mark.parametrize("kernel", [TensorKernel, AlikeKernel])
+def test_a_kernel_refuses_what_it_cannot_multiply(kernel):
+    def can(dtype=mx.bfloat16, **options):
+        module = nn.QuantizedLinear(128, 48, bias=False, **options)
+        if options.get("mode", "affine") == "affine":
+            module.set_dtype(dtype)
+        return kernel.can_multiply(mx.bfloat16, module)
+
+    assert all(can(group_size=size) for size in (32, 64, 128))
+    assert not any(can(bits=bits) for bits in (3, 6))
+    assert not can(mode="mxfp4", group_size=32)
+    assert not can(dtype=mx.float32)
+    assert can(bits=8) == (kernel is TensorKernel)
+
+
+@pytest.mark.parametrize(("n_rows", "tiles"), [(1, 1), (8, 1), (9, 2), (17, 4), (32, 4)])
+def test_a_block_has_a_tile_for_every_eight_rows(n_rows, tiles):
+    module = linear(dtype=mx.bfloat16)
+    arguments = TensorKernel.arguments(rows_of(n_rows, mx.bfloat16), module)
+    assert dict(arguments["template"])["TILES"] == tiles
+    assert arguments["grid"] == (3 * 256, 1, 1)
+    assert arguments["output_shapes"] == [(n_rows, 1, 48)]
+
+
+def test_the_kernel_for_experts_has_blocks_for_each_pair():
+    switch = QuantizedSwitchLinear(128, 48, 4, bias=False)
+    x = mx.zeros((2, 1, 1, 1, 128))
+    experts = mx.zeros((2, 1, 3), mx.uint32)
+    arguments = ExpertKernel.arguments(x, switch, experts)
+    assert arguments["grid"] == (3 * 256, 6, 1)
+    assert arguments["output_shapes"] == [switch(x, experts).shape]
