@@ -1,8 +1,8 @@
 """What decode steps of quantised models cost, by rows, and where the time goes.
 
 `python -m benchmarks.decode --json FILE` takes under five minutes on a CUDA machine; `--tiny`
-checks on any machine that it runs. Ways to multiply are measured in turn. A stage that fails is reported
-whole, and the others go on.
+checks on any machine that it runs. Ways to multiply are measured in turn. A stage that fails is
+reported whole, and the others go on.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
+from benchmarks.kernels import AlikeKernel, ExpertKernel, FourWarps, SixteenWarps
 from benchmarks.shapes import SHAPES, build
 from keepwarm.models import row_products
-from keepwarm.models.product_kernels import AlikeKernel, ExpertKernel, Kernel, TensorKernel
+from keepwarm.models.product_kernels import Kernel, TensorKernel
 from keepwarm.models.row_products import (
     REPLACED,
     ROW_COUNTS,
@@ -53,18 +54,6 @@ STEPS = 15
 ENOUGH_S = 0.6  # of steps of one kind
 COMPILED = ("today", "tensor", "tensor and experts")
 ALSO_UNMASKED = ("today", "flat", "tensor", "tensor and experts", "chosen")
-
-
-class FourWarps(TensorKernel):
-    name = "keepwarm_tensor_4"
-    warps = 4
-    max_rows = 8
-
-
-class SixteenWarps(TensorKernel):
-    name = "keepwarm_tensor_16"
-    warps = 16
-    max_rows = 8
 
 
 class RowSwitch(QuantizedSwitchLinear):  # type: ignore[misc]

@@ -15,6 +15,7 @@ import keepwarm
 SOURCE = Path(keepwarm.__file__).parent
 # Overridden methods: pydantic, logging, mlx-lm and uvicorn call them.
 CALLED_BY_LIBRARIES = {
+    "as_linear",
     *("field_title_should_be_set", "formatException", "handle_exit", "make_mask"),
     "timeout_keep_alive_handler",
 }

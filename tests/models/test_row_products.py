@@ -4,6 +4,7 @@ import json
 
 import mlx.core as mx
 import pytest
+from benchmarks.kernels import AlikeKernel, ExpertKernel
 from benchmarks.shapes import build
 from mlx import nn
 from mlx.utils import tree_flatten
@@ -11,7 +12,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from keepwarm.models import row_products
 from keepwarm.models.load import load
-from keepwarm.models.product_kernels import AlikeKernel, ExpertKernel, TensorKernel
+from keepwarm.models.product_kernels import TensorKernel
 from keepwarm.models.row_products import (
     ROW_COUNTS,
     ProductByRows,
