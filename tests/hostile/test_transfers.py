@@ -15,7 +15,7 @@ import pytest
 
 from keepwarm.agents.agent_store import AgentStore
 from keepwarm.agents.bundle import ArchiveReader
-from keepwarm.server.admin.bundles import MAX_OF_ONE_KEY
+from keepwarm.server.admin.agents import MAX_OF_ONE_KEY
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.waiting import wait_until
 from tests.server.processes import served

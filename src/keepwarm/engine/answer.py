@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Self, TypeAlias
 
 from keepwarm.errors import EngineFailed, KeepwarmError
+from keepwarm.telemetry.ledger import RequestRecord
 from keepwarm.text.prepare import PreparedRequest
 from keepwarm.text.request import (
     Choice,
@@ -40,6 +41,7 @@ class Answer(Iterator[Event], AsyncIterator[Event]):
         self, cancel: Callable[[Answer], None], prepared: PreparedRequest | None = None
     ) -> None:
         self.prepared = prepared  # the request as tokens
+        self.record: RequestRecord | None = None  # what was done, before its last event comes
         self._cancel = cancel
         self._outcomes: deque[Outcome] = deque()
         self._changed = threading.Condition()

@@ -429,7 +429,7 @@ class Engine:
 
     def _on_end(self, job: Job, error: KeepwarmError | None) -> None:
         self._texts.remember(job)
-        record = record_of(job, error)
+        record = job.answer.record = record_of(job, error)
         self.ledger.append(record, self._texts.candidate(job))
         self._recorder.count(record)
         if error is None and not job.sequences:

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 
+from anyio.to_thread import current_default_thread_limiter
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -23,16 +23,13 @@ from keepwarm.errors import KeepwarmError
 from keepwarm.models.catalog import locate
 from keepwarm.server.admin import agent_chat, agents, cache, monitoring, prompts
 from keepwarm.server.admin import models as admin_models
-from keepwarm.server.admin.bundles import Transfers
 from keepwarm.server.admin.monitoring import Metrics, RequestCounter
 from keepwarm.server.anthropic import routes as anthropic
-from keepwarm.server.dashboard import page as dashboard_page
 from keepwarm.server.dashboard import routes as dashboard
-from keepwarm.server.dashboard.state import DashboardState
 from keepwarm.server.http.keys import ApiKeys
 from keepwarm.server.http.limits import Limits, origin_pattern
 from keepwarm.server.http.logs import REQUEST_ID_HEADERS, RecentLines, RequestLog
-from keepwarm.server.http.permits import PrepareLimiter
+from keepwarm.server.http.permits import PrepareLimiter, prepare_threads
 from keepwarm.server.http.problems import http_problem, problem_of, respond, validation_problem
 from keepwarm.server.http.sse import RECEIPT_HEADER
 from keepwarm.server.kv_events import EventPublisher, event_publisher
@@ -66,6 +63,7 @@ ROUTERS = (
 )
 
 log = logging.getLogger(__name__)
+MANAGEMENT_THREADS = 16
 SHORT_PATHS = re.compile(r"/(chat/completions|completions|responses|models|embeddings)(/.*)?")
 
 
@@ -78,28 +76,29 @@ def create_app(models: Models, settings: Settings) -> FastAPI:
         lifespan=_lifespan,
         docs_url=None,  # FastAPI's page loads scripts from a public CDN
         redoc_url=None,
-        openapi_url=None,  # FastAPI makes the schema on the event loop; see `dashboard_page`
+        openapi_url=None,  # FastAPI makes the schema on the event loop; see `dashboard`
     )
     app.state.models = models
     app.state.settings = settings
     app.state.bundle_keys = BundleKeys.of(settings)
-    app.state.transfers = Transfers()
+    app.state.transfers = agents.Transfers()
     app.state.pulls = Pulls(partial(locate, settings=settings, refresh=True))
     app.state.metrics = Metrics(models)
     app.state.keys = ApiKeys(settings)
     app.state.mcp = memory_endpoint(models, settings)
     app.state.events = event_publisher(models, settings)
     lines = RecentLines()
-    app.state.dashboard = DashboardState(models, settings, lines)
+    app.state.dashboard = dashboard.DashboardState(models, settings, lines)
     app.state.resident = admin_models.ResidentModel(models, settings)
     app.state.responses = ResponseStore(lambda: models.store, settings.response_ttl_s)
     app.state.background = BackgroundResponses(app.state.responses)
-    for router in (*ROUTERS, dashboard_page.make_router()):
+    for router in (*ROUTERS, dashboard.page_router()):
         app.router.routes.extend(router.routes)  # `include_router` builds each a second time
     if app.state.mcp is not None:
         app.router.routes.append(app.state.mcp.route)
     _add_error_handlers(app)
-    app.add_middleware(PrepareLimiter, settings=settings)
+    app.state.threads = prepare_threads()
+    app.add_middleware(PrepareLimiter, settings=settings, threads=app.state.threads)
     app.add_middleware(Limits, settings=settings, keys=app.state.keys)
     _add_cors(app, settings)
     app.add_middleware(RequestLog, recent=lines)
@@ -122,6 +121,10 @@ class ShortPaths:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    # NOTE: only management runs on Starlette's threads, and there may be so many of them: plain
+    # endpoints, and `run_in_threadpool`. Requests for tokens have those of `PrepareLimiter`, and
+    # the stop those of the event loop, so neither waits for a check of the store.
+    current_default_thread_limiter().total_tokens = MANAGEMENT_THREADS
     models: Models = app.state.models
     models.start_warmers()
     unloading = asyncio.create_task(models.unload_unused())
@@ -134,10 +137,11 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     unloading.cancel()
     saving.cancel()
     app.state.transfers.close()
+    app.state.threads.shutdown(wait=False)
     await app.state.background.close()
-    await run_in_threadpool(app.state.responses.close)
-    await run_in_threadpool(models.close)
-    await run_in_threadpool(app.state.dashboard.history.save)  # with what ended until now
+    await asyncio.to_thread(app.state.responses.close)
+    await asyncio.to_thread(models.close)
+    await asyncio.to_thread(app.state.dashboard.history.save)  # with what ended until now
 
 
 def _add_cors(app: FastAPI, settings: Settings) -> None:
@@ -145,7 +149,7 @@ def _add_cors(app: FastAPI, settings: Settings) -> None:
     if settings.allowed_origins.strip():
         app.add_middleware(
             CORSMiddleware,
-            allow_origin_regex=origin_pattern(settings.allowed_origins).pattern,
+            allow_origin_regex=origin_pattern(settings).pattern,
             allow_methods=["GET", "POST", "PATCH", "DELETE"],
             allow_headers=["*"],
             expose_headers=[RECEIPT_HEADER, *REQUEST_ID_HEADERS],

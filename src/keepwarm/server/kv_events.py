@@ -127,15 +127,6 @@ def removed_event(keys: Sequence[BlockKey], medium: Medium) -> Event:
     return ["BlockRemoved", [block_hash(key) for key in keys], medium]
 
 
-def cleared_event() -> Event:
-    return ["AllBlocksCleared"]
-
-
-def batch_message(events: Sequence[Event]) -> list[Any]:
-    """One message: when, what, and the rank of the engine."""
-    return [time.time(), list(events), 0]
-
-
 LOG = logging.getLogger(__name__)
 INTERVAL_S = 0.25
 REMIND_S = 2.0  # how often the last number is told, though nothing has happened
@@ -204,7 +195,7 @@ class EventPublisher:
         if before is None or len(self._messages) >= MAX_MESSAGES:
             self._messages.clear()
             before = {}
-            self._send([cleared_event()])
+            self._send([["AllBlocksCleared"]])
         events: list[Event] = []
         for medium in {**before, **found}:  # a model that is loaded anew may have others
             published, blocks = before.get(medium, {}), found.get(medium, {})
@@ -229,7 +220,8 @@ class EventPublisher:
         import msgspec
 
         number = self._number.to_bytes(8, "big")
-        message = msgspec.msgpack.encode(batch_message(events))
+        rank = 0  # of the engine
+        message = msgspec.msgpack.encode([time.time(), list(events), rank])
         self._number += 1
         self._messages.append((number, message))
         self._events.send_multipart([b"", number, message])

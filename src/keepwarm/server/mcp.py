@@ -9,7 +9,6 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
@@ -88,46 +87,44 @@ class ToolCaller:
 class MemoryTool:
     about: str
     arguments: type[JsonInput]
-    call: Callable[[ToolCaller, Any], Awaitable[Mapping[str, Any]]]
+    call: Callable[[ToolCaller, Any], Mapping[str, Any] | Awaitable[Mapping[str, Any]]]
     reads: bool = False  # it changes nothing
     destroys: bool = False  # what it removes does not come back; only with `mcp = all`
 
 
-async def _list(caller: ToolCaller, given: ListArguments) -> Mapping[str, Any]:
-    found = await run_in_threadpool(caller.agents.all)
+def _list(caller: ToolCaller, given: ListArguments) -> Mapping[str, Any]:
+    found = caller.agents.all()
     latest = sorted(found, key=lambda agent: -agent["used"])
     return {"n_agents": len(found), "agents": latest[: given.limit]}
 
 
-async def _show(caller: ToolCaller, given: AgentArguments) -> Mapping[str, Any]:
-    return await run_in_threadpool(caller.agents.show, given.agent)
+def _show(caller: ToolCaller, given: AgentArguments) -> Mapping[str, Any]:
+    return caller.agents.show(given.agent)
 
 
-async def _pin(caller: ToolCaller, given: PinArguments) -> Mapping[str, Any]:
-    change = partial(caller.agents.update, given.agent, given.branch, pinned=given.pinned)
-    return await run_in_threadpool(change)
+def _pin(caller: ToolCaller, given: PinArguments) -> Mapping[str, Any]:
+    return caller.agents.update(given.agent, given.branch, pinned=given.pinned)
 
 
-async def _fork(caller: ToolCaller, given: ForkArguments) -> Mapping[str, Any]:
-    new = ForkBody(id=given.new_agent)
-    return await run_in_threadpool(caller.agents.fork, given.agent, new, given.branch)
+def _fork(caller: ToolCaller, given: ForkArguments) -> Mapping[str, Any]:
+    return caller.agents.fork(given.agent, ForkBody(id=given.new_agent), given.branch)
 
 
-async def _rewind(caller: ToolCaller, given: RewindArguments) -> Mapping[str, Any]:
-    return await run_in_threadpool(caller.agents.rewind, given.agent, given.turn, given.branch)
+def _rewind(caller: ToolCaller, given: RewindArguments) -> Mapping[str, Any]:
+    return caller.agents.rewind(given.agent, given.turn, given.branch)
 
 
-async def _explain(caller: ToolCaller, given: MissArguments) -> Mapping[str, Any]:
+def _explain(caller: ToolCaller, given: MissArguments) -> Mapping[str, Any]:
     viewer = Viewer.of(caller.request)
-    for miss in await run_in_threadpool(caller.models.ledger.misses):
+    for miss in caller.models.ledger.misses():
         name = viewer.agent_name(miss.agent, miss.tenant)
         if miss.tenant == viewer.tenant and given.agent in (None, name):
-            return {"miss": await run_in_threadpool(miss_out, miss, viewer, caller.models)}
+            return {"miss": miss_out(miss, viewer, caller.models)}
     return {"miss": None}
 
 
-async def _delete(caller: ToolCaller, given: AgentArguments) -> Mapping[str, Any]:
-    return await run_in_threadpool(caller.agents.delete, given.agent)
+def _delete(caller: ToolCaller, given: AgentArguments) -> Mapping[str, Any]:
+    return caller.agents.delete(given.agent)
 
 
 async def _compact(caller: ToolCaller, given: CompactArguments) -> Mapping[str, Any]:
@@ -261,7 +258,8 @@ class McpEndpoint:
             raise BadInput(f"There is no tool {asked.name!r} here; there are {_all(self._tools)}.")
         given = tool.arguments.model_validate(asked.arguments or {})
         caller = ToolCaller(Request(request.scope), self._models)
-        return json.dumps(await tool.call(caller, given))
+        found = await run_in_threadpool(tool.call, caller, given)
+        return json.dumps(await found if isinstance(found, Awaitable) else found)
 
 
 def memory_endpoint(models: Models, settings: Settings) -> McpEndpoint | None:

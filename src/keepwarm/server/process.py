@@ -21,7 +21,6 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from starlette.concurrency import run_in_threadpool
 from starlette.types import Message, Receive, Scope, Send
 from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -172,7 +171,7 @@ class DrainingServer(uvicorn.Server):
         """Keep the port open during the drain: new requests get a 503, not a refused connection."""
         end = time.monotonic() + self._drain_s
         self._log_drain(end)
-        drained = asyncio.ensure_future(run_in_threadpool(self._models.drain, self._drain_s))
+        drained = asyncio.create_task(asyncio.to_thread(self._models.drain, self._drain_s))
         while not (await asyncio.wait({drained}, timeout=DRAIN_LINES_S))[0]:
             self._log_drain(end)
         drained.result()

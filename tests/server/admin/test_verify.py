@@ -3,7 +3,8 @@
 import asyncio
 import json
 import threading
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 
 import httpx
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from keepwarm.errors import Cancelled
 from keepwarm.server.admin.cache import Verification
 from keepwarm.store.atomic import Files
+from tests.kit.waiting import wait_until
 from tests.server.admin.test_cache_api import ADMIN, ask, prompt
 
 
@@ -19,10 +21,12 @@ class SlowDrive(Files):
 
     def __init__(self, last):
         self._last = last
+        self.n_waiting = 0
         self._spins = threading.Event()
 
     def open(self, path):
         if path == self._last:
+            self.n_waiting += 1
             assert self._spins.wait(300)
         return super().open(path)
 
@@ -75,3 +79,14 @@ def test_a_client_that_leaves_ends_the_check(serving):
         asyncio.run(leave())
         with pytest.raises(Cancelled):
             check.run()
+
+
+def test_stop_of_the_server_waits_for_no_check(serving):
+    """Neither for one that streams nor for one that does not; both are held up by the drive."""
+    with ExitStack() as drives, ThreadPoolExecutor(2) as clients:
+        with serving(admin_key="admin") as live:
+            drive = drives.enter_context(slow_drive(live))
+            for stream in (False, True):
+                clients.submit(live.post, "/v1/cache/verify", {"stream": stream}, **ADMIN)
+            wait_until(lambda: drive.n_waiting == 2)
+        assert drive.n_waiting == 2

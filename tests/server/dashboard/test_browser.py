@@ -14,12 +14,13 @@ from tests.server.dashboard.test_dashboard import LONG, A, B, ask
 
 VIEWS = ["Overview", "Requests", "Forest", "Misses", "Agents", "Health", "Connect"]
 SIZES = [(1280, 900), (390, 844)]
+WHY = "These totals cover all keys; the admin key is needed to see them."
 
 
 @pytest.fixture(scope="module")
 def missed(serving):
     """One on which nothing is deleted: misses quote prompts, so a deletion forgets them."""
-    with serving() as live:
+    with serving(admin_key="admin") as live:
         ask(live, f"It is nine. {LONG}", "clock")
         ask(live, f"It is ten. {LONG}", "clock")
         yield live
@@ -181,49 +182,41 @@ TIMERS = """() => {
 }"""
 MUTATIONS = """() => {
   window.mutations = 0;
-  new MutationObserver((seen) => { window.mutations += seen.length; }).observe(document.body,
+  window.observer?.disconnect();
+  window.observer = new MutationObserver((seen) => { window.mutations += seen.length; });
+  window.observer.observe(document.body,
     {subtree: true, childList: true, attributes: true, characterData: true});
 }"""
 
 
-@pytest.mark.parametrize("view", ["overview", "requests", "forest", "agents"])
-def test_an_idle_page_asks_for_one_thing_and_draws_nothing(browser, own, view):
+def test_idle_page_asks_for_one_thing_and_draws_nothing_but_ages(browser, own):
     """Only whether something has changed; what has not is not drawn again."""
     own.host.engine.wait_until_saved()
-    with settled(browser, own, view) as (page, asked):
-        for _ in range(4):
-            beat(page)
-        assert set(asked) == {"/v1/dashboard/now"}
-        assert page.evaluate("window.mutations") == 0
-
-
-def test_ages_are_written_anew_on_an_idle_page(browser, own):
-    own.host.engine.wait_until_saved()
-    with settled(browser, own, "requests") as (page, asked):
+    asked = []
+    with watched(browser, own.url) as page:
+        page.clock.install()
+        page.goto(f"{own.url}/dashboard#overview")
+        page.get_by_text("Live", exact=True).wait_for()
+        now = datetime.fromtimestamp(page.evaluate("Date.now()") / 1000, UTC)
+        page.clock.pause_at(now + timedelta(minutes=1))  # from now on only `beat` moves it
+        page.evaluate(TIMERS)
+        page.on("request", lambda request: asked.append(request.url.removeprefix(own.url)))
+        for view in ("overview", "forest", "agents", "requests"):
+            page.evaluate(f"location.hash = '{view}'")
+            for _ in range(4):  # until speeds and lists rest
+                beat(page)
+            page.evaluate(MUTATIONS)
+            asked.clear()
+            for _ in range(2):
+                beat(page)
+            assert set(asked) == {"/v1/dashboard/now"}, view
+            assert page.evaluate("window.mutations") == 0, view
         age = page.locator("#ended .state + .quiet").first
         before = age.inner_text()
         for _ in range(15):
             beat(page, 6)
         assert age.inner_text() != before
         assert set(asked) == {"/v1/dashboard/now"}
-
-
-@contextmanager
-def settled(browser, live, view):
-    """A page whose clock only `beat` moves, and what it asks for once speeds and lists rest."""
-    asked = []
-    with watched(browser, live.url) as page:
-        page.clock.install()
-        page.goto(f"{live.url}/dashboard#{view}")
-        page.get_by_text("Live", exact=True).wait_for()
-        now = datetime.fromtimestamp(page.evaluate("Date.now()") / 1000, UTC)
-        page.clock.pause_at(now + timedelta(minutes=1))
-        page.evaluate(TIMERS)
-        for _ in range(4):
-            beat(page)
-        page.evaluate(MUTATIONS)
-        page.on("request", lambda request: asked.append(request.url.removeprefix(live.url)))
-        yield page, asked
 
 
 def beat(page, seconds=3):
@@ -233,18 +226,21 @@ def beat(page, seconds=3):
     wait_until(lambda: page.evaluate("window.timers") > before)
 
 
-def test_it_sends_nothing_while_hidden(page):
+def test_hidden_page_sends_nothing(browser, own):
     asked = []
-    page.on("request", lambda request: asked.append(request.url))
-    hide(page, True)
-    page.get_by_text("Paused").wait_for()
-    page.wait_for_timeout(500)  # what was under way is over
-    asked.clear()
-    page.wait_for_timeout(3500)
-    assert asked == []
-    hide(page, False)
-    page.get_by_text("Live", exact=True).wait_for()
-    assert asked
+    with watched(browser, own.url) as page:
+        page.clock.install()
+        page.goto(f"{own.url}/")
+        page.get_by_text("Live", exact=True).wait_for()
+        hide(page, True)
+        page.get_by_text("Paused").wait_for()
+        page.wait_for_load_state("networkidle")  # what was under way is over
+        page.on("request", lambda request: asked.append(request.url))
+        page.clock.run_for(20_000)
+        assert asked == []
+        hide(page, False)
+        page.get_by_text("Live", exact=True).wait_for()
+        assert asked
 
 
 def test_what_was_under_way_when_it_was_hidden_leads_to_nothing(page, own):
@@ -272,9 +268,9 @@ def hide(page, hidden):
     page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
 
 
-def test_a_server_that_is_gone_is_reported(browser, serving):
-    with serving() as live, watched(browser, live.url, allowed="ERR_") as page:
-        page.goto(live.url)
+def test_a_server_that_is_gone_is_reported(browser, own):
+    with watched(browser, own.url, allowed="ERR_") as page:
+        page.goto(own.url)
         page.get_by_text("Live", exact=True).wait_for()
         page.context.set_offline(True)
         page.get_by_text("The server is not responding.").wait_for()
@@ -300,7 +296,7 @@ def test_a_miss_shows_what_changed(browser, missed):
 
 
 def test_it_asks_for_the_key_and_shows_no_more_than_it_opens(browser, serving):
-    """No data without a key, and no other key's data with one."""
+    """No data without a key, no other key's data with one, and totals to the admin key only."""
     with serving(api_keys="a,b", admin_key="admin") as live:
         ask(live, LONG, "alice", **A)
         ask(live, LONG, "bob", **B)
@@ -337,14 +333,25 @@ def test_it_asks_for_the_key_and_shows_no_more_than_it_opens(browser, serving):
             page.get_by_text("bob").wait_for(state="hidden")
         with watched(browser, live.url, allowed="401") as page:  # another tab knows no key
             page.goto(live.url)
-            page.get_by_role("dialog", name="API key").wait_for()
+            dialog = page.get_by_role("dialog", name="API key")
+            dialog.wait_for()
+            for key, opened in (("a", False), ("admin", True), ("b", False)):
+                if not dialog.is_visible():
+                    page.get_by_role("button", name="Key…").click()
+                give(dialog, key)
+                page.get_by_text(WHY).first.wait_for(state="hidden" if opened else "visible")
+                page.get_by_text("0 queued").wait_for()
+                for name in ("Memory and disk by budget", "Prompt tokens by source"):
+                    assert page.get_by_role("heading", name=name).is_visible() is opened
+                if opened:
+                    page.get_by_text("from the second turn on").wait_for()
 
 
-def test_verify_waits_for_the_key_and_for_itself(browser, serving):
+def test_verify_waits_for_the_key_and_for_itself(browser, missed):
     """Disabled until the page knows its key, and while it runs."""
-    with serving(admin_key="admin") as live, watched(browser, live.url) as page:
+    with watched(browser, missed.url) as page:
         page.route("**/v1/dashboard/now", lambda route: None)  # an answer that does not come
-        page.goto(f"{live.url}/dashboard#health")
+        page.goto(f"{missed.url}/dashboard#health")
         verify = page.get_by_role("button", name="Verify every record")
         assert verify.is_disabled()
         page.unroute_all()
@@ -364,14 +371,10 @@ def test_verify_waits_for_the_key_and_for_itself(browser, serving):
         page.locator("#verify:enabled").wait_for()  # a little later: when the stream has ended
 
 
-def test_verify_says_how_far_it_is(browser, serving):
-    with (
-        serving(admin_key="admin") as live,
-        slow_drive(live) as drive,
-        watched(browser, live.url) as page,
-    ):
+def test_verify_says_how_far_it_is(browser, missed):
+    with slow_drive(missed) as drive, watched(browser, missed.url) as page:
         page.add_init_script("sessionStorage.setItem('keepwarm-key', 'admin')")
-        page.goto(f"{live.url}/dashboard#health")
+        page.goto(f"{missed.url}/dashboard#health")
         page.get_by_role("button", name="Verify every record").click()
         # 100 % where the one that is held back is the short end of a prompt
         share = r"\(([1-9]\d?|100) %\)"
@@ -386,35 +389,6 @@ def give(dialog, key):
     """With Enter, as everyone does."""
     dialog.get_by_label("Key", exact=True).fill(key)
     dialog.get_by_label("Key", exact=True).press("Enter")
-
-
-WHY = "These totals cover all keys; the admin key is needed to see them."
-
-
-def give_on(page, key):
-    dialog = page.get_by_role("dialog", name="API key")
-    if not dialog.is_visible():
-        page.get_by_role("button", name="Key…").click()
-    dialog.get_by_label("Key").fill(key)
-    dialog.get_by_role("button", name="Use key").click()
-
-
-def test_totals_are_shown_to_the_admin_key_only(browser, serving):
-    """The page requests only what its key may see, also after the key is changed."""
-    with (
-        serving(api_keys="a,b", admin_key="admin") as live,
-        watched(browser, live.url, allowed="401") as page,
-    ):
-        page.goto(live.url)
-        page.get_by_role("dialog", name="API key").wait_for()
-        for key, opened in (("a", False), ("admin", True), ("b", False)):
-            give_on(page, key)
-            page.get_by_text(WHY).first.wait_for(state="hidden" if opened else "visible")
-            page.get_by_text("0 queued").wait_for()
-            for name in ("Memory and disk by budget", "Prompt tokens by source"):
-                assert page.get_by_role("heading", name=name).is_visible() is opened
-            if opened:
-                page.get_by_text("from the second turn on").wait_for()
 
 
 # Accessibility.

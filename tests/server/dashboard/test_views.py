@@ -8,7 +8,7 @@ import pytest
 from keepwarm.cache.restore.writing import WriteStats
 from keepwarm.engine.live import LiveStats
 from keepwarm.engine.stats import Stats
-from keepwarm.server.dashboard.totals import condition_out
+from keepwarm.server.dashboard.routes import condition_out
 from keepwarm.store.counts import PromptCounts
 from keepwarm.store.tier import TierStats
 from keepwarm.telemetry.ledger import Ledger
@@ -84,6 +84,8 @@ def test_a_request_is_cancelled_by_its_key_or_the_admin(keyed, canceller):
     assert answers[0].status_code == 499
     ended = show(keyed, "requests", **A)["data"][0]
     assert (ended["number"], ended["state"]) == (entry["number"], "cancelled")
+    assert ended["error"] == "The request was cancelled."  # others may quote the prompt
+    assert show(keyed, "requests", **ADMIN)["data"][0]["error"] == ""
     assert keyed.post(path, {}, **canceller).json()["cancelled"] is False
 
 
@@ -95,25 +97,9 @@ def test_a_request_has_its_line_of_the_log(keyed):
     for part in (f"id={entry['request_id']}", "key=alice", "agent=logged", "status=200"):
         assert part in line.split()
     assert "quick" not in line
-    assert show(keyed, "requests?limit=1", **ADMIN)["data"][0]["log"] == line
+    admins = show(keyed, "requests?limit=1", **ADMIN)["data"][0]
+    assert (admins["log"], admins["key"]) == (line, "alice")
     assert show(keyed, "requests", **B)["data"] == []
-
-
-# Changes.
-
-
-def test_the_revision_changes_only_when_something_has(serving):
-    """An idle page asks for nothing else."""
-    with serving() as live:
-        ask(live, LONG, "one")
-        live.host.engine.wait_until_saved()
-        before = show(live, "now")["revision"]
-        assert show(live, "now")["revision"] == before
-        live.patch("/v1/agents/one", {"pinned": True}).raise_for_status()
-        pinned = show(live, "now")["revision"]
-        assert pinned != before
-        ask(live, "Another.")
-        assert show(live, "now")["revision"] not in (before, pinned)
 
 
 # Status.
@@ -136,32 +122,6 @@ def test_damage_and_lost_saves_turn_the_status(change, level, reason):
     found = condition_out(replace(sound, **change))
     assert found["level"] == level
     assert [reason in said for said in found["reasons"]] == ([True] if reason else [])
-
-
-def test_a_damaged_record_is_told(serving):
-    with serving() as live:
-        assert show(live, "now")["condition"] == {"level": "green", "reasons": []}
-        ask(live, LONG, "hurt")
-        live.host.engine.clear()
-        for file in live.settings.store.glob("blocks/*/*.safetensors"):
-            file.write_bytes(file.read_bytes()[:-7] + b"damaged")
-        ask(live, LONG, "hurt")
-        assert show(live, "now")["condition"]["level"] == "red"
-
-
-# Totals over time.
-
-
-def test_a_point_has_latency_speed_and_outcomes(serving):
-    with serving() as live:
-        ask(live, LONG)
-        wait_until(lambda: show(live, "saved")["ttft_p50_ms"] is not None)
-        saved = show(live, "saved")
-        (point,) = [one for one in saved["points"] if one["generated"]]
-        assert point["finished"] == 1
-        assert point["failed"] == point["cancelled"] == 0
-        assert point["prefilled"] > 0
-        assert point["ttft_p50_ms"] == point["ttft_p95_ms"] == saved["ttft_p50_ms"] > 0
 
 
 # Connect, and settings.

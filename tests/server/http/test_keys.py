@@ -2,13 +2,14 @@
 
 import hashlib
 import hmac
+from types import SimpleNamespace
 
 import pytest
 
 from keepwarm import config
 from keepwarm.errors import BadInput, Refused
 from keepwarm.server.http import keys
-from keepwarm.server.http.keys import ApiKeys
+from keepwarm.server.http.keys import ApiKeys, Viewer
 
 KEYS = ("first", "second", "third")
 SETTINGS = config.load({}, api_keys=",".join(KEYS), admin_key="root")
@@ -68,6 +69,35 @@ class Untouchable(bytes):
 def test_keys_are_compared_in_no_other_way(monkeypatch, given):
     monkeypatch.setattr(keys, "_digest", lambda key: Untouchable(digest(key)))
     assert is_let_in({"x-api-key": given}) is (given != "other")
+
+
+@pytest.mark.parametrize(
+    ("values", "sees_totals", "reads_texts"),
+    [
+        ({}, True, True),
+        ({"api_keys": "a"}, True, True),
+        ({"api_keys": "a", "admin_key": "root"}, False, True),
+        ({"api_keys": "a,b"}, False, True),
+        ({"api_keys": "a,b", "share_cache": True}, True, False),
+    ],
+)
+def test_viewer_sees_totals_where_all_is_one_tenants_and_texts_where_keys_are_apart(
+    values, sees_totals, reads_texts
+):
+    settings = config.load({}, **values)
+    accepted = ApiKeys(settings)
+    caller = accepted.check({"x-api-key": "a"})
+    app = SimpleNamespace(state=SimpleNamespace(settings=settings, keys=accepted))
+    viewer = Viewer.of(SimpleNamespace(app=app, state=caller))
+    assert viewer.may_see_totals is sees_totals
+    assert viewer.may_read(caller.tenant) is reads_texts
+    assert not viewer.may_read("another")
+    assert viewer.may_see(caller.tenant)
+    assert not viewer.may_see("another")
+    assert not viewer.may_see(None)
+    admin = viewer._replace(admin=True)
+    assert admin.may_see("another")
+    assert not admin.may_read("another")
 
 
 # Names of keys.

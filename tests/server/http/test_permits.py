@@ -9,12 +9,20 @@ from functools import partial
 
 import httpx
 import pytest
+from anyio.to_thread import current_default_thread_limiter
 
 from keepwarm import config
 from keepwarm.errors import Stopping
+from keepwarm.server.app import MANAGEMENT_THREADS
 from keepwarm.server.http.keys import ApiKeys
 from keepwarm.server.http.limits import Limits
-from keepwarm.server.http.permits import LONG_BODY, FairSemaphore, PrepareLimiter, PrepareSlot
+from keepwarm.server.http.permits import (
+    LONG_BODY,
+    FairSemaphore,
+    PrepareLimiter,
+    PrepareSlot,
+    prepare_threads,
+)
 from keepwarm.server.models.host import EngineHost
 from keepwarm.server.models.models import Models
 from keepwarm.text.sandbox.deadline import PrepareDeadline
@@ -94,7 +102,7 @@ def test_fair_semaphore_deals_a_permit_of_a_cancelled_waiter_to_the_next():
 def limits(app, **values):
     """All limits around a limiter around this application."""
     settings = config.load({}, **values)
-    limiter = PrepareLimiter(app, settings)
+    limiter = PrepareLimiter(app, settings, prepare_threads())
     return Limits(limiter, settings, ApiKeys(settings)), limiter
 
 
@@ -239,13 +247,25 @@ ASKED = {
     "/v1/responses": {"input": "the fox", "max_output_tokens": 16},
     "/api/chat": {"model": "m", "messages": MESSAGES, "options": {"num_predict": 2}},
     "/api/embed": {"model": "m", "input": "the fox"},
+    "/v1/cache/prefill": {"messages": MESSAGES},
 }
 
 
-def test_requests_for_tokens_never_use_the_default_executor(serving):
-    """Management of the server may; it takes minutes, and requests must not wait for it."""
-    with serving() as live:
+async def take_management_threads():
+    """All of them, as many checks of a store would for minutes."""
+    limiter = current_default_thread_limiter()
+    for _ in range(MANAGEMENT_THREADS):
+        await limiter.acquire_on_behalf_of(object())
+    assert limiter.available_tokens == 0
+
+
+def test_requests_for_tokens_and_the_stop_wait_for_no_management(serving, tmp_path):
+    """Nor does anything but the stop use the threads of the event loop."""
+    (tmp_path / "shared").mkdir()
+    with serving(remote=(tmp_path / "shared").as_uri()) as live:
+        asyncio.run_coroutine_threadsafe(take_management_threads(), live.loop).result(60)
         live.loop.call_soon_threadsafe(live.loop.set_default_executor, RefusingExecutor(1))
         for path, body in ASKED.items():
             answer = live.post(path, {"model": "m", **body})
             assert answer.status_code == 200, (path, answer.text)
+        live.loop.call_soon_threadsafe(live.loop.set_default_executor, ThreadPoolExecutor(1))

@@ -5,13 +5,19 @@ A key sees only its own agents: stored ids begin with the tenant, which response
 
 from __future__ import annotations
 
+import asyncio
+import io
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from typing import Annotated, Any, BinaryIO, Literal, NotRequired, TypeAlias, cast
+from typing import Annotated, Any, BinaryIO, Literal, NotRequired, TypeAlias, TypeVar, cast
 
 from fastapi import Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import Field, StringConstraints
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict
 
 from keepwarm.agents.agent import MAX_KEY, MAX_LABELS, MAX_VALUE, Agent, Branch
@@ -24,10 +30,10 @@ from keepwarm.cache.restore.records import check_record
 from keepwarm.config import Settings
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.import_check import EXTENT, ImportCheck
-from keepwarm.errors import BadField, UnknownAgent
-from keepwarm.server.admin.bundles import TAR, ExportResponse, Transfers, UploadedFile
+from keepwarm.errors import BadField, BadInput, Cancelled, TooLarge, UnknownAgent
 from keepwarm.server.http.body import JsonInput, api_router
 from keepwarm.server.http.keys import tenant_agent_id
+from keepwarm.server.http.limits import SharedLimit
 from keepwarm.server.http.request_fields import AGENT_ID, Config
 from keepwarm.server.models.calls import Served
 from keepwarm.store.index.forgotten import Forgotten
@@ -38,6 +44,12 @@ RAW_BODY = {
         "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
     }
 }
+MAX_TRANSFERS = 8
+MAX_OF_ONE_KEY = 4
+CHUNK_BYTES = 1 << 20
+TAR = "application/x-tar"
+T = TypeVar("T")
+
 StoredId: TypeAlias = Annotated[str, StringConstraints(pattern=f"^{ID.pattern}$")]
 
 router = api_router(prefix="/v1/agents", tags=["Agents"])
@@ -300,6 +312,105 @@ def _branch_out(branch: Branch) -> BranchOut:
     }
 
 
+# Bundles on their way in and out: a few at once, and never in a file. An export is made while the
+# client reads it. An import is verified while it arrives; its records are staged by the store, so
+# they are encrypted and counted like all others. Whoever leaves takes all of it along.
+
+
+class Transfers:
+    """The exports and imports of a server, with threads of their own: a slow client keeps one."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(MAX_TRANSFERS, "bundle")
+        self.limit = SharedLimit(
+            MAX_TRANSFERS,
+            MAX_OF_ONE_KEY,
+            f"{MAX_TRANSFERS} bundles are being exported or imported, which is the limit; "
+            "retry when one is done.",
+            f"This API key has {MAX_OF_ONE_KEY} bundles under way, its limit; wait for one.",
+        )
+
+    async def run(self, work: Callable[..., T], *given: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *given)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class ExportResponse(StreamingResponse):
+    """Sends a bundle piece by piece; `release` is called when it ends, however it does."""
+
+    media_type = TAR
+
+    def __init__(
+        self,
+        pieces: Iterator[bytes | memoryview],
+        name: str,
+        transfers: Transfers,
+        release: Callable[[], None],
+    ) -> None:
+        headers = {"Content-Disposition": f'attachment; filename="{name}.tar"'}
+        super().__init__(_chunks(pieces, transfers), headers=headers)
+        self._release = release
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._release()
+
+
+async def _chunks(
+    pieces: Iterator[bytes | memoryview], transfers: Transfers
+) -> AsyncIterator[bytes]:
+    while (piece := await transfers.run(next, pieces, None)) is not None:
+        view = memoryview(piece).cast("B")
+        for start in range(0, len(view), CHUNK_BYTES):
+            yield bytes(view[start : start + CHUNK_BYTES])
+
+
+class UploadedFile(io.RawIOBase):
+    """A body that a thread reads as a file while it arrives."""
+
+    def __init__(self, chunks: AsyncIterator[bytes], max_bytes: int) -> None:
+        self._chunks = chunks
+        self._max_bytes = max_bytes
+        self._loop = asyncio.get_running_loop()
+        self._n_bytes = 0
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not self._rest:
+            self._rest = memoryview(self._next_chunk())
+        n_read = min(len(buffer), len(self._rest))
+        buffer[:n_read], self._rest = self._rest[:n_read], self._rest[n_read:]
+        return n_read
+
+    def _next_chunk(self) -> bytes:
+        """The next bytes of the body; none at its end."""
+        chunk = asyncio.run_coroutine_threadsafe(self._received(), self._loop).result()
+        self._n_bytes += len(chunk)
+        if not self._n_bytes:
+            raise BadInput("The body is empty; send the bundle as the body.")
+        if self._n_bytes > self._max_bytes:
+            raise TooLarge(f"The bundle is larger than the store, {self._max_bytes} bytes.")
+        return chunk
+
+    async def _received(self) -> bytes:
+        try:
+            async for chunk in self._chunks:
+                if chunk:
+                    return chunk
+        except ClientDisconnect as error:
+            raise Cancelled("The client left in the middle of a bundle.") from error
+        return b""
+
+
+# Routes
+
 Agents = Annotated[TenantAgents, Depends(TenantAgents)]
 BranchNumber: TypeAlias = Annotated[
     int | None, Query(ge=1, le=1 << 31, description="The number of a branch, instead of the head.")
@@ -343,7 +454,7 @@ async def import_agent(
     body = UploadedFile(request.stream(), settings.disk_bytes)
     source = BundleSource("The bundle", cast("BinaryIO", body), _length(request, settings))
     async with models.using(model) as host:
-        with transfers.one_more(agents.tenant):
+        with transfers.limit.one_more(agents.tenant):
             return await transfers.run(agents.import_, host.engine, source, agent_id, check)
 
 
@@ -403,7 +514,7 @@ async def export_agent(
     """Download an agent as a bundle for a server with the same model. It is not encrypted."""
     transfers: Transfers = request.app.state.transfers
     with ExitStack() as held:
-        held.enter_context(transfers.one_more(agents.tenant))
+        held.enter_context(transfers.limit.one_more(agents.tenant))
         export = await transfers.run(agents.export, agent_id, branch)
         release = held.pop_all().close
     return ExportResponse(export.pieces, agent_id, transfers, release)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any, Literal
 
+from anyio.to_thread import run_sync
 from fastapi import Depends, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import Field
@@ -163,12 +164,19 @@ class Verification:
 
     async def events(self) -> AsyncIterator[bytes]:
         """Progress every second, then the result; a client that leaves ends the check."""
-        work = asyncio.create_task(asyncio.to_thread(self.run))
+        work = asyncio.create_task(self.wait())
         try:
             while not (await asyncio.wait({work}, timeout=PROGRESS_S))[0]:
                 yield frame(json.dumps(self._progress()))
             error = work.exception()
             yield frame(json.dumps(openai_body(problem_of(error)) if error else work.result()))
+        finally:
+            work.cancel()
+
+    async def wait(self) -> VerifyOut:
+        """The result; a task that is cancelled, as at the stop of the server, ends the check."""
+        try:
+            return await run_sync(self.run, abandon_on_cancel=True)
         finally:
             self._left.set()
 
@@ -191,7 +199,7 @@ async def verify(body: VerifyBody, request: Request, models: Served) -> Response
     _need_admin(request)
     check = Verification(models.store.on_disk, body.fix)
     if not body.stream:
-        return JSONResponse(await asyncio.to_thread(check.run))
+        return JSONResponse(await check.wait())
     media_type = "text/event-stream"
     return StreamingResponse(check.events(), headers=STREAM_HEADERS, media_type=media_type)
 

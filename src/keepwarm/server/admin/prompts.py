@@ -131,7 +131,8 @@ async def prefill(prompt: PromptTo) -> Response:
     answer = await prompt.host.warm(prompt.request, prompt.slot)
     assert answer.prepared is not None
     tokens = answer.prepared.tokens
-    shared = SharedPrompt(answer, lane.for_prompt(len(tokens)).restorer, tokens)
+    restorer = lane.for_prompt(len(tokens)).restorer
+    shared = SharedPrompt(answer, restorer, tokens, prompt.slot)
     return WholeAnswer(shared, shared.shape)
 
 
@@ -145,8 +146,10 @@ class RestorableTokens(NamedTuple):
 class SharedPrompt:
     """A prompt without an answer, which ends when the prompt is shared, or cannot be."""
 
-    def __init__(self, answer: ObservedAnswer, restorer: Restorer, tokens: list[int]) -> None:
-        self._answer, self._restorer, self._tokens = answer, restorer, tokens
+    def __init__(
+        self, answer: ObservedAnswer, restorer: Restorer, tokens: list[int], slot: PrepareSlot
+    ) -> None:
+        self._answer, self._restorer, self._tokens, self._slot = answer, restorer, tokens, slot
         self._places = RestorableTokens(0, 0)
 
     def cancel(self) -> None:
@@ -158,7 +161,7 @@ class SharedPrompt:
         # The last token is always computed, so this is the place that will be restored.
         if (tried := self._restorer.share(self._tokens[:-1])) is not None:
             await asyncio.wrap_future(tried)
-        self._places = await asyncio.to_thread(self._look)
+        self._places = await self._slot.on_thread(self._look)
 
     def _look(self) -> RestorableTokens:
         self._restorer.writer.flush()

@@ -1,4 +1,4 @@
-"""The dashboard's endpoints: activity, savings, agents, the forest of blocks, misses.
+"""The dashboard: its page, and what it shows: activity, savings, agents, blocks, misses.
 
 A key sees its own requests, agents and blocks, and how many others there are. The admin key sees
 those of all keys and the totals. No key sees the text of another key's prompts.
@@ -6,43 +6,66 @@ those of all keys and the totals. No key sees the text of another key's prompts.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import MISSING, fields
-from typing import Annotated
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
 
-from fastapi import Depends, Query, Request
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse
+from starlette.concurrency import run_in_threadpool
 
 from keepwarm import __version__
-from keepwarm.config import SECRETS
-from keepwarm.engine.stats import MemoryUse
-from keepwarm.errors import UnknownRequest
+from keepwarm.agents.agent import Agent
+from keepwarm.agents.agent_store import AgentStore
+from keepwarm.agents.forest import BlockRun, build_forest
+from keepwarm.cache.store import Store
+from keepwarm.config import SECRETS, Settings
+from keepwarm.engine.stats import MemoryUse, Stats
+from keepwarm.errors import BadInput, UnknownRequest
+from keepwarm.prefix.blocks import BlockKey, Namespace
+from keepwarm.prefix.fingerprint import tenant_of
 from keepwarm.server.admin.agents import agent_out
-from keepwarm.server.dashboard.forest import NamespaceOwners, forest_out
-from keepwarm.server.dashboard.state import Dashboard
-from keepwarm.server.dashboard.totals import (
-    JsonObject,
-    condition_out,
-    health_out,
-    latencies_ms,
-    points_out,
-    store_totals_out,
-    totals_out,
-)
-from keepwarm.server.http.body import api_router
+from keepwarm.server.http.body import LateRoute, api_router
 from keepwarm.server.http.clients import CLIENTS, KEY_VARIABLE, ServerInfo
 from keepwarm.server.http.keys import CurrentViewer, Viewer, require_totals
+from keepwarm.server.http.logs import RecentLines
 from keepwarm.server.http.request_fields import Config
 from keepwarm.server.http.sse import receipt_dict
 from keepwarm.server.models.calls import Served
 from keepwarm.server.models.models import Models
-from keepwarm.telemetry.ledger import RequestRecord
+from keepwarm.store.counts import ALL_TIERS, TIERS, PromptCounts
+from keepwarm.store.tier import StoredBlock
+from keepwarm.telemetry.history import Amounts, History, Timeline, minute_name
+from keepwarm.telemetry.ledger import RequestRecord, percentile_ms
 from keepwarm.telemetry.misses import PrefixMiss
 from keepwarm.text.detokenize import decode
 
+JsonObject: TypeAlias = dict[str, Any]
+SAVE_EVERY_S = 60.0
 DAYS_SHOWN = 14
+ID_DIGITS = 16
+NAMESPACE_DIGITS = 8
+N_POINTS = 60
+AMOUNTS = (*ALL_TIERS, "prefilled", "generated", "finished", "cancelled", "failed")
+# What turns the status red, and what amber; a count of each, in words for one and for several.
+RED = {
+    "quarantined": ("damaged record was", "damaged records were", "quarantined; check the disk"),
+    "failed_saves": ("save", "saves", "failed; check the disk and its free space"),
+    "drifts": ("audit", "audits", "differed from a cold run; see the log"),
+}
+AMBER = {
+    "read_errors": ("record", "records", "could not be read"),
+    "dropped_saves": ("save was", "saves were", "dropped: the queue or the daily budget was full"),
+    "failed_restores": ("restore", "restores", "failed; the tokens were computed"),
+}
 ONE_FOR_ALL = frozenset({"memory", "buffers"})  # the store's tier, and MLX's buffers
 FOLDERS = frozenset({"home", "store", "downloads"})  # each machine has its own
 TITLES = {
@@ -54,6 +77,46 @@ TITLES = {
     "any": "Any OpenAI, Anthropic or Ollama SDK",
 }
 ABOUT_ANY = "Then start the program in the same shell."
+
+
+class DashboardState:
+    def __init__(self, models: Models, settings: Settings, lines: RecentLines) -> None:
+        self._models = models
+        self._secret = secrets.token_bytes(16)
+        self.started = time.time()
+        self.lines = lines
+        self.history = History(settings.home / "history.json", models.ledger)
+
+    def revision(self, stats: Stats) -> str:
+        """Another one whenever requests, blocks or agents may have changed.
+
+        It is hashed with a secret, so that a key learns nothing of other keys from it.
+        """
+        agents = _changed_ns(self._models.store.on_disk.disk.root / "agents")
+        counted = [(t.puts, t.evicted, t.quarantined, t.blocks) for t in stats.tiers.values()]
+        ended = [stats.counters[name] for name in ("requests", "finished", "cancelled", "failed")]
+        seen = repr((agents, counted, ended, stats.writes)).encode()
+        return blake2b(seen, key=self._secret, digest_size=8).hexdigest()
+
+    async def save_regularly(self) -> None:
+        """Runs as long as the server."""
+        while True:
+            await asyncio.sleep(SAVE_EVERY_S)
+            await run_in_threadpool(self.history.save)
+
+
+def _changed_ns(directory: Path) -> int:
+    """Another number when a file was published there, or removed."""
+    return directory.stat().st_mtime_ns if directory.is_dir() else 0
+
+
+def _state_of(request: Request) -> DashboardState:
+    state: DashboardState = request.app.state.dashboard
+    return state
+
+
+Dashboard = Annotated[DashboardState, Depends(_state_of)]
+
 
 router = api_router(prefix="/v1/dashboard", tags=["Dashboard"])
 
@@ -203,6 +266,166 @@ def show_saved(
     }
 
 
+# Sums over all keys
+
+
+def points_out(timeline: Timeline, hours: int) -> list[JsonObject]:
+    """Always 60 points; each covers as many minutes as there are hours."""
+    last = int(time.time() // 60)
+    first = last - N_POINTS * hours + 1
+    return [_point(timeline, minute, hours) for minute in range(first, last + 1, hours)]
+
+
+def latencies_ms(timeline: Timeline, hours: int) -> tuple[float | None, float | None]:
+    """Median and 95th percentile of the time to the first token in the last hours."""
+    last = int(time.time() // 60)
+    n = _sum(timeline, range(last - N_POINTS * hours + 1, last + 1))
+    return percentile_ms(n, 0.5), percentile_ms(n, 0.95)
+
+
+def _sum(timeline: Timeline, minutes: range) -> Amounts:
+    n: dict[str, int] = {}
+    for minute in minutes:
+        for name, amount in timeline.minutes.get(minute_name(60 * minute), {}).items():
+            n[name] = n.get(name, 0) + amount
+    return n
+
+
+def _point(timeline: Timeline, minute: int, width: int) -> JsonObject:
+    n = _sum(timeline, range(minute, minute + width))
+    return {
+        "at": 60 * minute,
+        **{name: n.get(name, 0) for name in AMOUNTS},
+        "computed": _computed(n),
+        "ttft_p50_ms": percentile_ms(n, 0.5),
+        "ttft_p95_ms": percentile_ms(n, 0.95),
+    }
+
+
+def _computed(amounts: Amounts) -> int:
+    """Prompt tokens that were reused from nowhere."""
+    return max(0, amounts.get("prompt", 0) - sum(amounts.get(tier, 0) for tier in ALL_TIERS))
+
+
+def totals_out(amounts: Amounts) -> JsonObject:
+    return {
+        "reused": {t: n for t in ALL_TIERS if (n := amounts.get(t, 0)) or t in TIERS},
+        "computed": _computed(amounts),
+        "saved_s": amounts.get("saved_ms", 0) / 1000,
+    }
+
+
+def store_totals_out(amounts: Amounts, counts: PromptCounts) -> JsonObject:
+    """Tokens as the store has counted them; the rest as this server has."""
+    tokens = {**counts.reused, "prompt": counts.prompt_tokens}
+    return totals_out({**amounts, **dict.fromkeys(TIERS, 0), **tokens})
+
+
+def health_out(stats: Stats) -> dict[str, int]:
+    """Faults since the start; none of them has failed a request."""
+    tiers, writes = stats.tiers.values(), stats.writes
+    return {
+        "quarantined": sum(tier.quarantined for tier in tiers),
+        "read_errors": sum(tier.errors for tier in tiers),
+        "dropped_saves": writes.dropped + writes.over_budget,
+        "failed_saves": writes.failed + stats.counters["failed_saves"],
+        "failed_restores": sum(stats.failed_restores.values()),
+        "evicted": sum(tier.evicted for tier in tiers),
+        "audits": stats.counters["audits"],
+        "drifts": stats.counters["drifts"],
+    }
+
+
+def condition_out(stats: Stats) -> JsonObject:
+    """Whether the server is well, and if not, why."""
+    counts = health_out(stats)
+    red, amber = (_reasons(counts, kinds) for kinds in (RED, AMBER))
+    return {"level": "red" if red else "amber" if amber else "green", "reasons": [*red, *amber]}
+
+
+def _reasons(counts: dict[str, int], kinds: dict[str, tuple[str, str, str]]) -> list[str]:
+    return [
+        f"{n:,} {one if n == 1 else many} {what}."
+        for name, (one, many, what) in kinds.items()
+        if (n := counts[name])
+    ]
+
+
+# Blocks, agents, clients, settings, misses
+
+
+class NamespaceOwners:
+    """Finds the tenant of a namespace, which is part of its salt."""
+
+    def __init__(self, disk_store: AgentStore, viewer: Viewer) -> None:
+        self._viewer = viewer
+        self._disk_store = disk_store
+        self.tenant_of = cache(self._tenant_of)
+        self.hidden: set[BlockKey] = set()
+
+    def visible(self, blocks: Iterable[StoredBlock]) -> Iterator[StoredBlock]:
+        """Yield the viewer's blocks; count the others in `hidden`."""
+        for block in blocks:
+            if self._viewer.may_see(self.tenant_of(block.namespace)):
+                yield block
+            else:
+                self.hidden.add(block.key)
+
+    def sees(self, agent: Agent) -> bool:
+        return self._viewer.may_see(self.tenant_of(agent.namespace))
+
+    def _tenant_of(self, name: Namespace) -> str | None:
+        try:
+            return tenant_of(self._disk_store.identity_of(name).salt)
+        except BadInput:
+            return None
+
+
+def forest_out(store: Store, viewer: Viewer) -> JsonObject:
+    """Reads the index of every tier; call it in a thread."""
+    disk_store = store.on_disk
+    owners = NamespaceOwners(disk_store, viewer)
+    agents = [agent for agent in disk_store.agents.all() if owners.sees(agent)]
+    visible = {name: owners.visible(blocks) for name, blocks in store.blocks().items()}
+    forest = build_forest(visible, agents)
+    positions = {agent.id: position for position, agent in enumerate(agents)}
+    rows = {run.key: row for row, run in enumerate(forest.runs)}
+    named = [
+        {
+            "id": viewer.agent_name(a.id, owners.tenant_of(a.namespace)) or "",
+            "key": viewer.key_label(owners.tenant_of(a.namespace)),
+        }
+        for a in agents
+    ]
+    return {
+        "object": "dashboard.forest",
+        "agents": named,
+        "runs": [_run(run, rows, positions) for run in forest.runs],
+        "blocks": forest.n_blocks,
+        "omitted_blocks": forest.left_out,
+        "other_blocks": len(owners.hidden),
+    }
+
+
+def _run(run: BlockRun, rows: dict[BlockKey, int], positions: dict[str, int]) -> JsonObject:
+    return {
+        "id": run.key.hex()[:ID_DIGITS],
+        "parent": None if run.parent is None else rows[run.parent],
+        "namespace": run.namespace.hex()[:NAMESPACE_DIGITS],
+        "first_block": run.number,
+        "blocks": run.n_blocks,
+        "tokens": run.n_tokens,
+        "bytes": run.n_bytes,
+        "oldest": run.oldest,
+        "used": run.used,
+        "memory": "memory" in run.tiers,
+        "disk": "disk" in run.tiers,
+        "pinned": run.pinned,
+        "agents": [positions[agent] for agent in run.agents],
+        "ends": [positions[agent] for agent in run.ends],
+    }
+
+
 @router.get("/forest")
 def show_forest(models: Served, viewer: CurrentViewer) -> JsonObject:
     """The stored blocks, up to 10,000, as runs of consecutive blocks."""
@@ -342,3 +565,62 @@ def _divergence(miss: PrefixMiss, models: Models) -> dict[str, str] | None:
         return None
     parts = {"before": miss.before, "earlier": miss.earlier, "now": miss.now}
     return {name: decode(engine.model.tokenizer, tokens) for name, tokens in parts.items()}
+
+
+# The pages: the dashboard and the API's documentation. Their files hold no data, and need no key.
+
+PATH = "/dashboard"
+DOCS_PATH = "/docs"
+SCHEMA_PATH = "/openapi.json"
+METHODS = ["GET", "HEAD"]  # Claude Code probes the server with HEAD /
+FILES = Path(__file__).parent / "static"
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# Nothing from other origins, no inline scripts or styles, no framing.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "Cache-Control": "no-cache",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def page_router() -> APIRouter:
+    """A route for both pages, the API's schema and every file; `/` leads browsers there."""
+    router = APIRouter(include_in_schema=False, route_class=LateRoute)
+    router.add_api_route("/", _root, methods=METHODS)
+    router.add_api_route(PATH, _serve(FILES / "index.html"), methods=METHODS)
+    router.add_api_route(DOCS_PATH, _serve(FILES / "docs.html"), methods=METHODS)
+    router.add_api_route(SCHEMA_PATH, _schema)
+    for file in sorted(FILES.iterdir()):
+        router.add_api_route(f"{PATH}/{file.name}", _serve(file), methods=METHODS)
+    return router
+
+
+async def _root(request: Request) -> Response:
+    """Browsers see the dashboard; Ollama's clients look whether there is a server."""
+    if "text/html" in request.headers.get("accept", ""):
+        return RedirectResponse(PATH)
+    return PlainTextResponse("Ollama is running")
+
+
+async def _schema(request: Request) -> Response:
+    """Made when it is first asked for, which takes a quarter of a second."""
+    return JSONResponse(await run_in_threadpool(request.app.openapi))
+
+
+def _serve(file: Path) -> Callable[[], Awaitable[Response]]:
+    content = file.read_bytes()
+
+    async def answer() -> Response:
+        return Response(content, headers=HEADERS, media_type=TYPES[file.suffix])
+
+    return answer

@@ -56,9 +56,9 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def origin_pattern(allowed_origins: str) -> re.Pattern[str]:
+def origin_pattern(settings: Settings) -> re.Pattern[str]:
     """What `allowed_origins` names. A `*` stands for part of a host, or a port; alone, for all."""
-    names = _split(allowed_origins)
+    names = settings.listed("allowed_origins")
     parts = [".*" if name == "*" else re.escape(name).replace(r"\*", _ANY_HOST) for name in names]
     return re.compile("|".join(parts) or r"(?!)")
 
@@ -67,9 +67,9 @@ class OriginCheck:
     """Rejects web pages of other origins, including DNS rebinding."""
 
     def __init__(self, settings: Settings) -> None:
-        named = {settings.host, *_split(settings.allowed_hosts)}
+        named = {settings.host, *settings.listed("allowed_hosts")}
         self._hosts = LOCAL_NAMES | named if is_loopback(settings.host) else None
-        self._origins = origin_pattern(settings.allowed_origins)
+        self._origins = origin_pattern(settings)
 
     def check(self, headers: Mapping[str, str]) -> None:
         host = headers.get("host", "")
@@ -87,10 +87,6 @@ class OriginCheck:
             "Web pages and apps of this origin are not allowed; start the server with "
             f"KEEPWARM_ALLOWED_ORIGINS={line}, or '*' for all (docs/security.md)."
         )
-
-
-def _split(names: str) -> list[str]:
-    return [name.strip() for name in names.split(",") if name.strip()]
 
 
 def _to_allow(origin: str) -> str:
@@ -133,67 +129,65 @@ class RateLimit:
         self._buckets[owner] = left - 1, now
 
 
-class ConcurrencyLimit:
-    """Requests running or waiting at once: of all keys, and of one key."""
+class SharedLimit:
+    """What may be in use at once: by all keys, and by one key; with what is said beyond it."""
 
-    def __init__(self, limit: int, each: int) -> None:
+    def __init__(self, limit: int, each: int, all_used: str, own_used: str) -> None:
         self._limit = limit
         self._each = each
+        self._all_used = all_used
+        self._own_used = own_used
         self._used: Counter[str] = Counter()
 
     @property
     def n_used(self) -> int:
         return self._used.total()
 
+    def take(self, owner: str, n: int = 1) -> None:
+        if self._used.total() + n > self._limit:
+            raise Busy(self._all_used)
+        if self._used[owner] + n > self._each:
+            raise Busy(self._own_used)
+        self._used[owner] += n
+
+    def release(self, owner: str, n: int = 1) -> None:
+        self._used[owner] -= n
+        if not self._used[owner]:
+            del self._used[owner]
+
     @contextmanager
-    def entered(self, owner: str) -> Iterator[None]:
-        self._enter(owner)
+    def one_more(self, owner: str) -> Iterator[None]:
+        self.take(owner)
         try:
             yield
         finally:
-            self._used[owner] -= 1
-
-    def _enter(self, owner: str) -> None:
-        if self._used.total() >= self._limit:
-            raise Busy(
-                f"{self._limit} requests are in progress, which is the limit; retry shortly."
-            )
-        if self._used[owner] >= self._each:
-            raise Busy(
-                f"This API key has {self._each} requests in progress, its limit; wait for one."
-            )
-        self._used[owner] += 1
+            self.release(owner)
 
 
-class BodyBudget:
-    """Bytes of the bodies of unfinished requests: of all keys, and of one key."""
+def concurrency_limit(limit: int, each: int) -> SharedLimit:
+    """Requests running or waiting at once."""
+    return SharedLimit(
+        limit,
+        each,
+        f"{limit} requests are in progress, which is the limit; retry shortly.",
+        f"This API key has {each} requests in progress, its limit; wait for one.",
+    )
 
-    def __init__(self, max_body_bytes: int) -> None:
-        self._limit = BODIES * max_body_bytes
-        self._each = BODIES_OF_ONE_KEY * max_body_bytes
-        self._used: Counter[str] = Counter()
 
-    @property
-    def n_used(self) -> int:
-        return self._used.total()
-
-    def take(self, owner: str, n_bytes: int) -> None:
-        if self._used.total() + n_bytes > self._limit:
-            raise Busy("The bodies of all requests in progress are too large; retry shortly.")
-        if self._used[owner] + n_bytes > self._each:
-            raise Busy("The bodies of this key's requests in progress are too large; wait for one.")
-        self._used[owner] += n_bytes
-
-    def release(self, owner: str, n_bytes: int) -> None:
-        self._used[owner] -= n_bytes
-        if not self._used[owner]:
-            del self._used[owner]
+def body_budget(max_body_bytes: int) -> SharedLimit:
+    """Bytes of the bodies of unfinished requests."""
+    return SharedLimit(
+        BODIES * max_body_bytes,
+        BODIES_OF_ONE_KEY * max_body_bytes,
+        "The bodies of all requests in progress are too large; retry shortly.",
+        "The bodies of this key's requests in progress are too large; wait for one.",
+    )
 
 
 class BodyShare:
     """One request's part of the budget."""
 
-    def __init__(self, budget: BodyBudget, owner: str, max_bytes: int) -> None:
+    def __init__(self, budget: SharedLimit, owner: str, max_bytes: int) -> None:
         self._budget = budget
         self._owner = owner
         self._max_bytes = max_bytes
@@ -257,8 +251,8 @@ class Limits:
         self._origins = OriginCheck(settings)
         self._keys = keys
         self._rate = RateLimit(settings.rate_per_minute)
-        self._concurrency = ConcurrencyLimit(settings.max_queue, settings.max_concurrency)
-        self._bodies = BodyBudget(settings.max_body_bytes)
+        self._concurrency = concurrency_limit(settings.max_queue, settings.max_concurrency)
+        self._bodies = body_budget(settings.max_body_bytes)
         self._settings = settings
 
     @property
@@ -307,7 +301,7 @@ class Limits:
         owner = "" if _is_open(scope) else self._identify(scope, headers)
         reserve = self._reserve(scope, headers, owner, held)
         if _is_metered(scope):
-            held.enter_context(self._concurrency.entered(owner))
+            held.enter_context(self._concurrency.one_more(owner))
         return BodyReader(receive, self._settings.client_timeout_s, reserve)
 
     def _identify(self, scope: Scope, headers: Headers) -> str:

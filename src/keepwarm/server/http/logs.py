@@ -224,26 +224,28 @@ def _path(scope: Scope) -> str:
 
 
 def _answered(slot: PrepareSlot | None, tenant: str) -> dict[str, Any]:
-    """Tokens by place and the time to the first token, of all answers to a request."""
+    """Tokens by place and the time to the first token, as they were: also of one cut short."""
     from keepwarm.engine.answer import sum_receipts  # loads MLX
 
     if slot is None:
         return {}
     agent = (slot.agent or "").removeprefix(tenant_agent_id(tenant, ""))
-    receipts = [answer.receipt for answer in slot.answers if answer.receipt is not None]
+    records = [record for answer in slot.answers for record in answer.records]
+    ended = [record for record in records if record is not None]
+    receipts = [record.receipt for record in ended if record.receipt is not None]
     if not receipts:
         return {"agent": agent}
-    receipt, usages = sum_receipts(receipts), [answer.usage for answer in slot.answers]
-    ended = [usage for usage in usages if usage is not None]
+    receipt = sum_receipts(receipts)
+    first_ms = [record.ttft_ms for record in ended if record.ttft_ms is not None]
     return {
         "agent": agent,
         "prompt_tokens": receipt.prompt_tokens,
         **dict.fromkeys(TIERS, 0),
         **receipt.reused,
         "computed": receipt.recomputed,
-        "answer_tokens": sum(usage.completion_tokens for usage in ended),
-        "first_token_ms": min((usage.ttft_ms for usage in ended), default=None),
-        "finished": len(ended) == len(usages),
+        "answer_tokens": sum(record.answer_tokens for record in ended),
+        "first_token_ms": min(first_ms, default=None),
+        "finished": all(record is not None and record.state == "done" for record in records),
         **({"repeated_calls": n} if (n := len(receipt.repeated_calls)) else {}),
     }
 

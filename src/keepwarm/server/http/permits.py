@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,7 +23,7 @@ from keepwarm.config import Settings
 from keepwarm.errors import Busy, KeepwarmError
 from keepwarm.server.http.body import check_structure
 from keepwarm.server.http.problems import problem_of, respond
-from keepwarm.text.request import Receipt, Usage
+from keepwarm.telemetry.ledger import RequestRecord
 from keepwarm.text.sandbox.deadline import PrepareDeadline
 
 T = TypeVar("T")
@@ -115,12 +114,7 @@ class Permit:
         await self._acquire()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.release()
 
     async def _acquire(self) -> None:
@@ -143,8 +137,9 @@ class Permit:
 class ReportedAnswer(Protocol):
     """What the log says about an answer."""
 
-    receipt: Receipt | None
-    usage: Usage | None  # once it has ended
+    @property
+    def records(self) -> Sequence[RequestRecord | None]:
+        """One for each prompt; None while it runs."""
 
 
 class PrepareSlot:
@@ -198,16 +193,24 @@ class PrepareSlot:
         self._permit.release()
 
 
+def prepare_threads() -> ThreadPoolExecutor:
+    """Threads that only requests use: one for each permit."""
+    return ThreadPoolExecutor(2 * _n_at_once(), thread_name_prefix="keepwarm-prepare")
+
+
+def _n_at_once() -> int:
+    return max(2, os.cpu_count() or 2)
+
+
 class PrepareLimiter:
     """The middleware that gives every request that is prepared a slot."""
 
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, threads: ThreadPoolExecutor) -> None:
         self._app = app
+        self._threads = threads
         self._timeout_s = settings.prepare_timeout_s
-        n_cpus = os.cpu_count() or 2
-        at_once, each = max(2, n_cpus), max(1, n_cpus // 2)
+        at_once, each = _n_at_once(), max(1, (os.cpu_count() or 2) // 2)
         self._short, self._long = FairSemaphore(at_once, each), FairSemaphore(at_once, each)
-        self._threads = ThreadPoolExecutor(2 * at_once, thread_name_prefix="keepwarm-prepare")
 
     @property
     def n_held(self) -> int:

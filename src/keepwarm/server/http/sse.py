@@ -28,10 +28,7 @@ from keepwarm.server.http.problems import Problem, problem_of
 from keepwarm.text.request import Event, Inexact, Progress, Receipt, Result, Started
 
 RECEIPT_HEADER = "x-keepwarm-receipt"
-OPTIONAL = (
-    *("inexact", "reordered", "unread", "ignored_fields", "miss"),
-    *("repeated_calls", "durable", "shared", "continued", "scored"),
-)
+ABSENT = (None, ())  # values of fields that a receipt leaves out
 
 
 class ReceiptMissOut(TypedDict):
@@ -65,19 +62,9 @@ class ReceiptOut(TypedDict):
 
 def receipt_dict(receipt: Receipt) -> ReceiptOut:
     fields = asdict(receipt)
-    fields["exact"] = receipt.exact
-    fields["inexact"] = list(receipt.inexact) or None
-    fields["reused"] = dict(receipt.reused)
-    fields["scrubbed"] = list(receipt.scrubbed)
-    fields["reordered"] = list(receipt.reordered) or None
-    fields["unread"] = list(receipt.unread) or None
-    fields["ignored_fields"] = list(receipt.ignored_fields) or None
-    fields["saved_ms"] = round(receipt.saved_ms, 3)
-    fields["repeated_calls"] = list(receipt.repeated_calls) or None
-    for name in OPTIONAL:
-        if fields[name] is None:
-            del fields[name]
-    return fields  # type: ignore[return-value]
+    fields |= {"exact": receipt.exact, "saved_ms": round(receipt.saved_ms, 3)}
+    given = {name: value for name, value in fields.items() if value not in ABSENT}
+    return {"scrubbed": [], **given}  # type: ignore[typeddict-item]
 
 
 def receipt_headers(receipt: Receipt) -> dict[str, str]:

@@ -23,10 +23,11 @@ from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.http.sse import cancel_on_disconnect, receipt_headers
 from keepwarm.server.models.host import EngineHost, ObservedAnswer
 from keepwarm.text.detokenize import decode
-from keepwarm.text.request import Receipt, Request, Result, Sampling, Usage, Vector
+from keepwarm.text.request import Receipt, Request, Result, Sampling, Vector
 
 if TYPE_CHECKING:
     from keepwarm.engine.engine import Engine
+    from keepwarm.telemetry.ledger import RequestRecord
     from keepwarm.text.prepare import PreparedRequest
     from keepwarm.text.sandbox.deadline import PrepareDeadline
 
@@ -148,19 +149,21 @@ class EmbeddingAnswer:
         self._slot = slot
         self.on_thread = slot.on_thread
         self._plan = plan
-        self._running: Sequence[ObservedAnswer] = ()
+        self._begun: list[ObservedAnswer] = []
         self._is_cancelled = False
-        self.receipt: Receipt | None = None
-        self.usage: Usage | None = None
+
+    @property
+    def records(self) -> list[RequestRecord | None]:
+        return [record for answer in self._begun for record in answer.records]
 
     def cancel(self) -> None:
         """No more inputs are begun, and those that run stop."""
         self._is_cancelled = True
-        for answer in self._running:
+        for answer in self._begun:
             answer.cancel()
 
     async def wait(self) -> Embeddings:
-        from keepwarm.engine.answer import sum_receipts, sum_usages  # loads MLX
+        from keepwarm.engine.answer import sum_receipts  # loads MLX
 
         inputs, shared = self._plan
         first = await self._run([shared]) if shared else []
@@ -169,20 +172,19 @@ class EmbeddingAnswer:
             found += await self._run(inputs[start : start + AT_ONCE])
         receipt = sum_receipts([each.receipt for each in found])
         n_computed = sum(each.receipt.recomputed for each in first)
-        self.receipt = _with_shared(receipt, n_computed)
-        self.usage = sum_usages([each.usage for each in found])
         vectors = [each.vector for each in found if each.vector is not None]
         if len(vectors) < len(inputs):
             raise EngineFailed("A vector is missing; retry.")
-        return Embeddings(vectors, receipt.prompt_tokens, self.receipt)
+        return Embeddings(vectors, receipt.prompt_tokens, _with_shared(receipt, n_computed))
 
     async def _run(self, requests: Sequence[PreparedRequest]) -> list[Result]:
         if self._is_cancelled:
             raise Cancelled("The request was cancelled.")
-        self._running = await self._host.run(requests, self._slot)
+        running = await self._host.run(requests, self._slot)
+        self._begun += running
         if self._is_cancelled:
             self.cancel()  # meanwhile; they had not begun
-        return list(await asyncio.gather(*(answer.wait() for answer in self._running)))
+        return list(await asyncio.gather(*(answer.wait() for answer in running)))
 
 
 def _with_shared(receipt: Receipt, n_computed: int) -> Receipt:

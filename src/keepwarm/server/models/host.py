@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from keepwarm.errors import StillLoading, Stopping
 from keepwarm.server.http.logs import log_fields
-from keepwarm.text.request import (
-    Done,
-    Event,
-    Finished,
-    KVOptions,
-    Receipt,
-    Result,
-    Started,
-    Usage,
-)
+from keepwarm.text.request import Done, Event, Finished, KVOptions, Result
 
 if TYPE_CHECKING:
     from keepwarm.cache.store import Store
@@ -30,6 +21,7 @@ if TYPE_CHECKING:
     from keepwarm.engine.warm import Warmer
     from keepwarm.models.load import Model
     from keepwarm.server.http.permits import PrepareSlot
+    from keepwarm.telemetry.ledger import RequestRecord
     from keepwarm.text.prepare import PreparedRequest
     from keepwarm.text.request import Request
     from keepwarm.text.sandbox.deadline import PrepareDeadline
@@ -75,13 +67,6 @@ def start_engine(
     return engine
 
 
-def _start_warmer(engine: Engine) -> Warmer:
-    """While the engine is idle, load conversations from disk that will likely continue."""
-    from keepwarm.engine.warm import Warmer
-
-    return Warmer(engine).run_in_background()
-
-
 def _submit_all(
     engine: Engine,
     requests: Sequence[Request | PreparedRequest],
@@ -99,17 +84,16 @@ def _submit_all(
 
 
 class ObservedAnswer(AsyncIterator[Event]):
-    """An engine's answer that remembers its receipt and usage.
-
-    A client that asked for no tokens gets `n_empty` empty choices.
-    """
+    """An engine's answer; a client that asked for no tokens gets `n_empty` empty choices."""
 
     def __init__(self, answer: Answer, n_empty: int = 0) -> None:
         self._answer = answer
         self._empty = [Finished(choice, "length") for choice in range(n_empty)]
         self._done: Done | None = None  # read, but behind the empty choices
-        self.receipt: Receipt | None = None
-        self.usage: Usage | None = None
+
+    @property
+    def records(self) -> list[RequestRecord | None]:
+        return [self._answer.record]
 
     @property
     def prepared(self) -> PreparedRequest | None:
@@ -127,10 +111,6 @@ class ObservedAnswer(AsyncIterator[Event]):
             self._done = event
             return self._empty.pop(0)
         self._done = None
-        if isinstance(event, Started | Done):
-            self.receipt = event.receipt
-        if isinstance(event, Done):
-            self.usage = event.usage
         return event
 
     async def wait(self) -> Result:
@@ -153,8 +133,11 @@ class EngineHost:
         self._warmer: Warmer | None = None
 
     def start_warmer(self) -> None:
+        """While the engine is idle, load conversations from disk that will likely continue."""
+        from keepwarm.engine.warm import Warmer
+
         if self._engine is not None and self._warmer is None:
-            self._warmer = _start_warmer(self._engine)
+            self._warmer = Warmer(self._engine).run_in_background()
 
     @property
     def engine(self) -> Engine:

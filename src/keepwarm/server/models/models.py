@@ -162,7 +162,6 @@ class OnDemand:
             yield from filter(self.allows, [*known, *hub.all_cached()])
 
 
-LOG = logging.getLogger(__name__)
 OnThread: TypeAlias = Callable[..., Awaitable[Any]]
 MOST_CHECKS_S = 10.0  # between two looks at which models are unused
 
@@ -184,7 +183,7 @@ class Models:
         self.default = Slot(first, [first.name], settings.model)
         if engine is not None:
             self.default.path, self.default.is_offered = engine.model.path, True
-        self._add(self.default)
+        self.slots.all.append(self.default)
 
     @classmethod
     def of(cls, settings: Settings, store: Store) -> Models:
@@ -206,10 +205,7 @@ class Models:
             same[0].pinned |= pinned
         else:
             host = EngineHost(None, model.name)
-            self._add(Slot(host, [model.name], model.source, pinned))
-
-    def _add(self, slot: Slot) -> None:
-        self.slots.all.append(slot)
+            self.slots.all.append(Slot(host, [model.name], model.source, pinned))
 
     def start(self) -> None:
         """Load all that fit, the first one in any case; the others are loaded when asked for."""
@@ -295,7 +291,7 @@ class Models:
             same = [slot for slot in self.slots.all if slot.path == path]
             if not same:
                 same = [Slot(EngineHost(None, name), [name], name, path=path, is_offered=True)]
-                self._add(same[0])
+                self.slots.all.append(same[0])
             return same[0]
 
     def _lease(self, slot: Slot, held: ExitStack) -> bool:

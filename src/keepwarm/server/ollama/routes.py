@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
 from starlette.types import Receive, Scope, Send
 from typing_extensions import override
@@ -173,7 +174,7 @@ async def _unload(models: Models, name: str) -> None:
     if slot is None:
         raise models.unknown(name)
     models.keep(slot.host, 0.0)
-    await asyncio.to_thread(models.slots.unload_unused)
+    await run_in_threadpool(models.slots.unload_unused)
 
 
 def _require_admin(request: Request, what: str) -> None:
@@ -210,26 +211,26 @@ async def version() -> Fields:
 @router.get("/tags")
 async def tags(models: Served) -> Fields:
     """The models that requests may name."""
-    return {"models": await asyncio.to_thread(catalog.listed_models, models)}
+    return {"models": await run_in_threadpool(catalog.listed_models, models)}
 
 
 @router.get("/ps")
 async def loaded(models: Served) -> Fields:
     """The models that are loaded, and until when."""
-    return {"models": await asyncio.to_thread(catalog.loaded_models, models)}
+    return {"models": await run_in_threadpool(catalog.loaded_models, models)}
 
 
 @router.post("/show")
 async def show(body: OllamaShowRequest, models: Served, settings: Config) -> Fields:
     """One model: its template, architecture, context length and what it can do."""
-    return await asyncio.to_thread(catalog.show, models, settings, _named(body))
+    return await run_in_threadpool(catalog.show, models, settings, _named(body))
 
 
 @router.post("/pull", responses=ANSWER)
 async def pull(body: OllamaPullRequest, request: Request, models: Served) -> Response:
     """Download a model that requests may name; needs the admin key where there are keys."""
     _require_admin(request, "A download takes disk space of all")
-    name = await asyncio.to_thread(catalog.checked_name, models, _named(body))
+    name = await run_in_threadpool(catalog.checked_name, models, _named(body))
     pulls: catalog.Pulls = request.app.state.pulls
     pulling = pulls.start(name)
     if body.stream is False:

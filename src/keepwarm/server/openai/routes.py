@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import time
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from functools import partial
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from fastapi import Query, Request, Response
+from starlette.concurrency import run_in_threadpool
 
 from keepwarm.errors import BadField
 from keepwarm.server.http.body import api_router
@@ -147,14 +147,14 @@ async def list_models(
 
     For Anthropic's clients in its form, in pages if they ask for them.
     """
-    found = [_model(each) for each in await asyncio.to_thread(list, models.listed())]
+    found = [_model(each) for each in await run_in_threadpool(list, models.listed())]
     return list_for(request, found, Page(limit, after_id, before_id))
 
 
 @router.get("/models/{name:path}")
 async def show_model(name: str, request: Request, models: Served) -> Fields:
     """One model, by its name."""
-    found = {each.name: each for each in await asyncio.to_thread(list, models.listed())}
+    found = {each.name: each for each in await run_in_threadpool(list, models.listed())}
     model = found.get(name) or found.get(plain(name))
     if model is None:
         raise models.unknown(name)
