@@ -194,7 +194,7 @@ def n_common(one, two):
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False)))
 
 
-def take_turns(live, client, n_turns=5, **headers):
+def take_turns(live, client, n_turns, **headers):
     """What each turn recomputed, what was new in it, and the prompt as the model saw it."""
     engine = live.host.engine
     before, turns = "", []
@@ -220,14 +220,10 @@ def take_turns(live, client, n_turns=5, **headers):
     return turns
 
 
-clients = pytest.mark.parametrize("client", [ClaudeCode, Codex, Opencode])
-
-
-@clients
-def test_from_the_second_turn_on_only_what_is_new_is_computed(serving, client):
+@pytest.mark.parametrize(("client", "n_turns"), [(ClaudeCode, 5), (Codex, 4), (Opencode, 4)])
+def test_coding_agent_computes_only_what_is_new_from_the_second_turn_on(live, client, n_turns):
     """A changing billing line, a counter, tools reordered, a system message in the middle."""
-    with serving() as live:
-        turns = take_turns(live, client())
+    turns = take_turns(live, client(), n_turns)
     for receipt, n_new, _ in turns[1:]:
         assert receipt["recomputed"] <= n_new + SLACK
         assert receipt["prompt_tokens"] == sum(receipt["reused"].values()) + receipt["recomputed"]
@@ -236,15 +232,14 @@ def test_from_the_second_turn_on_only_what_is_new_is_computed(serving, client):
         assert {"billing-header", "total-tokens"} <= set(receipt["scrubbed"])
         assert not any(noise in text for noise in ("cch=", "total_tokens", "Token usage"))
     last = turns[-1][2]
-    places = [last.find(words) for words in ("turn 1", "Then change it", CHANGED, "turn 3", "And")]
+    places = [last.find(words) for words in ("turn 1", "Then change it", CHANGED, "turn 3")]
     assert places == sorted(places)
     assert places[0] > 0
 
 
-def test_without_scrubbing_the_second_turn_is_cold(serving):
+def test_coding_agent_without_scrubbing_computes_its_second_turn_again(live):
     """The control: the noise is there, and it costs."""
-    with serving() as live:
-        turns = take_turns(live, ClaudeCode(), 2, **{"X-Keepwarm-Scrub": "none"})
+    turns = take_turns(live, ClaudeCode(), 2, **{"X-Keepwarm-Scrub": "none"})
     for receipt, n_new, _ in turns[1:]:
         assert receipt["recomputed"] > n_new + SLACK
         assert receipt["scrubbed"] == []

@@ -1,12 +1,12 @@
 """`keepwarm cache rm` and `clear` beside a running server: it forgets too."""
 
 import json
-import time
 
 import httpx
 import pytest
 
-from tests.cli import keepwarm
+from tests.cli import keepwarm_here
+from tests.kit.waiting import wait_until
 from tests.server.processes import served
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 30
@@ -34,7 +34,7 @@ def say(server, text=LONG, **headers):
 
 
 def cache(home, *arguments):
-    done = keepwarm("cache", *arguments, "--json", home=home)
+    done = keepwarm_here("cache", *arguments, "--json", home=home)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -62,8 +62,5 @@ def test_an_idle_server_forgets_within_a_second_or_so(arguments, server, home):
     say(server, **DURABLE, **{"X-Keepwarm-Agent": "ops"})
     assert in_memory(server) > 0
     cache(home, *arguments)
-    began = time.monotonic()
-    while in_memory(server):
-        assert time.monotonic() < began + 60
-        time.sleep(0.02)
+    wait_until(lambda: not in_memory(server), 60)
     assert cache(home, "stats")["blocks"] == 0

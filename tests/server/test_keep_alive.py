@@ -3,6 +3,8 @@
 import re
 import time
 import uuid
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import anthropic
@@ -12,7 +14,7 @@ import pytest
 from keepwarm import config
 from tests.server.conftest import serve
 
-TOKEN_S = 0.002
+TOKEN_S = 0.0007
 WORDS = "The quick brown fox jumps over the lazy dog. " * 75
 PROGRESS = re.compile(r'\{"prompt_tokens_done": (\d+), "prompt_tokens": (\d+)\}')
 
@@ -34,7 +36,7 @@ class Slowly:
 
 
 class Overhearing:
-    """Notes the bytes of every answer on their way to the client."""
+    """Notes the bytes of every answer on their way to the client, by path."""
 
     def __init__(self, app, heard):
         self._app = app
@@ -42,7 +44,7 @@ class Overhearing:
 
     async def __call__(self, scope, receive, send):
         async def noting(message):
-            self._heard.append(message.get("body", b""))
+            self._heard[scope["path"]] += message.get("body", b"")
             await send(message)
 
         await self._app(scope, receive, noting)
@@ -50,7 +52,7 @@ class Overhearing:
 
 @pytest.fixture(scope="module")
 def heard():
-    return []
+    return defaultdict(bytes)
 
 
 @pytest.fixture(scope="module")
@@ -93,24 +95,27 @@ def messages(url, prompt):
 
 
 FRAMES = {  # how each API writes it, and a part of its first word
-    chat: (": ", '"delta": {"content":'),
-    responses: ("event: response.in_progress\n", "output_text.delta"),
-    messages: ("event: ping\n", "content_block_delta"),
+    "/v1/chat/completions": (chat, ": ", '"delta": {"content":'),
+    "/v1/responses": (responses, "event: response.in_progress\n", "output_text.delta"),
+    "/v1/messages": (messages, "event: ping\n", "content_block_delta"),
 }
 
 
-@pytest.mark.parametrize("ask", FRAMES)
-def test_a_long_prompt_says_how_far_it_is(slow, heard, ask):
-    heard.clear()
-    n_tokens = ask(slow.url, f"{uuid.uuid4()} {WORDS}")
-    begins, word = FRAMES[ask]
-    before, _, after = b"".join(heard).decode().partition(word)
-    assert after
-    signs = [frame for frame in before.split("\n\n") if PROGRESS.search(frame)]
-    assert all(frame.startswith(begins) for frame in signs)
-    told = [tuple(map(int, PROGRESS.search(frame).groups())) for frame in signs]
-    assert len(told) >= 2
-    assert {total for _, total in told} == {n_tokens}
-    done = [n for n, _ in told]
-    assert done == sorted(done)
-    assert 0 < done[0] < done[-1] <= n_tokens
+def test_stream_of_a_long_prompt_says_how_far_it_is_in_every_api(slow, heard):
+    """All at once, so that they are slow together."""
+    with ThreadPoolExecutor() as threads:
+        asked = {
+            path: threads.submit(ask, slow.url, f"{uuid.uuid4()} {WORDS}")
+            for path, (ask, *_) in FRAMES.items()
+        }
+    for path, (_, begins, word) in FRAMES.items():
+        before, _, after = heard[path].decode().partition(word)
+        assert after
+        signs = [frame for frame in before.split("\n\n") if PROGRESS.search(frame)]
+        assert all(frame.startswith(begins) for frame in signs)
+        told = [tuple(map(int, PROGRESS.search(frame).groups())) for frame in signs]
+        n_tokens = asked[path].result()
+        assert {total for _, total in told} == {n_tokens}
+        done = [n for n, _ in told]
+        assert done == sorted(done)
+        assert 0 <= done[0] < done[-1] <= n_tokens

@@ -23,7 +23,6 @@ VARIABLE = {
     "aider": "OPENAI_API_KEY",
 }
 PROGRAMS = tuple(VARIABLE)
-every_program = pytest.mark.parametrize("client", PROGRAMS)
 FAKE = """#!{python}
 import json, os, sys
 seen = dict(os.environ)
@@ -42,17 +41,11 @@ print(client.messages.create(model="m", max_tokens=2, messages=message).role)
 
 
 @pytest.fixture(scope="module")
-def locked(serving):
-    """A server that wants a key, with all that a shell needs to know of it."""
-    with serving(api_keys=SECRET) as live:
-        yield live
-
-
-@pytest.fixture(scope="module")
-def roomy(served_model, tmp_path_factory):
-    """A server whose context has room for every client's first prompt."""
+def locked(served_model, tmp_path_factory):
+    """A server that wants a key, and whose context has room for every client's first prompt."""
     home = {"KEEPWARM_HOME": str(tmp_path_factory.mktemp("home"))}
-    with serve(replace(served_model, n_context=131_072), config.load(home)) as live:
+    roomy = replace(served_model, n_context=131_072)
+    with serve(roomy, config.load(home, api_keys=SECRET)) as live:
         yield live
 
 
@@ -95,35 +88,35 @@ def meaning(told):
     return arguments, {k: v for k, v in environ.items() if k not in added}
 
 
-@every_program
-def test_pasting_is_running(roomy, environ, client):
-    text = printed(environ, client, "--url", roomy.url, "--", "-p", "it's me")
-    run = printed(environ, client, "--url", roomy.url, "--run", "--", "-p", "it's me")
+@pytest.mark.parametrize("client", PROGRAMS)
+def test_launch_prints_lines_that_do_what_run_does_and_hide_the_key(locked, environ, client):
+    environ["KEEPWARM_API_KEY"] = SECRET
+    given = (client, "--url", locked.url, "--", "-p", "it's me")
+    text = printed(environ, *given)
     told = meaning(pasted(environ, text))
-    assert told == meaning(json.loads(run))
+    assert told == meaning(json.loads(printed(environ, *given[:3], "--run", *given[3:])))
     assert told[0][-2:] == ["-p", "it's me"]
-    assert roomy.url in json.dumps(told)
+    assert told[1][VARIABLE[client]] == SECRET
+    assert SECRET not in text
+    assert locked.url in json.dumps(told)
     assert "tiny" in json.dumps(told)
 
 
-@every_program
-def test_the_key_arrives_and_is_not_shown(locked, environ, client):
-    environ["KEEPWARM_API_KEY"] = SECRET
-    text = printed(environ, client, "--url", locked.url)
+@pytest.mark.parametrize("setting", [f"{SECRET},other", "@{file}"])
+def test_launch_finds_the_keys_of_the_server_and_shows_them_only_on_request(
+    locked, environ, tmp_path, setting
+):
+    keys = tmp_path / "my keys"
+    keys.write_text(f"{SECRET}\nother\n")
+    keys.chmod(0o600)
+    environ["KEEPWARM_API_KEYS"] = setting.format(file=keys)
+    text = printed(environ, "claude", "--url", locked.url)
     assert SECRET not in text
-    assert shlex.quote(SECRET) in printed(environ, client, "--url", locked.url, "--show-key")
-    assert pasted(environ, text)[1][VARIABLE[client]] == SECRET
+    assert pasted(environ, text)[1]["ANTHROPIC_AUTH_TOKEN"] == SECRET
+    assert shlex.quote(SECRET) in printed(environ, "claude", "--url", locked.url, "--show-key")
 
 
-@every_program
-def test_the_servers_own_keys_are_found(locked, environ, client):
-    environ["KEEPWARM_API_KEYS"] = f"{SECRET},other"
-    text = printed(environ, client, "--url", locked.url)
-    assert SECRET not in text
-    assert pasted(environ, text)[1][VARIABLE[client]] == SECRET
-
-
-def test_a_wrong_key_is_said(locked, environ):
+def test_launch_with_a_wrong_key_says_so(locked, environ):
     environ["KEEPWARM_API_KEY"] = "wrong"
     refused = launch(environ, "claude", "--url", locked.url)
     assert refused.returncode == 2
@@ -131,49 +124,44 @@ def test_a_wrong_key_is_said(locked, environ):
     assert len(refused.stderr.splitlines()) == 1
 
 
-def test_a_key_file_is_read_by_the_shell(serving, environ, tmp_path):
-    keys = tmp_path / "my keys"
-    keys.write_text("file-key\nother\n")
-    keys.chmod(0o600)
-    environ["KEEPWARM_API_KEYS"] = f"@{keys}"
-    with serving(api_keys=f"@{keys}") as live:
-        text = printed(environ, "claude", "--url", live.url)
-    assert "file-key" not in text
-    assert pasted(environ, text)[1]["ANTHROPIC_AUTH_TOKEN"] == "file-key"
-
-
-def test_claude_goes_nowhere_else(live, environ):
-    seen = pasted(environ, printed(environ, "claude", "--url", live.url))[1]
+def test_launch_claude_goes_nowhere_else_and_warns_of_a_small_context(live, environ):
+    """The warning is not part of what is pasted."""
+    answer = launch(environ, "claude", "--url", live.url)
+    assert answer.stderr.startswith("Warning: the first prompt of claude has about 29,000 tokens")
+    seen = pasted(environ, answer.stdout)[1]
     assert "ANTHROPIC_API_KEY" not in seen
     assert seen["ANTHROPIC_BASE_URL"] == live.url
     assert {v for k, v in seen.items() if k.endswith("_MODEL")} == {"tiny"}
 
 
-def test_an_agent_is_named_to_every_client_that_can_name_one(live, environ):
+def test_launch_names_an_agent_to_every_client_that_can_name_one():
     """As each of them reads headers; `python -m tests.clients.coders` sees them arrive."""
-    options = ("--url", live.url, "--agent", "ops")
-    told = {name: pasted(environ, printed(environ, name, *options)) for name in PROGRAMS[:3]}
-    assert told["claude"][1]["ANTHROPIC_CUSTOM_HEADERS"] == "X-Keepwarm-Agent: ops"
-    codex = tomllib.loads("\n".join(told["codex"][0][1::2]))
-    headers = codex["model_providers"]["keepwarm"]["http_headers"]
-    opencode = json.loads(told["opencode"][1]["OPENCODE_CONFIG_CONTENT"])
-    assert opencode["provider"]["keepwarm"]["options"]["headers"] == headers
-    assert headers == {"X-Keepwarm-Agent": "ops"}
+    server = ServerInfo("http://h:1", "tiny", 4096, agent="ops")
+    claude, codex, opencode = (CLIENTS[name](server) for name in PROGRAMS[:3])
+    assert claude.environ["ANTHROPIC_CUSTOM_HEADERS"] == "X-Keepwarm-Agent: ops"
+    told = tomllib.loads("\n".join(codex.command[2::2]))
+    config = json.loads(opencode.environ["OPENCODE_CONFIG_CONTENT"])
+    headers = {"X-Keepwarm-Agent": "ops"}
+    assert told["model_providers"]["keepwarm"]["http_headers"] == headers
+    assert config["provider"]["keepwarm"]["options"]["headers"] == headers
 
 
-def test_a_file_lasts_as_long_as_its_client(roomy, environ, tmp_path):
-    environ["TMPDIR"] = str(tmp_path / "tmp")
+def test_launch_deletes_a_file_when_its_client_has_ended(locked, environ, tmp_path):
+    environ |= {"TMPDIR": str(tmp_path / "tmp"), "KEEPWARM_API_KEY": SECRET}
     (tmp_path / "tmp").mkdir()
-    seen = json.loads(printed(environ, "qwen", "--url", roomy.url, "--run"))[1]
+    seen = json.loads(printed(environ, "qwen", "--url", locked.url, "--run"))[1]
     assert seen["FILE"].startswith(environ["TMPDIR"])
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
 @pytest.mark.parametrize(("end", "status"), [("exit 3", 3), (ON_TERM, 7), ("kill -9 $$", 137)])
-def test_a_client_with_a_file_ends_as_it_would_alone(roomy, environ, tmp_path, end, status):
+def test_launch_of_a_client_with_a_file_ends_as_it_would_alone(
+    locked, environ, tmp_path, end, status
+):
     """A signal to `launch` reaches the client, and its status comes back."""
+    environ["KEEPWARM_API_KEY"] = SECRET
     (tmp_path / "bin" / "qwen").write_text(f"#!/bin/sh\n{end}\n")
-    assert launch(environ, "qwen", "--url", roomy.url, "--run").returncode == status
+    assert launch(environ, "qwen", "--url", locked.url, "--run").returncode == status
 
 
 def test_codex_is_told_in_toml():
@@ -241,14 +229,8 @@ def test_a_context_that_is_too_small_is_told(client, n_context, said):
         assert f"org/model has a context of {n_context:,} tokens" in warning
 
 
-def test_a_warning_is_not_part_of_what_is_pasted(live, environ):
-    answer = launch(environ, "claude", "--url", live.url)
-    assert answer.stderr.startswith("Warning: the first prompt of claude has about 29,000 tokens")
-    assert "Warning" not in answer.stdout
-
-
 @pytest.mark.parametrize(("program", "said"), [(TALK, "tiny"), (TALK_ANTHROPIC, "assistant")])
-def test_any_program_that_uses_the_sdks(locked, environ, program, said):
+def test_launch_any_runs_a_program_that_uses_the_sdks(locked, environ, program, said):
     environ["KEEPWARM_API_KEY"] = SECRET
     arguments = ("any", "--url", locked.url, "--run", "--", sys.executable, "-c", program)
     assert printed(environ, *arguments).strip() == said
@@ -266,7 +248,7 @@ def test_any_program_that_uses_the_sdks(locked, environ, program, said):
         (("any", "--run", "--", "no-such-program"), "is not installed"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(live, environ, arguments, sentence):
+def test_launch_refuses_what_cannot_be_in_one_sentence(live, environ, arguments, sentence):
     if "--url" not in arguments:
         arguments = (arguments[0], "--url", live.url, *arguments[1:])
     answer = launch(environ, *arguments)

@@ -11,10 +11,10 @@ ADMIN = {"Authorization": "Bearer admin"}
 class Bait:
     """An address for requests; the socket sees every connection to it."""
 
-    def __init__(self):
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self._socket.setblocking(False)
-        self.port = self._socket.getsockname()[1]
+    def __init__(self, listening):
+        listening.setblocking(False)
+        self._socket = listening
+        self.port = listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/bait.json"
 
     def was_taken(self):
@@ -24,15 +24,11 @@ class Bait:
             return False
         return True
 
-    def close(self):
-        self._socket.close()
-
 
 @pytest.fixture
 def bait():
-    bait = Bait()
-    yield bait
-    bait.close()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield Bait(listening)
 
 
 @pytest.fixture(scope="module")
@@ -46,52 +42,36 @@ def asked(content):
     return [{"role": "user", "content": content}]
 
 
-def chat_parts(url):
-    return (
-        {"type": "image_url", "image_url": {"url": url}},
-        {"type": "file", "file": {"file_url": url, "file_id": url}},
-        {"type": "input_audio", "input_audio": {"url": url, "data": url}},
-        {"type": "video_url", "video_url": {"url": url}},
-    )
-
-
-def message_parts(url):
+def parts_of(url):
+    """Parts of a message that name an address, by API; and the field that they go into."""
     source = {"type": "url", "url": url}
-    return (
-        {"type": "image", "source": source},
-        {"type": "document", "source": source},
-    )
+    return {
+        ("chat/completions", "messages"): (
+            {"type": "image_url", "image_url": {"url": url}},
+            {"type": "file", "file": {"file_url": url, "file_id": url}},
+            {"type": "input_audio", "input_audio": {"url": url, "data": url}},
+            {"type": "video_url", "video_url": {"url": url}},
+        ),
+        ("messages", "messages"): (
+            {"type": "image", "source": source},
+            {"type": "document", "source": source},
+        ),
+        ("responses", "input"): (
+            {"type": "input_image", "image_url": url},
+            {"type": "input_file", "file_url": url},
+        ),
+    }
 
 
-def response_parts(url):
-    return (
-        {"type": "input_image", "image_url": url},
-        {"type": "input_file", "file_url": url},
-    )
-
-
-def test_parts_that_name_an_address_are_refused(trusting, bait):
-    bodies = [
-        *(("chat/completions", {"messages": asked([part])}) for part in chat_parts(bait.url)),
-        *(("messages", {"messages": asked([part])}) for part in message_parts(bait.url)),
-        *(("responses", {"input": asked([part])}) for part in response_parts(bait.url)),
-    ]
-    for path, body in bodies:
-        answer = trusting.post(f"/v1/{path}", {"model": "m", "max_tokens": 4, **body})
-        assert answer.status_code == 400, body
-    assert not bait.was_taken()
-
-
-def test_parts_of_the_history_that_name_an_address_are_not_fetched(trusting, bait):
-    """In place of each stands a note."""
+def test_parts_that_name_an_address_are_refused_or_noted_and_not_fetched(trusting, bait):
+    """Refused in the newest message; in the history a note stands in place of each."""
     after = [{"role": "assistant", "content": "I see."}, {"role": "user", "content": "Well?"}]
-    bodies = [
-        ("chat/completions", {"messages": [*asked(chat_parts(bait.url)), *after]}),
-        ("messages", {"messages": [*asked(message_parts(bait.url)), *after]}),
-        ("responses", {"input": [*asked(response_parts(bait.url)), *after]}),
-    ]
-    for path, body in bodies:
-        answer = trusting.post(f"/v1/{path}", {"model": "m", "max_tokens": 4, **body})
+    for (path, field), parts in parts_of(bait.url).items():
+        body = {"model": "m", "max_tokens": 4}
+        for part in parts:
+            answer = trusting.post(f"/v1/{path}", body | {field: asked([part])})
+            assert answer.status_code == 400, part
+        answer = trusting.post(f"/v1/{path}", body | {field: [*asked(parts), *after]})
         assert answer.status_code == 200, answer.text
         assert "image" in answer.json()["keepwarm"]["unread"]
     assert not bait.was_taken()

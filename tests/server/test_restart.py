@@ -15,7 +15,7 @@ import pytest
 from keepwarm import config
 from tests.kit.waiting import wait_until
 from tests.server.conftest import serve
-from tests.server.processes import SMALL, served
+from tests.server.processes import Breaks, served
 from tests.server.talks import (
     DURABLE,
     N_TOKENS,
@@ -29,8 +29,8 @@ from tests.server.talks import (
 )
 from tests.server.test_keep_alive import Slowly
 
-N_TALKS = 4
-N_LONG = 1500  # tokens of an answer that goes on while a client is refused
+N_TALKS = 2
+N_LONG = 800  # tokens of an answer that goes on while a client is refused
 SLICE = 512  # prompt tokens that are read in one go, at most
 
 
@@ -66,15 +66,14 @@ async def cut_off(server, talks, plain):
     return texts
 
 
-def test_server_killed_in_mid_stream_goes_on_where_it_was(checkpoint, serving, plain, tmp_path):
+def test_server_killed_in_mid_stream_goes_on_where_it_was(
+    checkpoint, serving, live, plain, tmp_path
+):
     """After kill -9 in mid-stream every prefix comes from disk, and answers are the same."""
     talks = [begun(number) for number in range(N_TALKS)]
-    with serving() as undisturbed:
-        wanted = [talks]
-        for _ in QUESTIONS:
-            wanted.append(
-                [talk for talk, _ in asyncio.run(turns(undisturbed.url, wanted[-1], plain))]
-            )
+    wanted = [talks]
+    for _ in QUESTIONS:
+        wanted.append([talk for talk, _ in asyncio.run(turns(live.url, wanted[-1], plain))])
 
     spelt = [message["content"] for talk in wanted[-1] for message in talk[1::2]]
     n_written = [len(tokenizer_of(checkpoint).encode(text).ids) for text in spelt]
@@ -88,9 +87,9 @@ def test_server_killed_in_mid_stream_goes_on_where_it_was(checkpoint, serving, p
             said = talk[-2]["content"]
             assert text[: len(said)] == said[: len(text)]
 
-    with served(checkpoint, tmp_path) as server:
-        second = asyncio.run(turns(server.url, wanted[1], plain))
-        third = asyncio.run(turns(server.url, wanted[2], plain))
+    with serving(home=tmp_path) as again:
+        second = asyncio.run(turns(again.url, wanted[1], plain))
+        third = asyncio.run(turns(again.url, wanted[2], plain))
     assert [talk for talk, _ in second] == wanted[2]
     assert [talk for talk, _ in third] == wanted[3]
     costs = [[usage for _, usage in each] for each in (first, second, third)]
@@ -164,7 +163,7 @@ def test_server_with_a_running_stream_ends_at_once_with_the_second_signal(
 
 
 def test_stream_whose_model_fails_has_an_error_event_and_others_go_on(
-    checkpoint, serving, plain, tmp_path
+    served_model, live, plain, tmp_path
 ):
     """The model breaks under one of three streams, which are one batch."""
     token = 50
@@ -183,11 +182,12 @@ def test_stream_whose_model_fails_has_an_error_event_and_others_go_on(
             texts = ["".join(c.choices[0].delta.content or "" for c in some) for some in chunks]
             return failed.value, texts
 
-    with serving() as undisturbed:
-        wanted = asyncio.run(turns(undisturbed.url, [begun(1), begun(2)], others, n_tokens=40))
-    with served(checkpoint, tmp_path, command=SMALL, KEEPWARM_BREAKS_AT=str(token)) as server:
-        error, texts = asyncio.run(all_at_once(server))
-        after = httpx.get(f"{server.url}/health/ready")
+    wanted = asyncio.run(turns(live.url, [begun(1), begun(2)], others, n_tokens=40))
+    breaks = Breaks(served_model.module, token, served_model.tokenizer)
+    settings = config.load({"KEEPWARM_HOME": str(tmp_path)})
+    with serve(replace(served_model, module=breaks), settings) as broken:
+        error, texts = asyncio.run(all_at_once(broken))
+        after = broken.get("/health/ready")
     assert not isinstance(error, openai.APIStatusError)  # said in the stream, not as a status
     assert texts == [talk[1]["content"] for talk, _ in wanted]
     assert after.is_success

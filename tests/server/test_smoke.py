@@ -24,39 +24,29 @@ def smoke(*arguments, **environ):
     )
 
 
-def test_a_good_server_passes(serving):
-    with serving(strict_model=True) as live:
-        answer = smoke(live.url)
-        assert answer.returncode == 0, answer.stdout + answer.stderr
-        assert len(answer.stdout.splitlines()) == 9
-        again = smoke(live.url, "--wait", "5")
-        assert again.returncode == 0, again.stdout
-
-
-def test_keys_come_from_a_file_or_a_variable(serving, tmp_path):
+def test_smoke_of_a_good_server_passes_with_a_key_from_a_file_or_a_variable(serving, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("one\ntwo\n")
-    with serving(api_keys="one") as live:
-        assert smoke(live.url, "--key-file", keys).returncode == 0
-        assert smoke(live.url, KEEPWARM_API_KEY="one").returncode == 0
+    with serving(api_keys="one", strict_model=True) as live:
+        answer = smoke(live.url, KEEPWARM_API_KEY="one")
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+        assert len(answer.stdout.splitlines()) == 9
+        again = smoke(live.url, "--key-file", keys, "--wait", "5")
+        assert again.returncode == 0, again.stdout
         refused = smoke(live.url)
         assert refused.returncode == 1
         assert "bad  models: 401" in refused.stdout
 
 
-def test_a_server_without_its_engine_fails(serving):
-    with serving() as live:
-        live.host.engine.close()
-        answer = smoke(live.url, "--wait", "1")
-        assert answer.returncode == 1
-        assert answer.stdout.splitlines()[-1].startswith("bad  ready: 503")
-
-
-def test_a_server_that_does_not_answer_fails(serving):
+def test_smoke_of_a_server_that_does_not_answer_or_has_no_engine_fails(serving):
     with serving(max_body_bytes=300) as live:
         answer = smoke(live.url)
         assert answer.returncode == 1
         assert "bad  chat: 413" in answer.stdout
+        live.host.engine.close()
+        answer = smoke(live.url, "--wait", "1")
+        assert answer.returncode == 1
+        assert answer.stdout.splitlines()[-1].startswith("bad  ready: 503")
 
 
 def test_a_server_that_keeps_nothing_warm_fails():

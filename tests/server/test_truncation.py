@@ -1,16 +1,14 @@
 """`truncation: auto`: which turns of a conversation that exceeds the context stay."""
 
+from dataclasses import replace
 from itertools import chain
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from keepwarm import config
-from keepwarm.models.load import load
 from keepwarm.server.models.truncation import STEPS, truncate
 from keepwarm.server.responses.shapes import Item
-from tests.kit.checkpoints import write_checkpoint
 from tests.server.conftest import serve
 
 N_CONTEXT = 512
@@ -90,48 +88,34 @@ def test_turns_that_follow_begin_alike():
     assert begins == sorted(begins)
 
 
-# Through the server.
+# Through the server
 
 
-@pytest.fixture(scope="module")
-def client(tmp_path_factory):
-    checkpoint = write_checkpoint(tmp_path_factory.mktemp("small"), n_context=N_CONTEXT)
-    home = tmp_path_factory.mktemp("home")
-    model = load(str(checkpoint), config.load({}, home=None))
-    settings = config.load({"KEEPWARM_HOME": str(home)})
-    with serve(model, settings) as live, live.openai() as client:
-        yield client
+def test_truncation_of_a_long_conversation_is_told_and_stays_the_same(served_model, tmp_path):
+    """Also of one that is kept: what is left out is found anew for each answer."""
+    settings = config.load({"KEEPWARM_HOME": str(tmp_path)})
+    with serve(replace(served_model, n_context=N_CONTEXT), settings) as live:
 
+        def ask(given, **options):
+            body = {"input": given, "max_output_tokens": 8, "truncation": "auto", **options}
+            return live.post("/v1/responses", body).json()
 
-def ask(client, given, **options):
-    return client.responses.create(model="any", input=given, max_output_tokens=8, **options)
+        given = [message("developer", "Be brief."), *[message("user", "word " * 30)] * 12]
+        answer = ask(given)
+        n_dropped = answer["keepwarm"]["dropped_items"]
+        assert answer["truncation"] == "auto"
+        assert 0 < n_dropped < 12
+        assert answer["usage"]["input_tokens"] + 8 <= N_CONTEXT
+        more = [*given, message("assistant", "Well."), message("user", "Go on.")]
+        following = ask(more)["keepwarm"]
+        assert following["dropped_items"] == n_dropped
+        assert following["recomputed"] < following["prompt_tokens"] / 4
+        kept = ask("Go on.", previous_response_id=answer["id"])["keepwarm"]
+        assert kept["dropped_items"] == n_dropped
+        assert kept["reused"]
+        assert "dropped_items" not in ask("Hello")["keepwarm"]
+        assert ask("Hello", truncation=None)["truncation"] == "disabled"
 
 
 def message(role, text):
     return {"type": "message", "role": role, "content": text}
-
-
-def test_a_long_conversation_is_answered_and_the_receipt_tells(client):
-    given = [message("developer", "Be brief."), *[message("user", "word " * 30)] * 12]
-    answer = ask(client, given, truncation="auto")
-    assert answer.truncation == "auto"
-    assert 0 < answer.keepwarm["dropped_items"] < 12
-    assert answer.usage.input_tokens + 8 <= N_CONTEXT
-    more = [*given, message("assistant", "Well."), message("user", "Go on.")]
-    following = ask(client, more, truncation="auto")
-    assert following.keepwarm["dropped_items"] == answer.keepwarm["dropped_items"]
-    assert following.keepwarm["recomputed"] < following.usage.input_tokens / 4
-
-
-def test_a_kept_conversation_forgets_alike(client):
-    """All of it is kept; what is left out is found anew for each answer."""
-    first = ask(client, [message("user", "word " * 30)] * 12, truncation="auto")
-    second = ask(client, "Go on.", previous_response_id=first.id, truncation="auto")
-    assert second.keepwarm["dropped_items"] == first.keepwarm["dropped_items"]
-    assert second.keepwarm["reused"]
-
-
-def test_what_fits_is_left_alone(client):
-    answer = ask(client, "Hello", truncation="auto")
-    assert "dropped_items" not in answer.keepwarm
-    assert ask(client, "Hello").truncation == "disabled"

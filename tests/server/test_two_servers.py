@@ -11,7 +11,7 @@ import pytest
 from tests.server.processes import PROGRAM, served
 from tests.server.talks import DURABLE, begun, plain_bias, turns
 
-N_TALKS = 4
+N_TALKS = 2
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +20,10 @@ def plain(checkpoint):
 
 
 @pytest.fixture(scope="module")
-def pair(checkpoint, tmp_path_factory):
+def pair(checkpoint, serving, tmp_path_factory):
+    """A process of its own, and a server in this one."""
     home = tmp_path_factory.mktemp("shared")
-    with served(checkpoint, home) as one, served(checkpoint, home) as other:
+    with served(checkpoint, home) as one, serving(home=home) as other:
         yield one, other
 
 
@@ -37,13 +38,12 @@ async def both(pair, talks, plain):
     return [*found[0], *found[1]]
 
 
-def test_each_goes_on_with_what_the_other_wrote(pair, serving, plain):
+def test_servers_on_one_store_go_on_with_what_the_other_wrote(pair, live, plain):
     """Talks change sides at every turn; what they cost is what one server would have asked."""
     talks = [begun(number) for number in range(N_TALKS)]
-    with serving() as alone:
-        wanted = [talks]
-        for _ in range(3):
-            wanted.append([talk for talk, _ in asyncio.run(turns(alone.url, wanted[-1], plain))])
+    wanted = [talks]
+    for _ in range(3):
+        wanted.append([talk for talk, _ in asyncio.run(turns(live.url, wanted[-1], plain))])
 
     first = asyncio.run(both(pair, talks, plain))
     second = asyncio.run(both(pair[::-1], [talk for talk, _ in first], plain))
@@ -56,7 +56,7 @@ def test_each_goes_on_with_what_the_other_wrote(pair, serving, plain):
         assert known <= later.prompt_tokens_details.cached_tokens < later.prompt_tokens
 
 
-def test_a_third_on_the_same_port_is_told(pair, checkpoint, tmp_path):
+def test_server_on_a_port_in_use_ends_with_one_sentence(pair, checkpoint, tmp_path):
     """One sentence and exit code 2, before a model is loaded; the server there goes on."""
     port = str(urlsplit(pair[0].url).port)
     command = [port if word == "0" else word for word in PROGRAM]

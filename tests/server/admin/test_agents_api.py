@@ -1,14 +1,9 @@
 """The agents API: ownership, actions, export and import."""
 
-import io
-import tarfile
-
-import anthropic
 import httpx
 import pytest
 
 from tests.kit.checkpoints import write_checkpoint
-from tests.kit.waiting import wait_until
 from tests.server.conftest import serve
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 20
@@ -38,14 +33,17 @@ def upload(live, content, agent, **headers):
     )
 
 
-def test_a_request_makes_its_agent(live):
-    answer = say(live, "alice")
-    agent = live.get("/v1/agents/alice").json()
-    assert "alice" in listed(live)
-    n_said = answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"]
-    assert agent["turns"] == [agent["n_tokens"]]
-    assert n_said - 1 <= agent["n_tokens"] <= n_said
-    assert agent["n_bytes"] > 0
+def test_request_makes_its_agent_and_one_made_before_keeps_its_options(live):
+    live.post("/v1/agents", {"id": "early", "pinned": True})
+    for name, pinned in (("alice", False), ("early", True)):
+        usage = say(live, name)["usage"]
+        agent = live.get(f"/v1/agents/{name}").json()
+        assert name in listed(live)
+        n_said = usage["prompt_tokens"] + usage["completion_tokens"]
+        assert agent["turns"] == [agent["n_tokens"]]
+        assert n_said - 1 <= agent["n_tokens"] <= n_said
+        assert agent["n_bytes"] > 0
+        assert agent["pinned"] is pinned
 
 
 def test_one_agent_through_every_api(live):
@@ -61,42 +59,26 @@ def test_one_agent_through_every_api(live):
     assert live.get("/v1/agents/everywhere").json()["used"] > 0
 
 
-def test_the_apis_own_fields_name_it_too(live):
-    with live.openai() as client:
-        client.chat.completions.create(
-            model="m",
-            messages=[{"role": "user", "content": LONG}],
-            max_tokens=4,
-            prompt_cache_key="by-field",
-        )
-    with anthropic.Anthropic(base_url=live.url, api_key="any") as client:
-        client.messages.create(
-            model="m",
-            messages=[{"role": "user", "content": LONG}],
-            max_tokens=4,
-            extra_body={"keepwarm": {"agent": "by-body"}},
-        )
-    wait_until(lambda: {"by-field", "by-body"} <= set(listed(live)))
-
-
-def test_create_promise_and_take_back(live):
-    made = live.post("/v1/agents", {"id": "bob", "quota_bytes": 1000, "retention_s": 60})
-    assert made.json()["quota_bytes"] == 1000
-    assert made.json()["retention_s"] == 60
+def test_agent_options_are_set_and_changed(live):
+    """Those that are not sent stay as they are."""
+    options = {"quota_bytes": 1000, "retention_s": 60, "metadata": {"team": "web"}}
+    made = live.post("/v1/agents", {"id": "bob", **options}).json()
+    assert made.items() >= options.items()
+    assert made["model"]
     again = live.post("/v1/agents", {"id": "bob"})
     assert again.status_code == 400
     assert "already" in again.json()["error"]["message"]
-    assert live.patch("/v1/agents/bob", {"pinned": True}).json()["pinned"] is True
-    assert live.patch("/v1/agents/bob", {"pinned": False}).json()["pinned"] is False
-    assert live.patch("/v1/agents/bob", {"quota_bytes": None}).json()["quota_bytes"] is None
-
-
-def test_an_agent_made_first_then_talks(live):
-    live.post("/v1/agents", {"id": "early", "pinned": True})
-    say(live, "early")
-    agent = live.get("/v1/agents/early").json()
-    assert agent["pinned"] is True
-    assert agent["n_tokens"] > 0
+    for change in (
+        {"pinned": True},
+        {"pinned": False},
+        {"quota_bytes": None},
+        {"retention_s": 90, "metadata": {"note": "of the demo"}},
+    ):
+        options |= change
+        assert live.patch("/v1/agents/bob", change).json().items() >= options.items()
+    for bad in ({"metadata": {"k": "v" * 513}}, {"retention_s": 0}, {"metadata": {"": "x"}}):
+        assert live.patch("/v1/agents/bob", bad).status_code == 400
+    assert live.get("/v1/agents/bob").json().items() >= options.items()
 
 
 def test_a_title_request_under_the_same_name_is_a_branch(live):
@@ -134,19 +116,6 @@ def test_rewinding_a_branch_keeps_the_live_caches_of_the_others(live):
     body = {"messages": turns, "max_tokens": 4}
     answer = live.post("/v1/chat/completions", body, **{"X-Keepwarm-Agent": "gus"}).json()
     assert list(answer["keepwarm"]["reused"]) == ["live"]
-
-
-def test_labels_and_retention_are_changed_later(live):
-    made = live.post("/v1/agents", {"id": "gina", "metadata": {"team": "web"}}).json()
-    assert (made["metadata"], made["retention_s"]) == ({"team": "web"}, None)
-    assert made["model"]
-    body = {"retention_s": 60, "metadata": {"note": "of the demo"}}
-    changed = httpx.patch(f"{live.url}/v1/agents/gina", json=body).json()
-    assert (changed["metadata"], changed["retention_s"]) == ({"note": "of the demo"}, 60)
-    assert httpx.patch(f"{live.url}/v1/agents/gina", json={"pinned": True}).json()["pinned"]
-    assert live.get("/v1/agents/gina").json()["metadata"] == {"note": "of the demo"}
-    for bad in ({"metadata": {"k": "v" * 513}}, {"retention_s": 0}, {"metadata": {"": "x"}}):
-        assert httpx.patch(f"{live.url}/v1/agents/gina", json=bad).status_code == 400
 
 
 def test_several_forks_in_one_call(live):
@@ -222,12 +191,11 @@ def test_a_key_has_agents_of_its_own(serving):
         assert live.get("/v1/agents/private/export", **B).status_code == 404
         assert delete(live, "main", **B).status_code == 200
         assert listed(live, **A) == ["main", "private"]
-
-
-def test_keys_that_share_have_agents_in_common(serving):
-    with serving(api_keys="a,b", share_cache=True) as live:
-        say(live, "main", **A)
-        assert listed(live, **B) == ["main"]
+        bundle = live.get("/v1/agents/main/export", **A).content
+        assert upload(live, bundle, "taken", **B).status_code == 200  # only the weights must match
+        answer = say(live, "taken", LONG, **B)
+        assert answer["keepwarm"]["reused"]["disk"] == answer["usage"]["prompt_tokens"] - 1
+        assert (listed(live, **A), listed(live, **B)) == (["main", "private"], ["taken"])
 
 
 # Carrying them.
@@ -244,29 +212,14 @@ def bundle(live):
 
 
 def test_a_bundle_is_warm_where_it_arrives(serving, bundle):
-    with serving() as there:
+    """It may be larger than a body."""
+    with serving(max_body_bytes=len(bundle) // 2) as there:
         made = upload(there, bundle, "arrived")
         assert made.status_code == 200, made.text
         assert made.json()["n_tokens"] > 0
         answer = say(there, "arrived", LONG)
         assert made.json()["model"] == there.get("/v1/agents/arrived").json()["model"] != ""
         assert answer["keepwarm"]["reused"]["disk"] == answer["usage"]["prompt_tokens"] - 1
-
-
-def test_a_bundle_of_another_key_becomes_ones_own(serving):
-    """Only the weights must match; the bundle is warm under the importing key."""
-    with serving(api_keys="a,b") as live:
-        say(live, "mine", LONG, **A)
-        bundle = live.get("/v1/agents/mine/export", **A).content
-        assert upload(live, bundle, "yours", **B).status_code == 200
-        answer = say(live, "yours", LONG, **B)
-        assert answer["keepwarm"]["reused"]["disk"] == answer["usage"]["prompt_tokens"] - 1
-        assert (listed(live, **A), listed(live, **B)) == (["mine"], ["yours"])
-
-
-def test_nothing_is_left_of_what_travelled(live, bundle):
-    names = [path.name for path in live.settings.home.iterdir()]
-    assert not [name for name in names if name.startswith("bundle-")]
 
 
 def test_another_model_refuses_it_with_the_reason(bundle, tmp_path):
@@ -282,31 +235,12 @@ def test_another_model_refuses_it_with_the_reason(bundle, tmp_path):
         assert listed(there) == []
 
 
-def compressed(data):
-    """The start of a compressed archive whose end is missing."""
-    whole = io.BytesIO()
-    with tarfile.open(fileobj=whole, mode="w:gz") as archive:
-        info = tarfile.TarInfo("manifest.json")
-        info.size = len(data)
-        archive.addfile(info, io.BytesIO(data))
-    return whole.getvalue()[:-20]
-
-
-@pytest.mark.parametrize("damage", ["noise", "cut", "flipped", "compressed", "empty"])
-def test_what_is_no_bundle_is_refused(live, bundle, damage):
-    flipped = bytearray(bundle)
-    flipped[len(flipped) // 2] ^= 1
-    content = {
-        "noise": bytes(range(256)) * 40,
-        "cut": bundle[: len(bundle) // 2],
-        "flipped": bytes(flipped),
-        "compressed": compressed(bundle),
-        "empty": b"",
-    }[damage]
-    answer = upload(live, content, f"broken-{damage}")
-    assert answer.status_code in {400, 422}, answer.text
+@pytest.mark.parametrize("share", [0, 0.5])
+def test_a_bundle_that_is_empty_or_cut_is_refused(live, bundle, share):
+    answer = upload(live, bundle[: int(share * len(bundle))], "broken")
+    assert answer.status_code == 422 if share else 400, answer.text
     assert str(live.settings.home) not in answer.text
-    assert f"broken-{damage}" not in listed(live)
+    assert "broken" not in listed(live)
 
 
 def test_an_id_in_use_takes_nothing_in(live, bundle):
@@ -316,8 +250,3 @@ def test_an_id_in_use_takes_nothing_in(live, bundle):
 def test_a_bundle_larger_than_the_store_is_refused(serving, bundle):
     with serving(disk_bytes=len(bundle) // 2) as there:
         assert upload(there, bundle, "big").status_code == 413
-
-
-def test_a_bundle_may_be_larger_than_a_body(serving, bundle):
-    with serving(max_body_bytes=1000) as there:
-        assert upload(there, bundle, "arrived").status_code == 200

@@ -40,57 +40,42 @@ def lookup(live, messages, api="", **headers):
 
 
 @every_api
-def test_how_warm_a_prompt_is(live, api):
+def test_prompt_is_looked_up_and_warmed_before_it_is_asked(live, api):
     """Lookup agrees with the receipt of the answer, and changes nothing."""
     messages = prompt()
     cold = lookup(live, messages, api)
     assert sum(cold["warm"].values()) < 32  # what all templates begin with
     assert cold["ttft_ms"] > 0
-    usage = ask(live, messages)["usage"]
+    made = live.post(f"/v1/cache/warm{api}", BODIES[api](messages))
+    assert made.status_code == 200, made.text
+    assert made.json()["keepwarm"]["recomputed"] > 0
     warm = lookup(live, messages, api)
-    assert warm["prompt_tokens"] == cold["prompt_tokens"] == usage["prompt_tokens"]
-    assert sum(warm["warm"].values()) == usage["prompt_tokens"] - 1
+    assert sum(warm["warm"].values()) == warm["prompt_tokens"] - 1
     assert warm["ttft_ms"] < cold["ttft_ms"]
     assert lookup(live, messages, api) == warm
+    receipt = ask(live, messages)["keepwarm"]
+    assert receipt["prompt_tokens"] == warm["prompt_tokens"] == cold["prompt_tokens"]
+    assert receipt["recomputed"] <= 2
 
 
-SHORT = {"keepwarm": {"kv": {"max_kv_size": 4096}}}
-ASKED = {"": "chat/completions", "/messages": "messages", "/responses": "responses"}
-FIELDS = {
-    "": {"prompt_cache_key": "warmed"},
-    "/messages": {"metadata": {"user_id": "warmed"}},
-    "/responses": {"prompt_cache_key": "warmed"},
-}
-
-
-@every_api
-def test_the_body_says_how_keys_and_values_are_held(live, api):
-    """Other KV options are another namespace, in which lookup searches."""
-    body = BODIES[api](prompt())
-    limit = {"max_output_tokens": 2} if api == "/responses" else {"max_tokens": 2}
-    answer = live.post(f"/v1/{ASKED[api]}", body | SHORT | limit)
-    assert answer.status_code == 200, answer.text
-    usual = live.post(f"/v1/cache/lookup{api}", body).json()
-    short = live.post(f"/v1/cache/lookup{api}", body | SHORT).json()
-    assert sum(usual["warm"].values()) < 32
-    assert sum(short["warm"].values()) == short["prompt_tokens"] - 1
-
-
-@every_api
-def test_the_body_says_whose_prompt_is_warmed(live, api):
-    for named in (FIELDS[api], {"keepwarm": {"agent": "warmed"}}):
-        assert live.post(f"/v1/cache/warm{api}", BODIES[api](prompt()) | named).is_success
+def test_body_says_how_a_prompt_is_warmed_and_looked_up(live):
+    """Other KV options are another namespace; what nothing may keep is not warm."""
+    line = "x-anthropic-billing-header: cc_version=2.1.0.abc; cc_entrypoint=cli; cch=0f1e2;"
+    system = {"role": "system", "content": f"{line}\nBe brief."}
+    for options, is_kept in (
+        ({"kv": {"max_kv_size": 4096}, "agent": "warmed"}, True),
+        ({"cache": "no-store", "agent": "warmed"}, False),
+    ):
+        body = {"messages": [system, *prompt()]}
+        assert live.post("/v1/cache/warm", body | {"keepwarm": options}).is_success
         assert live.host.engine.requests()[-1].agent == "warmed"
-    wrong = live.post(f"/v1/cache/warm{api}", BODIES[api](prompt()) | {"keepwarm": {"agent": "?"}})
+        usual = live.post("/v1/cache/lookup", body).json()
+        assert sum(usual["warm"].values()) < 32
+        found = live.post("/v1/cache/lookup", body | {"keepwarm": options}).json()
+        assert (sum(found["warm"].values()) == found["prompt_tokens"] - 1) is is_kept
+        assert found["scrubbed"] == ["billing-header"]
+    wrong = live.post("/v1/cache/warm", body | {"keepwarm": {"agent": "?"}})
     assert wrong.json()["error"]["param"] == "keepwarm.agent"
-
-
-@every_api
-def test_the_body_says_what_warming_may_keep(live, api):
-    body = BODIES[api](prompt()) | {"keepwarm": {"cache": "no-store"}}
-    assert live.post(f"/v1/cache/warm{api}", body).is_success
-    found = live.post(f"/v1/cache/lookup{api}", body).json()
-    assert sum(found["warm"].values()) < 32
 
 
 def test_a_text_completion_is_looked_up_and_warmed(live):
@@ -103,24 +88,6 @@ def test_a_text_completion_is_looked_up_and_warmed(live):
     several = live.post("/v1/cache/lookup/completions", {"prompt": [text, text]})
     assert several.status_code == 400
     assert several.json()["error"]["param"] == "prompt"
-
-
-@every_api
-def test_a_prompt_is_warmed_before_it_is_asked(live, api):
-    messages = prompt()
-    made = live.post(f"/v1/cache/warm{api}", BODIES[api](messages))
-    assert made.status_code == 200, made.text
-    receipt = made.json()["keepwarm"]
-    assert receipt["recomputed"] > 0
-    answer = ask(live, messages)["keepwarm"]
-    assert answer["prompt_tokens"] == receipt["prompt_tokens"]
-    assert answer["recomputed"] <= 2
-
-
-def test_lookup_lists_scrubbed_rules(live):
-    line = "x-anthropic-billing-header: cc_version=2.1.0.abc; cc_entrypoint=cli; cch=0f1e2;"
-    system = {"role": "system", "content": f"{line}\nBe brief."}
-    assert lookup(live, [system, *prompt()])["scrubbed"] == ["billing-header"]
 
 
 def test_stats_say_what_is_kept(live):
@@ -182,20 +149,6 @@ def test_clearing_the_disk_is_for_the_admin(serving):
         assert ask(live, messages)["keepwarm"]["reused"] == {}
 
 
-def test_a_key_cannot_clear_what_others_have_in_memory(serving):
-    with serving(api_keys="a,b", admin_key="admin") as live:
-        assert live.post("/v1/cache/clear", {}, **A).status_code == 403
-        assert live.post("/v1/cache/clear", {}, **ADMIN).status_code == 200
-
-
-def test_a_key_cannot_see_how_warm_anothers_prompt_is(serving):
-    with serving(api_keys="a,b") as live:
-        messages = prompt()
-        ask(live, messages, **A)
-        assert sum(lookup(live, messages, **A)["warm"].values()) > 0
-        assert sum(lookup(live, messages, **B)["warm"].values()) == 0
-
-
 def test_verify_finds_what_is_damaged(serving):
     """The server can check its records."""
     with serving(admin_key="admin") as live:
@@ -215,9 +168,11 @@ def test_verify_finds_what_is_damaged(serving):
         assert live.post("/v1/cache/verify", {}, **ADMIN).json()["bad"] == []
 
 
-@pytest.mark.parametrize("path", ["lookup", "warm", "lookup/messages", "warm/responses"])
-@pytest.mark.parametrize("body", [{}, {"messages": []}, {"messages": "x", "input": 3}, []])
-def test_what_makes_no_sense_is_refused(live, path, body):
-    answer = live.post(f"/v1/cache/{path}", body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"]
+def test_key_cannot_clear_or_look_up_what_others_have(serving):
+    with serving(api_keys="a,b", admin_key="admin") as live:
+        messages = prompt()
+        ask(live, messages, **A)
+        assert sum(lookup(live, messages, **A)["warm"].values()) > 0
+        assert sum(lookup(live, messages, **B)["warm"].values()) == 0
+        assert live.post("/v1/cache/clear", {}, **A).status_code == 403
+        assert live.post("/v1/cache/clear", {}, **ADMIN).status_code == 200

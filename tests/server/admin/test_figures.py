@@ -2,9 +2,7 @@
 
 import json
 
-import pytest
-
-from tests.cli import keepwarm
+from tests.cli import keepwarm_here
 from tests.server.admin.test_metrics import read
 
 ADMIN = {"Authorization": "Bearer admin"}
@@ -20,27 +18,40 @@ def ask(live, *messages):
 
 
 def by_command(home):
-    done = keepwarm("cache", "stats", "--json", home=home)
+    done = keepwarm_here("cache", "stats", "--json", home=home)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-@pytest.fixture
-def sequence(serving, tmp_path):
-    """A server after a cold prompt, the same again, a second turn, and one after a `clear`."""
+def test_figures_are_the_same_everywhere_and_survive_a_restart(serving, tmp_path):
+    """They follow from the receipts of a cold prompt, the same again, a second turn, and one after
+    a `clear`, which is no eviction."""
     with serving(home=tmp_path) as live:
+        assert live.get("/v1/cache").json()["prompts"]["hit_rate"] is None
+        assert ("keepwarm_hit_rate",) not in read(live)
         receipts = [ask(live, TEXT), ask(live, TEXT), ask(live, TEXT, "Yes.", "More.")]
         live.host.engine.wait_until_saved()
         assert live.post("/v1/cache/clear", {}).status_code == 200
         receipts.append(ask(live, TEXT))
         live.host.engine.wait_until_saved()
-        yield live, receipts
+        figures = live.get("/v1/cache").json()["prompts"]
+        check_figures(figures, receipts)
+        assert by_command(tmp_path)["prompts"] == figures, "of the store, not of its own process"
+        check_dashboard(live.get("/v1/dashboard/saved").json(), figures)
+        found = read(live)
+        check_metrics(found, figures)
+        evicted = {found["keepwarm_evictions_total", tier] for tier in ("live", "memory", "disk")}
+        assert evicted == {0}
+        with serving(home=tmp_path) as other:
+            assert other.get("/v1/cache").json()["prompts"] == figures
+            ask(other, TEXT)
+            after = other.get("/v1/cache").json()["prompts"]
+            assert after["requests"] == figures["requests"] + 1
+            other.host.engine.wait_until_saved()
+            assert live.get("/v1/cache").json()["prompts"] == after, "the other process's too"
 
 
-def test_the_figures_are_the_same_everywhere(sequence, tmp_path):
-    """And follow from the receipts."""
-    live, receipts = sequence
-    figures = live.get("/v1/cache").json()["prompts"]
+def check_figures(figures, receipts):
     n_prompt = sum(receipt["prompt_tokens"] for receipt in receipts)
     n_reused = sum(sum(receipt["reused"].values()) for receipt in receipts)
     assert [bool(receipt["reused"].get("disk")) for receipt in receipts] == [False] * 3 + [True]
@@ -54,9 +65,6 @@ def test_the_figures_are_the_same_everywhere(sequence, tmp_path):
     second = receipts[2]
     share = round(sum(second["reused"].values()) / second["prompt_tokens"], 4)
     assert figures["hit_rate_from_turn_2"] == share != figures["hit_rate"]
-    assert by_command(tmp_path)["prompts"] == figures, "of the store, not of its own process"
-    check_dashboard(live.get("/v1/dashboard/saved").json(), figures)
-    check_metrics(read(live), figures)
 
 
 def check_dashboard(saved, figures):
@@ -74,30 +82,6 @@ def check_metrics(found, figures):
     for name, metric in (("hits", "hits"), ("misses", "misses"), ("reused", "reused_tokens")):
         by_tier = {tier: found[f"keepwarm_{metric}_total", tier] for tier in figures[name]}
         assert by_tier == figures[name]
-
-
-def test_a_clear_is_no_eviction(sequence):
-    live, _ = sequence
-    found = read(live)
-    assert {found["keepwarm_evictions_total", tier] for tier in ("live", "memory", "disk")} == {0}
-
-
-def test_the_figures_survive_a_restart(sequence, serving, tmp_path):
-    live, _ = sequence
-    before = live.get("/v1/cache").json()["prompts"]
-    with serving(home=tmp_path) as other:
-        assert other.get("/v1/cache").json()["prompts"] == before
-        ask(other, TEXT)
-        after = other.get("/v1/cache").json()["prompts"]
-        assert after["requests"] == before["requests"] + 1
-        other.host.engine.wait_until_saved()
-        assert live.get("/v1/cache").json()["prompts"] == after, "the other process's too"
-
-
-def test_before_the_first_request_there_is_no_rate(serving):
-    with serving() as live:
-        assert live.get("/v1/cache").json()["prompts"]["hit_rate"] is None
-        assert ("keepwarm_hit_rate",) not in read(live)
 
 
 def test_a_failed_restore_is_exported_with_its_reason(serving):
@@ -132,7 +116,7 @@ def test_verify_says_the_same_by_http_and_by_command(serving, tmp_path):
         for path in damaged:
             path.write_bytes(path.read_bytes()[:-1] + b"?")
         told = live.post("/v1/cache/verify", {}, **ADMIN).json()
-    done = keepwarm("cache", "verify", "--json", home=tmp_path)
+    done = keepwarm_here("cache", "verify", "--json", home=tmp_path)
     by_name = json.loads(done.stdout)
     assert done.returncode == 1
     assert told.pop("object") == "cache.verify"
@@ -143,5 +127,5 @@ def test_verify_says_the_same_by_http_and_by_command(serving, tmp_path):
     records = {path.name.removesuffix(".safetensors") for path in damaged}
     assert names == {"agents/torn.json", *records}
     assert told["newer"] == 1
-    text = keepwarm("cache", "verify", home=tmp_path).stdout.decode()
+    text = keepwarm_here("cache", "verify", home=tmp_path).stdout.decode()
     assert all(name in text for name in names), "in the text too"

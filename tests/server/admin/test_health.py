@@ -61,13 +61,6 @@ def test_the_first_to_ask_waits_no_longer_than_the_second(path):
     assert first < second + 0.05
 
 
-def test_it_takes_no_key(serving):
-    with serving(api_keys="a") as live:
-        assert live.get("/health").status_code == 200
-        assert live.get("/health/ready").status_code == 200
-        assert live.get("/metrics").status_code == 401
-
-
 def test_it_is_not_ready_while_it_drains(serving):
     """Answers still run; a load balancer sends no new requests."""
     with serving() as live:

@@ -28,13 +28,21 @@ def other(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("other"), seed=1, n_context=512)
 
 
-@pytest.fixture
-def admin(checkpoint, tmp_path):
+@pytest.fixture(scope="module")
+def changing(checkpoint, tmp_path_factory):
     """A server that holds the only reference to its model, so that it can be freed."""
-    home = str(tmp_path)
+    home = str(tmp_path_factory.mktemp("home"))
     settings = config.load({"KEEPWARM_HOME": home}, admin_key="admin", allow_model_paths=True)
     with serve(load(str(checkpoint), settings), settings) as live:
         yield live
+
+
+@pytest.fixture
+def admin(changing, checkpoint):
+    """The same with its first model loaded."""
+    if changing.host.loaded is None or resident(changing)["id"] != str(checkpoint):
+        assert change(changing, "load", {"model": str(checkpoint)}).status_code == 200
+    return changing
 
 
 def change(live, verb, body, **headers):
@@ -59,12 +67,20 @@ def test_without_an_admin_key_it_is_forbidden(live):
     assert "KEEPWARM_ADMIN_KEY" in answer.json()["error"]["message"]
 
 
-def test_another_model_takes_its_place(admin, other):
+def test_model_that_is_loaded_takes_the_place_of_the_first(admin, checkpoint, other):
+    """The first is warm when it comes back, and its blocks are not the other's."""
+    n_tokens = admin.post("/v1/chat/completions", QUESTION).json()["usage"]["prompt_tokens"]
     answer = change(admin, "load", {"model": str(other)})
-    assert answer.json() == {"object": "model.resident", "model": str(other), "previous": "tiny"}
+    named = {"model": str(other), "previous": str(checkpoint)}
+    assert answer.json() == {"object": "model.resident", **named}
     assert resident(admin)["id"] == str(other)
     assert resident(admin)["context_length"] == 512
-    assert admin.post("/v1/chat/completions", QUESTION).json()["model"] == str(other)
+    theirs = admin.post("/v1/chat/completions", QUESTION).json()
+    assert theirs["model"] == str(other)
+    assert theirs["keepwarm"]["reused"] == {}
+    change(admin, "load", {"model": str(checkpoint)})
+    again = admin.post("/v1/chat/completions", QUESTION).json()["keepwarm"]
+    assert sum(again["reused"].values()) == n_tokens - 1
 
 
 def test_the_first_is_gone_when_the_second_comes(checkpoint, other, tmp_path):
@@ -79,46 +95,38 @@ def test_the_first_is_gone_when_the_second_comes(checkpoint, other, tmp_path):
         host.close()
 
 
-def test_blocks_of_the_first_are_warm_when_it_comes_back(admin, checkpoint, other):
-    n_tokens = admin.post("/v1/chat/completions", QUESTION).json()["usage"]["prompt_tokens"]
-    change(admin, "load", {"model": str(other)})
-    theirs = admin.post("/v1/chat/completions", QUESTION).json()["keepwarm"]
-    assert theirs["reused"] == {}
-    change(admin, "load", {"model": str(checkpoint)})
-    again = admin.post("/v1/chat/completions", QUESTION).json()["keepwarm"]
-    assert sum(again["reused"].values()) == n_tokens - 1
-
-
-def broken(directory):
-    """A model whose weights turn out to be damaged."""
-    path = write_checkpoint(directory, seed=2)
+def damage(path):
     (path / "model.safetensors").write_bytes(b"no weights at all")
-    return path
 
 
-def test_the_old_one_comes_back_if_the_new_one_cannot_be_loaded(admin, tmp_path):
+def end_the_program(path):
+    """mlx-lm's `olmo` calls `sys.exit` where its own package is not installed."""
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(settings | {"model_type": "olmo"}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (damage, "is not a complete safetensors file"),
+        (end_the_program, "'olmo', which mlx-lm cannot run here"),
+    ],
+)
+def test_old_model_comes_back_if_the_new_one_cannot_be_loaded(
+    admin, checkpoint, other, tmp_path, spoil, says
+):
+    path = tmp_path / "spoilt"
+    shutil.copytree(other, path)
+    spoil(path)
     before = admin.post("/v1/chat/completions", QUESTION).json()
-    answer = change(admin, "load", {"model": str(broken(tmp_path / "broken"))})
+    answer = change(admin, "load", {"model": str(path)})
     assert answer.status_code == 422
-    assert "is not a complete safetensors file" in answer.json()["error"]["message"]
+    assert says in answer.json()["error"]["message"]
     assert admin.get("/health/ready").status_code == 200
-    assert resident(admin)["id"] == "tiny"
+    assert resident(admin)["id"] == str(checkpoint)
     after = admin.post("/v1/chat/completions", QUESTION).json()
     assert after["choices"] == before["choices"]
     assert after["keepwarm"]["recomputed"] == 1
-
-
-def test_the_old_one_comes_back_if_the_new_one_ends_the_program(admin, other, tmp_path):
-    """mlx-lm's `olmo` calls `sys.exit` where its own package is not installed."""
-    path = tmp_path / "olmo"
-    shutil.copytree(other, path)
-    settings = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(settings | {"model_type": "olmo"}))
-    answer = change(admin, "load", {"model": str(path)})
-    assert answer.status_code == 422
-    assert "'olmo', which mlx-lm cannot run here" in answer.json()["error"]["message"]
-    assert resident(admin)["id"] == "tiny"
-    assert admin.post("/v1/chat/completions", QUESTION).status_code == 200
 
 
 def test_what_is_no_model_at_all_changes_nothing(admin, tmp_path):
@@ -138,7 +146,7 @@ def test_paths_are_refused_unless_allowed(serving, other):
 
 
 def test_without_a_model_it_says_so(admin, checkpoint):
-    assert change(admin, "unload", {}).json()["previous"] == "tiny"
+    assert change(admin, "unload", {}).json()["previous"] == str(checkpoint)
     assert admin.get("/health/live").status_code == 200
     assert admin.get("/health/ready").status_code == 503
     refused = admin.post("/v1/chat/completions", QUESTION)
@@ -152,7 +160,7 @@ def test_without_a_model_it_says_so(admin, checkpoint):
 
 @pytest.mark.parametrize(
     ("n_tokens", "drain_s", "end"),
-    [(1500, 300, '"finish_reason": "length"'), (12_000, 0.5, "shutting down")],
+    [(500, 300, '"finish_reason": "length"'), (12_000, 0.1, "shutting down")],
 )
 def test_answers_that_run_may_end_first(admin, other, n_tokens, drain_s, end):
     """An answer that ends in time is complete; a longer one ends with an error."""

@@ -10,7 +10,13 @@ import signal
 import httpx
 import pytest
 
-from keepwarm.server.http.logs import LINE, LINES_PER_MINUTE, RedactingFormatter, RepeatLimit
+from keepwarm.server.http.logs import (
+    LINE,
+    LINES_PER_MINUTE,
+    JsonFormatter,
+    RedactingFormatter,
+    RepeatLimit,
+)
 from tests.kit.checkpoints import CHATML, write_checkpoint
 from tests.kit.waiting import wait_until
 from tests.server.processes import SMALL, served
@@ -109,11 +115,12 @@ def while_handling():
         raise KeyError(SECRET)  # noqa: B904, the point
 
 
+@pytest.mark.parametrize("formatter", [RedactingFormatter(LINE), JsonFormatter()])
 @pytest.mark.parametrize("how", [from_a_cause, while_handling])
-def test_causes_are_named_without_their_words(how):
+def test_log_names_an_error_and_its_causes_without_their_words(how, formatter):
     written = io.StringIO()
     handler = logging.StreamHandler(written)
-    handler.setFormatter(RedactingFormatter(LINE))
+    handler.setFormatter(formatter)
     logger = logging.Logger("apart")
     logger.addHandler(handler)
     logger.error("it failed", exc_info=raised(how))

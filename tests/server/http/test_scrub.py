@@ -7,24 +7,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from keepwarm import config
 from keepwarm.errors import BadInput
-from keepwarm.prefix.policy import Policy
-from keepwarm.server.anthropic import request as messages
-from keepwarm.server.anthropic.shapes import CountRequest
 from keepwarm.server.http import scrub
-from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.http.scrub import select_rules
-from keepwarm.server.openai import chat
-from keepwarm.server.openai.shapes import ChatRequest
-from keepwarm.server.responses import request as responses_in
-from keepwarm.server.responses.shapes import InputRequest, Item
-from keepwarm.text.request import Breakpoint, KVOptions, Request
+from keepwarm.text.request import Breakpoint, Request
 from keepwarm.text.volatile import LINES, LinePosition
 
 PAGE = Path(__file__).parents[3] / "docs" / "scrubbing.md"
-SETTINGS = config.load({})
-CALLER = RequestFields("", None, Policy.READ_WRITE, False, KVOptions(), None)
 DEFAULTS = select_rules()
 BY_NAME = {rule.name: rule for rule in LINES}
 BILLING = "x-anthropic-billing-header: cc_version=2.1.0.abc; cc_entrypoint=cli; cch={};"
@@ -223,88 +212,25 @@ def lines_of(message):
     return [line for text in texts for line in text.split("\n")]
 
 
-@given(MESSAGES)
-def test_scrubbing_twice_is_scrubbing_once_where_places_are_whole(messages):
-    rules = tuple(rule for rule in LINES if LinePosition.LINE in rule.positions)
-    once = scrub.scrub_messages(messages, rules).messages
-    assert list(scrub.scrub_messages(once, rules).messages) == list(once)
-
-
-@given(MESSAGES)
-def test_without_rules_nothing_changes(messages):
-    left = scrub.scrub_messages(messages, ())
-    assert list(left.messages) == messages
-    assert left.names == ()
-
-
 # Through every API.
 
 
-def as_chat(system_parts, user_parts):
-    body = ChatRequest.model_validate(
-        {
-            "messages": [
-                {"role": "developer", "content": typed("text", system_parts)},
-                {"role": "user", "content": typed("text", user_parts)},
-            ]
-        }
-    )
-    return chat.request_of(body, CALLER, SETTINGS)
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("chat/completions", "text"), ("messages", "text"), ("responses", "input_text")],
+)
+def test_part_of_a_message_is_scrubbed_as_a_block_of_its_own(live, path, kind):
+    """A line that would stand in the middle of the text, were the parts joined; the other way
+    round, parts that would make a reminder together are none."""
 
+    def said(*parts):
+        return {"role": "system", "content": [{"type": kind, "text": text} for text in parts]}
 
-def as_messages(system_parts, user_parts):
-    body = CountRequest.model_validate(
-        {
-            "system": typed("text", system_parts),
-            "messages": [{"role": "user", "content": typed("text", user_parts)}],
-        }
-    )
-    return messages.request_of(body, CALLER, SETTINGS)
-
-
-def as_responses(system_parts, user_parts):
-    items = [
-        Item(role="developer", content=typed("input_text", system_parts)),
-        Item(role="user", content=typed("input_text", user_parts)),
-    ]
-    return responses_in.request_of(InputRequest(), items, CALLER, SETTINGS)
-
-
-def typed(kind, texts):
-    return [{"type": kind, "text": text} for text in texts]
-
-
-apis = pytest.mark.parametrize("api", [as_chat, as_messages, as_responses])
-
-
-@apis
-def test_a_part_of_its_own_is_a_block_of_its_own(api):
-    """A line that would stand in the middle of the text, were the parts joined."""
-    asked = api(["Rules", BILLING.format(1), "More"], ["Go on", reminder(COUNTER.format(5))])
-    left = scrub.scrub_request(asked, DEFAULTS)
-    assert [message["content"] for message in left.messages] == [
-        [part("Rules"), part("More")],
-        [part("Go on")],
-    ]
-    assert left.scrubbed == ("billing-header", "total-tokens")
-
-
-@apis
-def test_parts_that_would_make_a_reminder_together_are_none(api):
-    asked = api(["Rules"], ["<system-reminder>", COUNTER.format(5), "</system-reminder>"])
-    left = scrub.scrub_request(asked, DEFAULTS)
-    assert left.messages == asked.messages
-    assert left.scrubbed == ()
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
-def test_the_receipt_names_what_went_from_a_part(live, path):
-    kind, name = ("text", "messages") if "chat" in path else ("input_text", "input")
-    said = [
-        {"role": "system", "content": typed(kind, ["Rules", BILLING.format(1)])},
-        {"role": "user", "content": typed(kind, ["Hello"])},
-    ]
-    answer = live.post(path, {name: said})
+    broken = ["<system-reminder>", COUNTER.format(5), "</system-reminder>"]
+    asked = {"role": "user", "content": [{"type": kind, "text": text} for text in broken]}
+    turns = [said("Rules", BILLING.format(1), "More"), asked]
+    name = "input" if path == "responses" else "messages"
+    answer = live.post(f"/v1/{path}", {"model": "m", name: turns, "max_tokens": 2})
     assert answer.json()["keepwarm"]["scrubbed"] == ["billing-header"]
 
 
@@ -352,6 +278,7 @@ def test_the_page_lists_every_rule():
     """The table of the page is what the code says; the failure shows how it should read."""
     rows = re.findall(r"^\| `[a-z-]+` \| (?:on|off) \|.*$", PAGE.read_text(), re.MULTILINE)
     assert rows == [row(rule) for rule in LINES]
+    assert all(rule.pattern.fullmatch(rule.example) for rule in LINES)
 
 
 def row(rule):
@@ -361,8 +288,3 @@ def row(rule):
     return (
         f"| `{rule.name}` | {default} | {rule.sent_by} | {places} | `{rule.example}` | `{shape}` |"
     )
-
-
-@every_rule
-def test_examples_have_the_shape_they_show(rule):
-    assert rule.pattern.fullmatch(rule.example)

@@ -125,7 +125,7 @@ def test_who_waited_for_a_model_has_it_before_it_is_unloaded_for_another(several
         slot.is_leaving = False
 
 
-def test_others_answer_while_one_is_loaded(several, big, small, monkeypatch):
+def test_others_answer_while_one_is_loaded_or_cannot_be(several, big, small, monkeypatch, tmp_path):
     """Requests for it wait, also more of them than are prepared at once."""
     go_on, began = threading.Event(), threading.Event()
     start = slots_module.start_engine
@@ -138,26 +138,15 @@ def test_others_answer_while_one_is_loaded(several, big, small, monkeypatch):
 
     with several(f"big={big}", on_demand="*", allow_model_paths=True) as live:
         monkeypatch.setattr(slots_module, "start_engine", slow)
-        answers = []
-        threads = [
-            threading.Thread(target=lambda: answers.append(chat(live, str(small))["model"]))
-            for _ in range(8)
-        ]
-        for thread in threads:
-            thread.start()
-        assert began.wait(300)
-        assert chat(live, "big")["model"] == "big"
-        assert not answers
-        go_on.set()
-        for thread in threads:
-            thread.join(300)
-        assert answers == [str(small)] * 8
+        with ThreadPoolExecutor(8) as threads:
+            answers = [threads.submit(chat, live, str(small)) for _ in range(8)]
+            assert began.wait(300)
+            assert chat(live, "big")["model"] == "big"
+            assert not any(each.done() for each in answers)
+            go_on.set()
+        assert [each.result()["model"] for each in answers] == [str(small)] * 8
         assert loads(live) == {"big": 1, str(small): 1}
-
-
-def test_a_broken_one_is_an_error_of_its_own_requests(several, big, tmp_path):
-    path = write_checkpoint(tmp_path / "broken", seed=3)
-    with several(f"big={big}", on_demand="*", allow_model_paths=True) as live:
+        path = write_checkpoint(tmp_path / "broken", seed=3)
         (path / "model.safetensors").write_bytes(b"no weights at all")
         processes = psutil.Process().children()
         for _ in range(2):

@@ -10,7 +10,6 @@ from keepwarm.errors import BadInput
 from keepwarm.server.models.models import NamedModel, configured
 from tests.kit.engines import held
 from tests.kit.waiting import wait_until
-from tests.server.dashboard.browsers import chromium, watched
 
 CHAT = "/v1/chat/completions"
 
@@ -193,21 +192,14 @@ def test_names_are_checked_at_the_start(tmp_path):
     assert len(configured(given(model="a=x", more_models="a=x, b"))) == 2
 
 
-# The dashboard.
-
-
-def test_the_dashboard_has_the_lines_of_each_model(both):
-    with chromium() as browser, watched(browser, both.url) as page:
-        page.goto(f"{both.url}/dashboard")
-        page.get_by_role("link", name="big and 2 more models").click()
-        lines = page.locator("#clients .card", has_text="Claude Code").locator("pre")
-        lines.get_by_text("ANTHROPIC_MODEL=big").wait_for()
-        page.get_by_label("Model").select_option("small")
-        lines.get_by_text("ANTHROPIC_MODEL=small").wait_for()
-        assert "CLAUDE_CODE_AUTO_COMPACT_WINDOW=512" in lines.inner_text()
-
-
-def test_lines_of_an_unknown_model_are_refused(both):
+def test_dashboard_has_the_lines_of_each_model_and_refuses_others(both):
+    for model, n_context in (("big", 16384), ("small", 512)):
+        told = both.get(f"/v1/dashboard/connect?model={model}").json()
+        assert told["models"] == ["big", "small", "haiku"]
+        (claude,) = [each for each in told["clients"] if each["client"] == "claude"]
+        lines = "\n".join(claude["lines"])
+        assert f"ANTHROPIC_MODEL={model}" in lines
+        assert f"CLAUDE_CODE_AUTO_COMPACT_WINDOW={n_context}" in lines
     answer = both.get("/v1/dashboard/connect?model=other")
     assert answer.status_code == 404
     assert "this server has 'big', 'small', 'haiku'" in answer.json()["error"]["message"]
