@@ -44,7 +44,7 @@ class Overhearing:
 
     async def __call__(self, scope, receive, send):
         async def noting(message):
-            self._heard[scope["path"]] += message.get("body", b"")
+            self._heard[scope.get("path")] += message.get("body", b"")
             await send(message)
 
         await self._app(scope, receive, noting)

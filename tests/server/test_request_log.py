@@ -2,7 +2,6 @@
 
 import json
 import logging
-import signal
 import threading
 from dataclasses import replace
 
@@ -12,10 +11,9 @@ import pytest
 from keepwarm import config
 from keepwarm.engine.jobs import JobStatus
 from keepwarm.server import process
-from keepwarm.server.http.logs import LINES_PER_MINUTE, JsonFormatter, log_fields, log_to_stderr
+from keepwarm.server.http.logs import JsonFormatter, log_fields, log_to_stderr
 from tests.kit.waiting import wait_until
 from tests.server.conftest import serve
-from tests.server.processes import served
 from tests.server.test_keep_alive import Slowly
 
 SECRET = "swordfish"
@@ -155,29 +153,6 @@ def test_log_lines_of_requests_without_a_key_are_limited_and_others_are_not(keye
     records = {r.keepwarm_fields["id"]: r for r in caplog.records}  # others' may come late
     assert [records[name].keepwarm_fields["key"] for name in ids] == ["alice", ""]
     assert [records[name].keepwarm_unlimited for name in ids] == [True, False]
-
-
-def test_the_log_of_a_process(checkpoint, tmp_path):
-    """Start, requests beyond the limit of other lines, stop; and no prompt."""
-    n = LINES_PER_MINUTE + 2
-    settings = {"KEEPWARM_LOG_FORMAT": "json", "KEEPWARM_LOG_LEVEL": "info"}
-    with served(checkpoint, tmp_path, **settings) as server:
-        with httpx.Client(base_url=server.url, timeout=300) as client:
-            for _ in range(n):
-                client.post("/v1/completions", json={"prompt": SECRET, "max_tokens": 1})
-                client.get("/health")
-        server.process.send_signal(signal.SIGTERM)
-        _, logged = server.process.communicate(timeout=300)
-    assert SECRET not in logged
-    lines = [json.loads(line) for line in logged.splitlines()]
-    assert {"time", "level", "logger"} <= set.intersection(*(set(line) for line in lines))
-    first, *_ = lines
-    assert first["event"] == "loading"
-    started, *requests, stopped = [line for line in lines if line.get("event") != "loading"]
-    assert (started["event"], stopped["event"]) == ("started", "stopped")
-    assert [line["status"] for line in requests] == [200] * n, "health checks are for debug"
-    assert stopped["requests"] == n
-    assert stopped["hit_rate"] > 0.5
 
 
 class Drained(logging.Handler):

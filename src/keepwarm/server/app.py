@@ -23,7 +23,6 @@ from keepwarm.errors import KeepwarmError
 from keepwarm.models.catalog import locate
 from keepwarm.server.admin import agent_chat, agents, cache, monitoring, prompts
 from keepwarm.server.admin import models as admin_models
-from keepwarm.server.admin.monitoring import Metrics, RequestCounter
 from keepwarm.server.anthropic import routes as anthropic
 from keepwarm.server.dashboard import routes as dashboard
 from keepwarm.server.http.keys import ApiKeys
@@ -83,7 +82,7 @@ def create_app(models: Models, settings: Settings) -> FastAPI:
     app.state.bundle_keys = BundleKeys.of(settings)
     app.state.transfers = agents.Transfers()
     app.state.pulls = Pulls(partial(locate, settings=settings, refresh=True))
-    app.state.metrics = Metrics(models)
+    app.state.metrics = monitoring.Metrics(models)
     app.state.keys = ApiKeys(settings)
     app.state.mcp = memory_endpoint(models, settings)
     app.state.events = event_publisher(models, settings)
@@ -101,8 +100,7 @@ def create_app(models: Models, settings: Settings) -> FastAPI:
     app.add_middleware(PrepareLimiter, settings=settings, threads=app.state.threads)
     app.add_middleware(Limits, settings=settings, keys=app.state.keys)
     _add_cors(app, settings)
-    app.add_middleware(RequestLog, recent=lines)
-    app.add_middleware(RequestCounter, metrics=app.state.metrics)
+    app.add_middleware(RequestLog, recent=lines, count=app.state.metrics.count_request)
     app.add_middleware(ShortPaths)
     return app
 

@@ -115,7 +115,7 @@ def test_each_client_has_lines_to_copy(browser, own):
 # It updates.
 
 
-def test_it_follows_a_running_request(page, own):
+def test_running_request_is_followed_cancelled_filtered_and_opened(page, own):
     """Live, without a reload; the time to its first token while it still streams."""
     page.goto(f"{own.url}/dashboard#requests")
     page.get_by_text("No active requests.").wait_for()
@@ -127,23 +127,17 @@ def test_it_follows_a_running_request(page, own):
         wait_until(lambda: int(n_tokens.inner_text().replace(",", "")) > before)
         assert "warm" in row.inner_text()
         assert row.locator("td").nth(3).inner_text().endswith("s")  # not a dash
-    page.get_by_text("No active requests.").wait_for()
-    page.locator("#ended tr", has_text="counter").first.wait_for()
-
-
-def test_a_request_is_cancelled_filtered_and_opened(page, own):
-    page.goto(f"{own.url}/dashboard#requests")
-    with answering(own, "endless"):
-        page.locator("#running tr", has_text="endless").get_by_role("button", name="Cancel").click()
+        row.get_by_role("button", name="Cancel").click()
         page.get_by_text("is cancelled").wait_for()
-    row = page.locator("#ended tr", has_text="endless")
-    row.get_by_text("cancelled").wait_for()
+    page.get_by_text("No active requests.").wait_for()
+    ended = page.locator("#ended tr", has_text="counter")
+    ended.get_by_text("cancelled").wait_for()
     page.get_by_label("State").select_option("cancelled")
     page.get_by_text("done").first.wait_for(state="hidden")
     page.get_by_label("Filter").first.fill("nobody")
     page.get_by_text("No recent request matches").wait_for()
-    page.get_by_label("Filter").first.fill("ENDLESS")
-    row.get_by_role("button", name="Details").click()
+    page.get_by_label("Filter").first.fill("COUNTER")
+    ended.get_by_role("button", name="Details").click()
     dialog = page.get_by_role("dialog", name="Request #")
     assert '"prompt_tokens"' in dialog.inner_text()
     wait_until(lambda: "path=/v1/chat/completions" in dialog.inner_text())

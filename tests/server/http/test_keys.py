@@ -89,6 +89,7 @@ def test_viewer_sees_totals_where_all_is_one_tenants_and_texts_where_keys_are_ap
     caller = accepted.check({"x-api-key": "a"})
     app = SimpleNamespace(state=SimpleNamespace(settings=settings, keys=accepted))
     viewer = Viewer.of(SimpleNamespace(app=app, state=caller))
+    assert viewer.key_needed is ("api_keys" in values)
     assert viewer.may_see_totals is sees_totals
     assert viewer.may_read(caller.tenant) is reads_texts
     assert not viewer.may_read("another")

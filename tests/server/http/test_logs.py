@@ -4,6 +4,7 @@ The model of these tests quotes its prompt when it breaks, and its template when
 """
 
 import io
+import json
 import logging
 import signal
 
@@ -76,11 +77,12 @@ def everything(client):
     return [answer.text for answer in broken]
 
 
-def test_no_prompt_is_in_the_log(quoting, tmp_path):
+def test_log_of_a_process_has_every_request_and_no_prompt(quoting, tmp_path):
     """Answers, refusals, failures and streams that are left, through three APIs."""
     token = tokenizer_of(quoting).encode(BREAKS).ids[-1]
-    settings = {"KEEPWARM_BREAKS_AT": str(token), "KEEPWARM_LOG_LEVEL": "debug"}
-    with served(quoting, tmp_path, command=SMALL, **settings) as server:
+    settings = {"KEEPWARM_LOG_FORMAT": "json", "KEEPWARM_LOG_LEVEL": "debug"}
+    breaks = {"KEEPWARM_BREAKS_AT": str(token)}
+    with served(quoting, tmp_path, command=SMALL, **settings, **breaks) as server:
         with httpx.Client(base_url=server.url, timeout=300) as client:
             told = everything(client)
             wait_until(lambda: 'state="decoding"} 0.0' in client.get("/metrics").text)
@@ -91,6 +93,20 @@ def test_no_prompt_is_in_the_log(quoting, tmp_path):
     assert "processes.py" in logged  # where it broke
     assert SECRET not in logged
     assert SECRET not in said
+    check_lines([json.loads(line) for line in logged.splitlines()])
+
+
+def check_lines(lines):
+    """Start, every request though there are many, stop; who only looks is for debug."""
+    assert {"time", "level", "logger"} <= set.intersection(*(set(line) for line in lines))
+    events = [line for line in lines if "event" in line]
+    assert (events[0]["event"], events[-1]["event"]) == ("started", "stopped")
+    assert events[-1]["requests"] > 0
+    assert events[-1]["hit_rate"] > 0
+    asked = [line for line in lines if line.get("path", "").startswith("/v1/")]
+    assert len(asked) == 8 * len(PATHS) > LINES_PER_MINUTE
+    assert {line["level"] for line in asked} == {"info"}
+    assert {line["level"] for line in lines if line.get("path") == "/metrics"} == {"debug"}
 
 
 def raised(how):

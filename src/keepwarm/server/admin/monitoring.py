@@ -18,7 +18,6 @@ from prometheus_client.core import (
 )
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import TypedDict
 
 from keepwarm.engine.stats import Stats
@@ -317,33 +316,9 @@ class Metrics:
         self.registry.register(VllmCollector(models))
         ProcessCollector(registry=self.registry)
 
-    def count_request(self, api: str, outcome: str) -> None:
-        self._http.labels(api, outcome).inc()
-
-
-class RequestCounter:
-    """Counts requests by API and outcome, including those the limits refuse."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status: list[int] = []
-
-        async def note_status(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                status.append(message["status"])
-            await send(message)
-
-        try:
-            await self._app(scope, receive, note_status)
-        finally:
-            outcome = _outcome(status[0]) if status else "cancelled"
-            self._metrics.count_request(_api(scope["path"]), outcome)
+    def count_request(self, path: str, status: int) -> None:
+        """Also one that the limits refuse."""
+        self._http.labels(_api(path), _outcome(status)).inc()
 
 
 def _outcome(status: int) -> str:

@@ -86,6 +86,11 @@ class ApiKeys:
         self.labels = {key.tenant: key.name for key in self._keys}  # of tenants
 
     @property
+    def n_keys(self) -> int:
+        """Without the admin's."""
+        return len(self._keys)
+
+    @property
     def in_use(self) -> bool:
         return bool(self._keys) or self._admin is not None
 
@@ -139,11 +144,12 @@ class Viewer(NamedTuple):
     @classmethod
     def of(cls, request: Request) -> Self:
         settings: Settings = request.app.state.settings
-        key_needed = bool(settings.read_api_keys())
-        texts = not (key_needed and settings.share_cache)
+        keys: ApiKeys = request.app.state.keys
+        texts = not (keys.n_keys and settings.share_cache)
         tenant, admin = request.state.tenant, request.state.admin
-        totals = admin or not tenant or _is_only_key(settings)
-        return cls(tenant, admin, key_needed, texts, totals, request.app.state.keys.labels)
+        is_only_key = keys.n_keys == 1 and not settings.admin_key
+        totals = admin or not tenant or is_only_key
+        return cls(tenant, admin, keys.n_keys > 0, texts, totals, keys.labels)
 
     def may_see(self, tenant: str | None) -> bool:
         """Whether this tenant's entries are shown; None is an unknown tenant."""
@@ -166,10 +172,6 @@ class Viewer(NamedTuple):
         if agent is None or tenant is None:
             return agent
         return agent.removeprefix(tenant_agent_id(tenant, ""))
-
-
-def _is_only_key(settings: Settings) -> bool:
-    return len(settings.read_api_keys()) == 1 and not settings.admin_key
 
 
 CurrentViewer = Annotated[Viewer, Depends(Viewer.of)]

@@ -159,11 +159,14 @@ class RecentLines:
 
 
 class RequestLog:
-    """Gives every request its id, and logs it when it has ended."""
+    """Gives every request its id; logs it and counts it, by path and status, when it has ended."""
 
-    def __init__(self, app: ASGIApp, recent: RecentLines) -> None:
+    def __init__(
+        self, app: ASGIApp, recent: RecentLines, count: Callable[[str, int], None]
+    ) -> None:
         self._app = app
         self._recent = recent
+        self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -189,6 +192,7 @@ class RequestLog:
             SERVER_LOG.error("%s %s failed", scope["method"], _path(scope), exc_info=error)
             await respond(scope["path"], problem_of(error))(scope, receive, send_with_id)
         finally:
+            self._count(scope["path"], status)
             line = _log(scope, status, time.perf_counter() - began)
             if "slot" in state:
                 self._recent.add(state.get("tenant", ""), state["request_id"], line)
