@@ -133,10 +133,10 @@ def test_server_keeps_nothing_of_requests_that_ended(serving):
         return sum(isinstance(each, kind) for each in gc.get_objects())
 
     with serving() as server:
-        asyncio.run(load(server.url, 8, 1))  # everything is made that is made once
+        asyncio.run(load(server.url, 8, 0.5))  # everything is made that is made once
         wait_until(lambda: not running_requests(server))
         settled = [len(running(server)), threading.active_count(), alive(Answer), alive(Job)]
-        seen = asyncio.run(load(server.url, 32, 1.5))
+        seen = asyncio.run(load(server.url, 16, 1))
         wait_until(lambda: len(running(server)) <= settled[0])
         assert seen.wrong == {}
         assert seen.left

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from keepwarm.errors import BadInput
+from keepwarm.server.process import bind
 from tests.kit.redis_server import free_port
 from tests.kit.waiting import wait_until
 
@@ -133,3 +135,10 @@ def test_model_that_cannot_be_loaded_ends_the_server_with_one_sentence(loading):
     assert printed == ""
     assert "config.json has no model_type" in said
     assert said.count("\n") == 1
+
+
+def test_bind_to_a_port_in_use_raises_bad_input():
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(BadInput, match=f"Port {port} on 127.0.0.1 is in use"):
+            bind("127.0.0.1", port)

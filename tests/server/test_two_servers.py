@@ -1,17 +1,18 @@
-"""Two servers, one store: each reuses what the other wrote; a port belongs to one server."""
+"""Two servers, one store: each reuses what the other wrote, and both forget what is deleted."""
 
 import asyncio
-import os
-import subprocess
-import sys
-from urllib.parse import urlsplit
+import json
 
+import httpx
 import pytest
 
-from tests.server.processes import PROGRAM, served
+from tests.cli import keepwarm_here
+from tests.kit.waiting import wait_until
+from tests.server.processes import served
 from tests.server.talks import DURABLE, begun, plain_bias, turns
 
 N_TALKS = 2
+LONG = "The quick brown fox jumps over the lazy dog. " * 30
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +21,13 @@ def plain(checkpoint):
 
 
 @pytest.fixture(scope="module")
-def pair(checkpoint, serving, tmp_path_factory):
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoint, serving, home):
     """A process of its own, and a server in this one."""
-    home = tmp_path_factory.mktemp("shared")
     with served(checkpoint, home) as one, serving(home=home) as other:
         yield one, other
 
@@ -56,19 +61,50 @@ def test_servers_on_one_store_go_on_with_what_the_other_wrote(pair, live, plain)
         assert known <= later.prompt_tokens_details.cached_tokens < later.prompt_tokens
 
 
-def test_server_on_a_port_in_use_ends_with_one_sentence(pair, checkpoint, tmp_path):
-    """One sentence and exit code 2, before a model is loaded; the server there goes on."""
-    port = str(urlsplit(pair[0].url).port)
-    command = [port if word == "0" else word for word in PROGRAM]
-    answer = subprocess.run(
-        [sys.executable, *command, str(checkpoint)],
-        env={**os.environ, "KEEPWARM_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
+# `keepwarm cache rm` and `clear` beside them
+
+
+def say(server, text=LONG, **headers):
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4, "temperature": 0}
+    answer = httpx.post(
+        f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=300
     )
-    assert answer.returncode == 2
-    assert answer.stderr.count("\n") == 1
-    assert f"Port {port} on 127.0.0.1 is in use" in answer.stderr
-    assert pair[0].process.poll() is None
+    assert answer.status_code == 200, answer.text
+    return answer.json()["keepwarm"]
+
+
+def cache(home, *arguments):
+    done = keepwarm_here("cache", *arguments, "--json", home=home)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def in_memory(server):
+    found = httpx.get(f"{server.url}/v1/cache", timeout=300).json()
+    return found["live"]["entries"] + found["tiers"]["memory"]["blocks"]
+
+
+def test_cache_rm_is_known_to_the_next_request(pair, home):
+    """A durable one, which writes all that it reuses: it finds nothing to reuse."""
+    server = pair[0]
+    cache(home, "clear", "--yes")
+    say(server, **DURABLE, **{"X-Keepwarm-Agent": "ops"})
+    assert say(server)["reused"]
+    assert cache(home, "rm", "ops")["removed_blocks"] > 0
+    after = say(server, **DURABLE)
+    assert (after["reused"], after["durable"]) == ({}, True)
+    assert after["recomputed"] == after["prompt_tokens"]
+    assert cache(home, "ls") == []
+
+
+@pytest.mark.parametrize("arguments", [("rm", "ops"), ("clear", "--yes")])
+def test_idle_servers_forget_what_is_deleted(arguments, pair, home):
+    """Not because of a request: its writer thread looks every half second."""
+    cache(home, "clear", "--yes")
+    for server in pair:
+        say(server, **DURABLE, **{"X-Keepwarm-Agent": "ops"})
+        assert in_memory(server) > 0
+    cache(home, *arguments)
+    for server in pair:
+        wait_until(lambda server=server: not in_memory(server), 60)
+    assert cache(home, "stats")["blocks"] == 0
