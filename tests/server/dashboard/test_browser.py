@@ -208,15 +208,15 @@ def test_idle_page_asks_for_one_thing_and_draws_nothing_but_ages(browser, own):
         age = page.locator("#ended .state + .quiet").first
         before = age.inner_text()
         for _ in range(15):
-            beat(page, 6)
+            beat(page)
         assert age.inner_text() != before
         assert set(asked) == {"/v1/dashboard/now"}
 
 
-def beat(page, seconds=3):
+def beat(page):
     """Let time pass on the page's clock, in which it asks, until it waits to ask again."""
     before = page.evaluate("window.timers")
-    page.clock.run_for(1000 * seconds)
+    page.clock.run_for(6000)
     wait_until(lambda: page.evaluate("window.timers") > before)
 
 
