@@ -176,47 +176,55 @@ TIMERS = """() => {
 }"""
 MUTATIONS = """() => {
   window.mutations = 0;
-  window.observer?.disconnect();
-  window.observer = new MutationObserver((seen) => { window.mutations += seen.length; });
-  window.observer.observe(document.body,
+  new MutationObserver((seen) => { window.mutations += seen.length; }).observe(document.body,
     {subtree: true, childList: true, attributes: true, characterData: true});
 }"""
 
 
-def test_idle_page_asks_for_one_thing_and_draws_nothing_but_ages(browser, own):
+@pytest.mark.parametrize("view", ["overview", "requests", "forest", "agents"])
+def test_an_idle_page_asks_for_one_thing_and_draws_nothing(browser, own, view):
     """Only whether something has changed; what has not is not drawn again."""
     own.host.engine.wait_until_saved()
-    asked = []
-    with watched(browser, own.url) as page:
-        page.clock.install()
-        page.goto(f"{own.url}/dashboard#overview")
-        page.get_by_text("Live", exact=True).wait_for()
-        now = datetime.fromtimestamp(page.evaluate("Date.now()") / 1000, UTC)
-        page.clock.pause_at(now + timedelta(minutes=1))  # from now on only `beat` moves it
-        page.evaluate(TIMERS)
-        page.on("request", lambda request: asked.append(request.url.removeprefix(own.url)))
-        for view in ("overview", "forest", "agents", "requests"):
-            page.evaluate(f"location.hash = '{view}'")
-            for _ in range(4):  # until speeds and lists rest
-                beat(page)
-            page.evaluate(MUTATIONS)
-            asked.clear()
-            for _ in range(2):
-                beat(page)
-            assert set(asked) == {"/v1/dashboard/now"}, view
-            assert page.evaluate("window.mutations") == 0, view
+    with settled(browser, own, view) as (page, asked):
+        for _ in range(4):
+            beat(page)
+        assert set(asked) == {"/v1/dashboard/now"}
+        assert page.evaluate("window.mutations") == 0
+
+
+def test_ages_are_written_anew_on_an_idle_page(browser, own):
+    own.host.engine.wait_until_saved()
+    with settled(browser, own, "requests") as (page, asked):
         age = page.locator("#ended .state + .quiet").first
         before = age.inner_text()
         for _ in range(15):
-            beat(page)
+            beat(page, 6)
         assert age.inner_text() != before
         assert set(asked) == {"/v1/dashboard/now"}
 
 
-def beat(page):
+@contextmanager
+def settled(browser, live, view):
+    """A page whose clock only `beat` moves, and what it asks for once speeds and lists rest."""
+    asked = []
+    with watched(browser, live.url) as page:
+        page.clock.install()
+        page.goto(f"{live.url}/dashboard#{view}")
+        page.get_by_text("Live", exact=True).wait_for()
+        now = datetime.fromtimestamp(page.evaluate("Date.now()") / 1000, UTC)
+        page.clock.pause_at(now + timedelta(minutes=1))
+        page.evaluate(TIMERS)
+        for _ in range(4):
+            beat(page)
+        page.evaluate(MUTATIONS)
+        page.on("request", lambda request: asked.append(request.url.removeprefix(live.url)))
+        yield page, asked
+
+
+def beat(page, seconds=3):
     """Let time pass on the page's clock, in which it asks, until it waits to ask again."""
     before = page.evaluate("window.timers")
-    page.clock.run_for(6000)
+    page.clock.run_for(1000 * seconds)
     wait_until(lambda: page.evaluate("window.timers") > before)
 
 
