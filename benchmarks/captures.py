@@ -205,7 +205,7 @@ def _events(answer: Answer) -> Iterator[Any]:
 def check_restores(engine: Engine, prompts: Sequence[Sequence[int]], findings: Findings) -> None:
     """Restore each prompt, from memory or disk, and compare its rows with those of a restore that
     reads the files without a slab."""
-    restorer = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result().restorer
+    restorer = engine.lane_of().restorer
     tiers = Tiers([named for named in restorer.tiers.named if named[0] == "disk"])
     plain = replace(restorer, tiers=tiers, reader=Reader(tiers))
     for prompt in prompts:

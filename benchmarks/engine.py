@@ -356,7 +356,7 @@ def measured(case: Case) -> dict[str, Any]:
     case.agents(bare)
     case.restores(pinned)
     case.new_shapes()
-    lane = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result()
+    lane = engine.lane_of()
     return {
         "shape": model.name,
         "device": str(mx.default_device()),

@@ -78,7 +78,7 @@ def test_a_wrong_cache_would_be_seen(engine, models):
     module = models.module("llama")
     exam, prompt = Exam(module), prompt_of(100)
     wrong = prefill(module, make_prompt_cache(module), prompt_of(99, seed=9))
-    namespace = engine._lanes.find(engine.config.kv, "").restorer.namespace
+    namespace = engine.lane_of().restorer.namespace
     assert engine.call(lambda: engine.live.put(namespace, prompt[:99], wrong)).result()
     result = answer(engine, prompt, 10)
     assert result.receipt.reused == {"live": 99}

@@ -54,7 +54,7 @@ def test_a_restore_in_pieces_beside_answers(tier: str, models: Models, tmp_path:
         engine.call(engine.live.clear).result()
         if tier == "disk":
             engine.store.clear_memory()
-        lane = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result()
+        lane = engine.lane_of()
         lane.restorer.rates.load_bytes_per_s, lane.restorer.rates.prefill_tokens_per_s = 1e5, 1.0
         talking = engine.submit(ask(prompt_of(20), 3000))
         events = iter(talking)

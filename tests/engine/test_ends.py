@@ -181,7 +181,7 @@ class SlowDisk(Engine):
 
 
 def on_disk(engine: Engine, tokens: list[int]) -> bool:
-    restorer = engine._lanes.get(engine.config.kv, "").restorer
+    restorer = engine.lane_of().restorer
     keys = [ref.key for ref in chain(restorer.namespace, tokens)]
     return set(keys) <= set(engine.store.on_disk.disk.have(keys))
 
@@ -232,7 +232,7 @@ def test_an_answer_that_was_cut_short_is_not_audited(models, tmp_path):
 
 def spoil(engine: Engine, prompt: list[int]) -> None:
     """Replace the live cache of a prompt by another one."""
-    namespace = engine._lanes.get(engine.config.kv, "").restorer.namespace
+    namespace = engine.lane_of().restorer.namespace
     taken = engine.live.take(namespace, prompt)
     assert taken is not None
     for cache in taken.caches:

@@ -383,7 +383,7 @@ def test_capture(model_of, models, tmp_path, architecture, policy):
 
 
 def lane_of(engine: Engine) -> Any:
-    return engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result()
+    return engine.lane_of()
 
 
 # -- the loop itself ------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def reader(engine: Engine) -> Iterator[Held]:
 
 
 def lane_of(engine: Engine) -> Lane:
-    return engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result()
+    return engine.lane_of()
 
 
 def test_others_go_on_while_blocks_are_loaded(engine: Engine, reader: Held) -> None:

@@ -29,7 +29,7 @@ class SlowDisk(FixedRates):
 
 
 def restorer_of(engine):
-    return engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result().restorer
+    return engine.lane_of().restorer
 
 
 def record_of(engine, prompt):

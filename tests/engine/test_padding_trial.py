@@ -92,8 +92,10 @@ WRONG = KnownVerdict("wrong", "0.32.2", Verdict(False, 0.5, 0.0, 97))
 def test_verdicts_of_two_processes_are_both_kept(tmp_path):
     home = tmp_path / "home"
     first, second = VerdictsFile(home), VerdictsFile(home)
-    first.put("a", RIGHT, keep=True)
-    second.put("b", WRONG, keep=True)
+    for verdicts, key, known in ((first, "a", RIGHT), (second, "b", WRONG)):
+        verdicts.put(key, known, keep=True)
+        assert VerdictsFile(home).get(key) is None, "the engine's thread writes no file"
+        verdicts.save()
     again = VerdictsFile(home)
     assert (again.get("a"), again.get("b"), again.get("c")) == (RIGHT.verdict, WRONG.verdict, None)
     assert again.alone() == [WRONG]
@@ -102,6 +104,7 @@ def test_verdicts_of_two_processes_are_both_kept(tmp_path):
 def test_what_is_not_to_be_kept_holds_for_this_process(tmp_path):
     verdicts = VerdictsFile(tmp_path)
     verdicts.put("a", WRONG, keep=False)
+    verdicts.save()
     assert verdicts.get("a") == WRONG.verdict
     assert VerdictsFile(tmp_path).get("a") is None
 
@@ -112,4 +115,5 @@ def test_a_damaged_file_is_no_verdict(tmp_path, text):
     verdicts = VerdictsFile(tmp_path)
     assert verdicts.get("a") is None
     verdicts.put("a", RIGHT, keep=True)
+    verdicts.save()
     assert VerdictsFile(tmp_path).get("a") == RIGHT.verdict

@@ -31,7 +31,7 @@ def test_a_failed_restore_is_counted_told_and_a_miss(models, tmp_path, caplog):
     """Never in silence; what the blocks before the bad one hold is still of use."""
     prompt = prompt_of(600)
     with engine_on(models.of("llama"), tmp_path, budgets=ON_DISK) as engine:
-        restorer = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result().restorer
+        restorer = engine.lane_of().restorer
         cold = engine.submit(ask(prompt, policy=Policy.DURABLE)).result()
         engine.call(engine.live.clear).result()
         second = restorer.plan(prompt).point.reads[1].key.hex()
@@ -97,7 +97,7 @@ def test_a_record_that_does_not_fit_is_replaced_when_it_is_computed(
     with engine_on(models.of(architecture), tmp_path, budgets=ON_DISK) as engine:
         cold = engine.submit(ask(prompt, policy=Policy.DURABLE)).result()
         engine.call(engine.live.clear).result()
-        restorer = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result().restorer
+        restorer = engine.lane_of().restorer
         point = restorer.plan(prompt).point
         key = [read.key.hex() for read in point.reads if read.part == part][-1]
         rewritten(tmp_path / "store" / "blocks" / key[:2] / f"{key}.{part}.safetensors", change)
@@ -125,7 +125,7 @@ class Broken:
 def test_a_failure_of_any_kind_is_counted_told_and_a_miss(models, tmp_path, caplog):
     prompt = prompt_of(300)
     with engine_on(models.of("llama"), tmp_path, budgets=ON_DISK) as engine:
-        restorer = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result().restorer
+        restorer = engine.lane_of().restorer
         cold = engine.submit(ask(prompt, policy=Policy.DURABLE)).result()
         engine.call(engine.live.clear).result()
         restorer.reader = Broken()

@@ -46,7 +46,7 @@ def window_of(engine: Engine) -> tuple[int, int]:
 
 
 def lane_of(engine: Engine):
-    return engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result()
+    return engine.lane_of()
 
 
 def held(engine: Engine, tier: str) -> int:

@@ -1,10 +1,11 @@
-"""Plays the golden scenario and tells what the engine's thread does with files, sockets and SQL,
-and in which order all threads take locks.
+"""Plays the golden scenario and tells what the engine's thread does with files, sockets, SQL and
+logs, and in which order all threads take locks.
 
 A program of its own: an audit hook stays for the life of its process.
 """
 
 import json
+import logging
 import sqlite3
 import sys
 import threading
@@ -24,10 +25,13 @@ class Watch:
 
     def __init__(self) -> None:
         self.seen: Counter[str] = Counter()
+        self.elsewhere: set[str] = set()
 
     def note(self, kind: str) -> None:
         if threading.current_thread().name == ENGINE:
             self.seen[f"{kind} in {_caller()}"] += 1
+        else:
+            self.elsewhere.add(kind)
 
     def hook(self, event: str, _: tuple[object, ...]) -> None:
         if event.startswith(FORBIDDEN):
@@ -60,11 +64,25 @@ def guard(watch: Watch) -> None:
     sqlite3.connect = lambda *args, **options: connect(*args, factory=Guarded, **options)
 
 
+class LogWatch(logging.Handler):
+    """What a program would write to its log."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def emit(self, _: logging.LogRecord) -> None:
+        self._watch.note("log")
+
+
 if __name__ == "__main__":
     watch, order = Watch(), LockOrder()
     guard(watch)
     order.watch()
     sys.addaudithook(watch.hook)
+    logging.basicConfig(handlers=[LogWatch(watch)], level=logging.INFO)
+    logging.getLogger("keepwarm").info("the golden scenario begins")
     scenario.play(sys.argv[1], Path(sys.argv[2]))
-    found = {"engine": watch.seen, "locks": sorted(order.seen)}
+    elsewhere = sorted(watch.elsewhere)
+    found = {"engine": watch.seen, "callers": elsewhere, "locks": sorted(order.seen)}
     sys.stdout.write(json.dumps(found))

@@ -51,7 +51,7 @@ def engine_on(model: Any, home: Path, secret: str = "") -> Iterator[Engine]:
         Store(budgets=Budgets(min_free_disk_bytes=0), settings=settings) as store,
         Engine(model, store, EngineConfig(memory=memory()), settings=settings) as engine,
     ):
-        lane = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result()
+        lane = engine.lane_of()
         lane.restorer.rates = FixedRates()
         yield engine
 

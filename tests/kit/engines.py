@@ -145,7 +145,7 @@ def engine_on(
         engine = stack.enter_context(engine_class(model, store, chosen, settings=settings))
         if not tries_padding:
             engine._lanes.padding = TrustingVerdicts(home)
-        lane = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result()
+        lane = engine.lane_of()
         if fixed_rates:
             lane.restorer.rates = FixedRates()
             engine._scheduler.slice_sizer.max_slice = 128

@@ -69,9 +69,8 @@ class DigestsFile:
         if label not in self._known:
             with path.open("rb") as file:
                 self._known[label] = hashlib.file_digest(file, "sha256").hexdigest()
-            # The engine's thread waits for no other process: else the next start reads it again.
-            with suppress(OSError):
-                self._file.change(lambda kept: {**kept, **self._known}, wait_s=0.0)
+            with suppress(OSError):  # the next start reads it again
+                self._file.change(lambda kept: {**kept, **self._known})
         return self._known[label]
 
 

@@ -44,7 +44,7 @@ from keepwarm.models.load import Model
 from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.telemetry.ledger import Ledger, RequestRecord
 from keepwarm.text.prepare import PreparedRequest, Preparer
-from keepwarm.text.request import Request
+from keepwarm.text.request import KVOptions, Request
 from keepwarm.text.sampling_rules import default_rules
 from keepwarm.text.sandbox.deadline import PrepareDeadline
 from keepwarm.text.sandbox.process import SandboxProcess
@@ -131,12 +131,16 @@ class Engine:
         self.preparer = Preparer.of(model, probe.n_logits, recent, settings, sandbox)
         opened.callback(self.preparer.close)
         self._texts = RecentTexts(recent, self.ledger, self.preparer, self._run_later)
-        self._lanes = Lanes(model, self.store, self.live, probe.layout, VerdictsFile(settings.home))
+        verdicts = VerdictsFile(settings.home)
+        self._lanes = Lanes(model, self.store, self.live, probe.layout, verdicts, self.call)
         self._admission = Admission(self._memory.batch_bytes)
-        self._recorder = Recorder(self.store, lambda job: self._post(EndSaved(job)))
+        self._recorder = Recorder(
+            self.store,
+            lambda job: self._post(EndSaved(job)),
+            [self.store.counts.save, verdicts.save],
+        )
         self._preparation = Preparation(
-            *(self.config, self.sampling, self._lanes, self.preparer, self._recorder),
-            call=self.call,
+            self.config, self.sampling, self._lanes, self.preparer, self._recorder
         )
         self._scheduler = Scheduler(
             *(self._admission, SliceSizer.for_this_device(), self._on_kept),
@@ -163,9 +167,11 @@ class Engine:
 
     # requests
 
-    def lane_of(self, tenant: str = "", agent: str | None = None) -> Lane:
-        """The lane of a tenant's or an agent's requests that name no KV options."""
-        request = Request(tenant=tenant, agent=agent, kv=self.config.kv)
+    def lane_of(
+        self, tenant: str = "", agent: str | None = None, kv: KVOptions | None = None
+    ) -> Lane:
+        """The lane of a tenant's or an agent's requests, with these KV options or without any."""
+        request = Request(tenant=tenant, agent=agent, kv=kv or self.config.kv)
         return self._preparation.lane_for(request)
 
     def prepare(self, request: Request, deadline: PrepareDeadline | None = None) -> PreparedRequest:

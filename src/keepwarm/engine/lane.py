@@ -6,8 +6,11 @@ Requests of one lane share blocks; lanes that differ only in tenant or import sh
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from keepwarm import kv
 from keepwarm.cache.restore.loading import EMPTY, Fault, Loading
@@ -23,6 +26,7 @@ from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import Inexact, KVOptions
 
 LOG = logging.getLogger(__name__)
+Call: TypeAlias = Callable[[Callable[[], Any]], Future[Any]]
 
 MIN_SHARED_TOKENS = 16  # a shorter shared prefix is not worth waiting for
 
@@ -249,23 +253,23 @@ class Lane:
 
 @dataclass
 class Lanes:
-    """All lanes of an engine, each made at its first use, on the engine's thread."""
+    """All lanes of an engine, each made at its first use. Never on the engine's thread: files are
+    read for it."""
 
     model: Model
     store: Store
     live: Live
     layout: kv.Layout  # with the default KV options
     padding: VerdictsFile
+    call: Call  # runs work on the engine's thread
     _made: dict[tuple[KVOptions, str], Lane] = field(default_factory=dict)
-
-    def find(self, options: KVOptions, tenant: str) -> Lane | None:
-        """A lane that was made before; from any thread."""
-        return self._made.get((options, tenant))
+    _making: threading.RLock = field(default_factory=threading.RLock)
 
     def get(self, options: KVOptions, tenant: str) -> Lane:
         key = (options, tenant)
         if key not in self._made:
-            self._made[key] = self._make(options, tenant)
+            with self._making:
+                self._made[key] = self._made.get(key) or self._make(options, tenant)
         return self._made[key]
 
     def of_agent(self, lane: Lane, agent: str | None) -> Lane:
@@ -282,12 +286,11 @@ class Lanes:
     def _make(self, options: KVOptions, tenant: str) -> Lane:
         start, is_exact = options.quantized_kv_start, options.kv_bits is None
         given = make_options(options)
+        module, layout = self.model.module, self.layout
+        if given:
+            layout = self.call(lambda: kv.probe(module, kv.make_caches(module, **given))).result()
         attached = self.store.attach(
-            self.model.module,
-            self.model.path,
-            salt=salt_of(tenant, start),
-            layout=None if given else self.layout,
-            **given,
+            module, self.model.path, salt=salt_of(tenant, start), layout=layout, **given
         )
         return Lane(
             self.model,

@@ -81,6 +81,7 @@ class VerdictsFile:
     def __init__(self, home: Path) -> None:
         self._file = StateFile(home / MACHINE, "padding", _verdicts_from_json, _verdicts_to_json)
         self._known = self._file.read()
+        self._unsaved: dict[str, KnownVerdict] = {}
 
     def get(self, key: str) -> Verdict | None:
         return self._known[key].verdict if key in self._known else None
@@ -89,9 +90,14 @@ class VerdictsFile:
         """Without `keep` it holds for this process only."""
         self._known[key] = known
         if keep:
-            # The engine's thread waits for no other process: else the next start tries again.
-            with suppress(OSError):
-                self._file.change(lambda kept: {**kept, key: known}, wait_s=0.0)
+            self._unsaved[key] = known
+
+    def save(self) -> None:
+        """Write what is to be kept; never on the engine's thread."""
+        new, self._unsaved = self._unsaved, {}
+        if new:
+            with suppress(OSError):  # the next start tries again
+                self._file.change(lambda kept: {**kept, **new})
 
     def alone(self) -> list[KnownVerdict]:
         """Models whose sequences must not share a batch."""
@@ -127,6 +133,7 @@ class RowSharing:
         self._version = importlib.metadata.version("mlx-lm")
         self._key = digest([asdict(replace(identity, salt="")), self._version, TRIAL])
         self.can_batch = kv.can_batch(self._make())  # as far as the caches' classes say
+        self._max_bytes = min(MAX_BYTES, memories().arrays.free_bytes() // 8)
         self._trial: Passes[Verdict] | None = None
 
     @property
@@ -144,9 +151,8 @@ class RowSharing:
     def step(self) -> None:
         """Run the model once; on the last pass the verdict is known."""
         if self._trial is None:
-            free_bytes = memories().arrays.free_bytes()
             self._trial = try_padding(
-                self._model, self._make, min(MAX_BYTES, free_bytes // 8), _n_positions(self._model)
+                self._model, self._make, self._max_bytes, _n_positions(self._model)
             )
         try:
             next(self._trial)

@@ -6,11 +6,10 @@ shared tiers what they hold of it. Nothing here runs on the engine's thread but 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from keepwarm.engine.admission import EngineConfig
 from keepwarm.engine.lane import Lane, Lanes, exact_options, make_options
@@ -29,7 +28,6 @@ from keepwarm.text.sampling_rules import DrawRules
 from keepwarm.text.sandbox.deadline import PrepareDeadline
 
 AnyRequest: TypeAlias = Request | PreparedRequest
-Call: TypeAlias = Callable[[Callable[[], Any]], Future[Any]]
 
 
 class ReadyRequest(NamedTuple):
@@ -50,17 +48,14 @@ class Preparation:
         lanes: Lanes,
         preparer: Preparer,
         recorder: Recorder,
-        *,
-        call: Call,
     ) -> None:
-        """`sampling` holds where a request is silent; `call` runs on the engine's thread."""
+        """`sampling` holds where a request is silent."""
         self._config = config
         self._sampling = sampling
         self._lanes = lanes
         self._store = lanes.store
         self._preparer = preparer
         self._recorder = recorder
-        self._call = call
 
     def make_ready(
         self, request: AnyRequest, deadline: PrepareDeadline | None, lane: Lane | None = None
@@ -99,16 +94,14 @@ class Preparation:
         return with_kept_options(request), lane
 
     def lane_for(self, request: Request) -> Lane:
-        """The lane of a request's KV options, tenant and agent; made on the engine's thread."""
+        """The lane of a request's KV options, tenant and agent."""
         options = exact_options(request.kv) if request.kv.kv_bits is None else request.kv
-        lane = self._lanes.find(options, request.tenant)
-        if lane is None:
-            lane = self._call(lambda: self._lanes.get(options, request.tenant)).result()
+        lane = self._lanes.get(options, request.tenant)
         return self._lanes.of_agent(lane, request.agent)
 
     def _history(self, request: Request, lane: Lane) -> KnownHistory:
         """What the store has of the conversation, its latest turn included."""
-        self._call(lambda: None).result()  # answers are sent before they are kept
+        self._lanes.call(lambda: None).result()  # answers are sent before they are kept
         if request.agent is None or request.messages is None:
             raise BadInput("To continue, a request needs an agent and messages; send both.")
         self._recorder.wait_until_recorded(request.agent)

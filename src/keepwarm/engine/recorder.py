@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -27,8 +27,10 @@ LOG = logging.getLogger(__name__)
 
 
 class Recorder:
-    def __init__(self, store: Store, end: Callable[[Job], None]) -> None:
-        """`end` ends a durable job once it is on disk."""
+    def __init__(
+        self, store: Store, end: Callable[[Job], None], saves: Sequence[Callable[[], None]]
+    ) -> None:
+        """`end` ends a durable job once it is on disk; `saves` are called after requests."""
         self._store = store
         self._end = end
         self._next_expiry = 0.0  # by the monotonic clock
@@ -37,7 +39,8 @@ class Recorder:
         self._noting = threading.Lock()  # of `_unrecorded`, which the engine's thread adds to
         self._warned: dict[str | None, str] = {}  # why the turns of an agent cannot be recorded
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="keepwarm-recorder")
-        self._is_saving_counts = False
+        self._saves = saves
+        self._is_saving = False
 
     def record_sequence(self, sequence: RunningSequence) -> None:
         """After a sequence has ended: record its agent's new turn, pin its breakpoints."""
@@ -87,14 +90,15 @@ class Recorder:
         self._store.counts.add(
             PromptCounts.of_request(n_prompt, record.reused, is_later_turn=is_later)
         )
-        if not self._is_saving_counts:  # once for requests that end together
-            self._is_saving_counts = True
+        if not self._is_saving:  # once for requests that end together
+            self._is_saving = True
             with suppress(RuntimeError):  # it is closed; the store saves them when it closes
-                self._pool.submit(self._save_counts)
+                self._pool.submit(self._save)
 
-    def _save_counts(self) -> None:
-        self._is_saving_counts = False
-        self._store.counts.save()
+    def _save(self) -> None:
+        self._is_saving = False
+        for save in self._saves:
+            save()
 
     def end_durably(self, job: Job) -> None:
         """End a job when its blocks are on disk; the receipt says whether all of them are."""

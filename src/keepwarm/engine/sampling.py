@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
+from numpy.random import Philox, SeedSequence
 from numpy.typing import NDArray
 
 from keepwarm.text.request import Sampling, TokenInfo, TopLogprob
@@ -51,7 +52,7 @@ class Sampler:
         self._repeated = self._start_repeated(n_vocab, prompt_tokens)
         self._offset = self._start_offset(n_vocab)
         seed = None if sampling.seed is None else sampling.seed % 2**64
-        self._keys = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(choice,)))
+        self._keys = Philox(SeedSequence(seed, spawn_key=(choice,)))
         self.key = self._next_key()
 
     @property

@@ -12,20 +12,21 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from heapq import nlargest
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from keepwarm.agents.agent import Agent, Branch
 from keepwarm.agents.agent_store import AgentStore
 from keepwarm.cache.identity import make_options_in
 from keepwarm.cache.restore.plan import Read
 from keepwarm.cache.restore.restorer import Restorer
-from keepwarm.cache.store import AttachedModel
 from keepwarm.engine.engine import Engine
+from keepwarm.engine.lane import Lane
 from keepwarm.errors import BadInput, CacheError, KeepwarmError, Stopping
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace
 from keepwarm.prefix.policy import Policy
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.tier import TTL_PIN, StoredBlock
+from keepwarm.text.request import KVOptions
 
 LOG = logging.getLogger(__name__)
 MAX_TTL_PINS = 64  # the most recently used
@@ -53,7 +54,6 @@ class Warmer:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self.warmed: list[WarmedConversation] = []
-        self._attached: dict[tuple[tuple[str, Any], ...], AttachedModel] = {}  # by KV options
 
     def run_in_background(self) -> Self:
         self._thread = threading.Thread(target=self._run_quietly, name="keepwarm-warm", daemon=True)
@@ -106,25 +106,19 @@ class Warmer:
         not of this model."""
         try:
             theirs = self._engine.store.on_disk.identity_of(name)
-            usual = self._attach({}).identity
+            usual = self._lane(KVOptions()).identity
             if (theirs.weights, theirs.config) != (usual.weights, usual.config):
                 return None
-            attached = self._attach(make_options_in(theirs))
+            lane = self._lane(KVOptions(**make_options_in(theirs)))
         except (BadInput, CacheError):  # it is not recorded, or its options are not for this model
             return None
-        ours = attached.identity
+        ours = lane.identity
         is_ours = replace(theirs, salt=ours.salt, origin=ours.origin) == ours
-        return attached.restorer.in_namespace(name) if is_ours else None
+        return lane.restorer.in_namespace(name) if is_ours else None
 
-    def _attach(self, options: dict[str, Any]) -> AttachedModel:
-        """The engine's model with these KV options."""
-        key = tuple(sorted(options.items()))
-        if key not in self._attached:
-            self._wait_until_idle()
-            model, attach = self._engine.model, self._engine.store.attach
-            attached = self._engine.call(lambda: attach(model.module, model.path, **options))
-            self._attached[key] = attached.result()
-        return self._attached[key]
+    def _lane(self, options: KVOptions) -> Lane:
+        self._wait_until_idle()  # a new one runs the model
+        return self._engine.lane_of(kv=options)
 
     def _warm(self, restorer: Restorer, agent: Agent) -> None:
         tokens = self._engine.store.on_disk.tokens_of(agent)
