@@ -1,8 +1,7 @@
 """Three lines give a plain mlx-lm script a prompt cache that outlives it."""
 
-import os
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import keepwarm
 from keepwarm.errors import BadInput
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.compare import assert_same
-from tests.kit.models import ARCHITECTURES
+from tests.kit.models import LAYER_KINDS
 from tests.kit.runs import FedCounter, cold, continue_from, prefill, prompt_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "prompt_cache.py"
@@ -43,7 +42,7 @@ def test_commit_in_one_store_restore_in_the_next(model, tmp_path):
     assert counter.fed == 1 + 5
 
 
-@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("architecture", LAYER_KINDS)
 def test_a_script_keeps_the_last_place_before_the_end(models, tmp_path, architecture):
     """A state cannot be taken back: it is kept while mlx-lm prefills, for the same prompt again."""
     model, prompt = models.of(architecture), prompt_of(300)
@@ -102,19 +101,14 @@ def test_a_cache_must_hold_what_is_named(model, tmp_path):
             kw.restore([])
 
 
-def test_the_example_twice(tmp_path):
-    """The second process prefills only what is new, and says the same."""
-    source = write_checkpoint(tmp_path / "model")
-    outputs = [
-        subprocess.run(
-            [sys.executable, str(EXAMPLE), str(source)],
-            env={**os.environ, "KEEPWARM_STORE": str(tmp_path / "store")},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for _ in range(2)
-    ]
+def test_the_example_twice(tmp_path, monkeypatch, capsys):
+    """The second time it prefills only what is new, and says the same."""
+    monkeypatch.setenv("KEEPWARM_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", [EXAMPLE.name, str(write_checkpoint(tmp_path / "model"))])
+    outputs = []
+    for _ in range(2):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+        outputs.append(capsys.readouterr().out)
     warm = [re.search(r"(\d+) of (\d+) tokens were warm", out).groups() for out in outputs]
     total = int(warm[0][1])
     assert [int(n) for n, _ in warm] == [0, total - 1]

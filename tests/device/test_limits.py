@@ -73,22 +73,6 @@ def test_errors_and_cancellation_release(before, error):
     assert limit() == before
 
 
-def test_an_abandoned_answer_releases(before):
-    """A generator that the caller does not read to its end."""
-    scopes = MemoryScopes()
-
-    def answer():
-        with scopes.active(LARGE):
-            yield 1
-            yield 2
-
-    running = answer()
-    next(running)
-    assert not scopes.release_if_idle()
-    running.close()
-    assert scopes.release_if_idle()
-
-
 @pytest.mark.parametrize("order", [(SMALL, LARGE), (LARGE, SMALL)])
 def test_two_engines_with_different_settings_do_not_race(before, order, caplog):
     """In either order the larger limit holds while active, and a warning is logged."""

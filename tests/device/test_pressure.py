@@ -113,25 +113,17 @@ def of_two(gpu_left, host_left):
     return gpu, host, Watcher(looks)
 
 
-def test_a_gpu_that_is_smaller_than_the_machines_floor_is_not_low():
-    """A twentieth of the machine is more than the GPU has, so its own floor is used."""
-    gpu, host, watcher = of_two(60 * GIB, 1000 * GIB)
-    assert watcher.check() == 0
-    assert gpu.asked == host.asked == []
-
-
-def test_a_gpu_that_is_low_sheds_what_lies_there():
-    """Releasing blocks of the machine would free nothing on it."""
-    gpu, host, watcher = of_two(3 * GIB, 1000 * GIB)
-    assert watcher.check() == 3 * GIB
-    assert (gpu.asked, host.asked) == ([("live", 3 * GIB)], [])
-
-
-def test_a_machine_that_is_low_sheds_its_blocks():
-    """Live caches, which are on the GPU, stay."""
-    gpu, host, watcher = of_two(60 * GIB, 100 * GIB)
-    assert watcher.check() == host.left - 100 * GIB > 50 * GIB
-    assert (gpu.asked, [name for name, _ in host.asked]) == ([], ["tier"])
+@pytest.mark.parametrize(
+    ("gpu_left", "host_left", "asked"),
+    [(60 * GIB, 1000 * GIB, []), (3 * GIB, 1000 * GIB, ["live"]), (60 * GIB, 100 * GIB, ["tier"])],
+)
+def test_the_memory_that_is_low_by_its_own_floor_sheds_what_lies_there(gpu_left, host_left, asked):
+    """A twentieth of the machine is more than the GPU has; what lies elsewhere would not help."""
+    gpu, host, watcher = of_two(gpu_left, host_left)
+    freed = watcher.check()
+    assert freed == gpu.left - gpu_left + host.left - host_left
+    assert [name for name, _ in (*gpu.asked, *host.asked)] == asked
+    assert bool(freed) == bool(asked)
 
 
 def test_one_memory_sheds_both():

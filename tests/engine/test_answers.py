@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import mlx.core as mx
@@ -10,7 +9,6 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm.engine.engine import Engine
-from keepwarm.errors import BadInput
 from keepwarm.text.request import Result
 from tests.kit.engines import Exam, Models, ask, engine_on, tokens_of
 from tests.kit.models import WINDOW
@@ -34,15 +32,17 @@ def said(engine: Engine, *asked, **wishes) -> list[int]:
 # -- what is fed, and what is counted -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n_tokens", [1, 2, 64, 65, 256, 257, 258, 582])
-def test_what_is_counted_is_what_the_model_was_fed(engine, n_tokens):
-    result = answer(engine, prompt_of(n_tokens), 4)
-    usage, receipt = result.usage, result.receipt
-    assert usage.prompt_tokens == receipt.prompt_tokens == receipt.recomputed == n_tokens
-    assert (usage.cached_tokens, receipt.reused, usage.completion_tokens) == (0, {}, 4)
-    assert engine.model.module.fed == n_tokens + 4
-    assert usage.ttft_ms > 0
-    assert usage.tokens_per_second > 0
+def test_what_is_counted_is_what_the_model_was_fed(engine):
+    fed = 0
+    for n_tokens in (1, 2, 64, 65, 256, 257, 582):
+        result = answer(engine, prompt_of(n_tokens, seed=n_tokens), 4)
+        usage, receipt = result.usage, result.receipt
+        assert usage.prompt_tokens == receipt.prompt_tokens == receipt.recomputed == n_tokens
+        assert (usage.cached_tokens, receipt.reused, usage.completion_tokens) == (0, {}, 4)
+        fed += n_tokens + 4
+        assert engine.model.module.fed == fed
+        assert min(usage.ttft_ms, usage.tokens_per_second) > 0
+    assert answer(engine, prompt_of(5), 1).usage.tokens_per_second == 0, "one token has no rate"
 
 
 def test_a_repeat_is_fed_one_token(engine):
@@ -53,10 +53,6 @@ def test_a_repeat_is_fed_one_token(engine):
     assert tokens_of(again.choices[0]) == first
     assert (again.usage.cached_tokens, again.receipt.recomputed) == (299, 1)
     assert engine.model.module.fed - fed == 1 + 5
-
-
-def test_one_token_has_no_rate(engine):
-    assert answer(engine, prompt_of(5), 1).usage.tokens_per_second == 0
 
 
 @pytest.mark.parametrize(("n_tokens", "place"), [(WINDOW - 10, "live"), (WINDOW + 60, "memory")])
@@ -90,21 +86,6 @@ def test_a_wrong_cache_would_be_seen(engine, models):
 # -- where it ends --------------------------------------------------------------------------------
 
 
-def test_a_stop_token_ends_the_answer_and_is_not_in_its_text(models, tmp_path):
-    model, prompt = models.of("llama"), prompt_of(30)
-    with engine_on(model, tmp_path) as engine:
-        free = said(engine, prompt, 12)
-    stop = free[6]
-    kept = free[: free.index(stop)]
-    model.tokenizer.eos_token_ids = {stop}
-    with engine_on(model, tmp_path) as engine:
-        result = answer(engine, prompt, 12)
-    (choice,) = result.choices
-    assert tokens_of(choice) == [*kept, stop]
-    assert (choice.text, choice.reason) == (model.tokenizer.decode(kept), "stop")
-    assert result.usage.completion_tokens == len(kept) + 1
-
-
 def test_the_context_ends_the_answer(models, tmp_path):
     with engine_on(replace(models.of("llama"), n_context=40), tmp_path) as engine:
         for n_prompt, n_wanted in ((30, 100), (30, None), (39, 100)):
@@ -113,46 +94,16 @@ def test_the_context_ends_the_answer(models, tmp_path):
             assert choice.reason == "length"
 
 
-# -- what is refused ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("prompt", "wishes", "says"),
-    [
-        ([], {}, "prompt is empty"),
-        (prompt_of(40), {}, "40 tokens long and llama reads at most 39"),
-        ([1], {"max_tokens": -1}, "max_tokens is -1"),
-        ([1], {"temperature": -0.1}, "temperature is -0.1"),
-        ([1], {"temperature": math.nan}, "temperature is nan"),
-        ([1], {"temperature": math.inf}, "temperature is inf"),
-        ([1], {"seed": 2**64}, "seed is 18446744073709551616"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_runs(models, tmp_path, prompt, wishes, says):
-    model = replace(models.of("llama"), n_context=40)
-    with engine_on(model, tmp_path) as engine:
-        with pytest.raises(BadInput, match=says):
-            engine.submit(ask(prompt, **wishes))
-        assert model.module.fed == 0
-
-
 # -- what repeats it ------------------------------------------------------------------------------
 
 
-def test_a_seed_makes_the_draws_repeatable(engine):
+def test_a_seed_makes_the_draws_repeatable_whatever_the_process_draws(engine):
     def draw(seed: int | None) -> list[int]:
         return said(engine, prompt_of(20), 20, temperature=1.0, seed=seed)
 
-    assert draw(1) == draw(1)
-    assert draw(1) != draw(2)
-    assert draw(None) != draw(None)
-
-
-def test_the_seed_is_the_requests_own_and_not_the_process(engine):
-    def draw() -> list[int]:
-        return said(engine, prompt_of(20), 10, temperature=1.0, seed=3)
-
-    first = draw()
+    first = draw(1)
     mx.random.seed(99)
     mx.random.normal((10,))
-    assert draw() == first
+    assert draw(1) == first
+    assert draw(2) != first
+    assert draw(None) != draw(None)

@@ -16,10 +16,9 @@ from keepwarm.engine.batch import Batch, Row
 from keepwarm.engine.sampling import Sampler
 from keepwarm.text.request import Delta, Sampling
 from tests.kit.engines import ask, engine_on
-from tests.kit.models import ARCHITECTURES
+from tests.kit.models import LAYER_KINDS
 from tests.kit.runs import FedCounter, cold, continue_from, prefill, prompt_of
 
-BATCHED = [name for name in ARCHITECTURES if name not in ("llama4", "deepseek_v41")]
 VOCABULARY = 128
 
 
@@ -51,7 +50,7 @@ def said(row: Row, prompt) -> list[int]:
     return row.tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("architecture", BATCHED)
+@pytest.mark.parametrize("architecture", LAYER_KINDS)
 def test_rows_come_and_go(tiny_model, architecture):
     """At every step a row may join or leave; each row's tokens are a cold run's, and the caches
     it leaves with go on as if it had been alone."""

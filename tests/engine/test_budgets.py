@@ -8,13 +8,11 @@ import pytest
 
 from keepwarm import config
 from keepwarm.cache.store import Budgets, Store
-from keepwarm.cli.options import open_engine
 from keepwarm.device.limits import MemoryScopes, MLXDevice, scopes_of_process
 from keepwarm.device.memory import MIB, Memories, Memory, MemoryConfig, host_memory
 from keepwarm.engine import engine as engine_module
 from keepwarm.engine.admission import EngineConfig
 from keepwarm.engine.engine import Engine
-from tests.kit.checkpoints import write_checkpoint
 from tests.kit.engines import ask, memory
 from tests.kit.runs import prompt_of
 
@@ -222,16 +220,6 @@ def test_what_a_program_says_of_blocks_holds(models, tmp_path, n_bytes):
         Engine(models.of("llama"), store, EngineConfig(memory()), settings=settings) as engine,
     ):
         assert tier_limit(engine) == n_bytes
-
-
-@pytest.mark.parametrize("chosen", [0, 5 * MIB])
-def test_the_command_line_keeps_blocks_in_memory(tmp_path, chosen):
-    """0 stands for a share of the machine, there as in a server."""
-    model = write_checkpoint(tmp_path / "model")
-    settings = settings_in(tmp_path, memory_bytes=chosen, model=model)
-    with open_engine(settings, ask([1])) as engine:
-        share = MemoryConfig.automatic(model_bytes=engine.model.n_bytes).tier_bytes
-        assert tier_limit(engine) == (chosen or share)
 
 
 def test_blocks_beyond_the_engines_share_go(models, tmp_path):

@@ -38,10 +38,6 @@ def test_a_silent_request_is_drawn_as_the_makers_meant_it(engine):
     assert drawn != said(engine, seed=1, temperature=0)
 
 
-def test_a_request_that_asks_for_zero_is_greedy(engine):
-    assert said(engine, temperature=0) == said(engine, temperature=0, seed=2)
-
-
 def test_what_holds_is_in_the_prepared_request(engine):
     sampling = engine.prepare(Request(prompt=PROMPT)).request.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (5.0, 40, 1.0)
@@ -67,13 +63,3 @@ def test_the_settings_reach_the_library(model, tmp_path, environment, expected):
     makers = replace(model, generation_config=MAKERS)
     with engine_on(makers, tmp_path, environment=environment) as engine:
         assert engine.sampling == expected
-
-
-def test_log_probabilities_are_those_that_were_asked_for(models, tmp_path):
-    with engine_on(models.of("llama"), tmp_path) as engine:
-        for n_top in (None, 0, 2):
-            sampling = Sampling(max_tokens=3, temperature=0, top_logprobs=n_top)
-            result = engine.submit(Request(prompt=[1, 2, 3], sampling=sampling)).result()
-            for token in result.choices[0].tokens:
-                assert (token.logprob is None, len(token.top)) == (n_top is None, n_top or 0)
-                assert not token.top or token.top[0] == (token.token, token.logprob)

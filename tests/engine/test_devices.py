@@ -11,22 +11,33 @@ from functools import partial
 import pytest
 
 from keepwarm.engine.scheduler import MAX_OWN_ROWS
+from keepwarm.errors import Cancelled
 from keepwarm.prefix.policy import Policy
 from tests.kit.devices import CPU, DEVICES, H200, M1, M4_MAX, Device, Simulation, p95, simulated
 
 LONG = 8192
 
 
-@pytest.fixture(params=DEVICES, ids=lambda device: device.name)
+@pytest.fixture(scope="module", params=DEVICES, ids=lambda device: device.name)
 def device(request) -> Device:
     return request.param
 
 
-@pytest.fixture
-def sim(device, models, tmp_path) -> Iterator[Simulation]:
-    with simulated(device, models.of("llama"), tmp_path) as simulation:
+@pytest.fixture(scope="module")
+def learned(device, models, tmp_path_factory) -> Iterator[Simulation]:
+    with simulated(device, models.of("llama"), tmp_path_factory.mktemp("home")) as simulation:
         simulation.learn()
         yield simulation
+
+
+@pytest.fixture
+def sim(learned) -> Iterator[Simulation]:
+    """A device that has been used, and is idle."""
+    yield learned
+    learned.arrivals.clear()
+    for job in learned.scheduler.jobs:
+        learned.scheduler.abort(job, Cancelled("Enough."))
+    learned.lane.live.clear()
 
 
 def longest_wait(device: Device, n_rows: int) -> float:

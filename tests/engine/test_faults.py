@@ -23,8 +23,8 @@ from tests.kit.engines import Exam, Models, ask, engine_on, held, tokens_of
 from tests.kit.runs import FedCounter, prompt_of
 
 MARKER = 127  # the token that brings the fault
-BATCHED = ("llama", "gemma3_text", "mamba", "qwen3_next")
-STATES = ("mamba2", "recurrent_gemma", "falcon_h1", "deepseek_v41")
+BATCHED = ("gemma3_text", "mamba")
+STATES = ("mamba2", "falcon_h1")
 MARKED, UNMARKED = {MARKER: 100.0}, {MARKER: -100.0}
 
 each_batched = pytest.mark.parametrize("architecture", BATCHED)
@@ -111,10 +111,10 @@ def among_neighbours(engine: Engine, exam: Exam, request: Request | None, n_befo
     """Submit a request while others decode; its error. Greedy neighbours must equal a cold run,
     and a sampled one the same request without a fault."""
     prompts = [unmarked(30 + 11 * i, seed=20 + i) for i in range(4)]
-    drawn = ask(unmarked(25, seed=30), 40, temperature=1.0, seed=5, logit_bias=UNMARKED)
+    drawn = ask(unmarked(25, seed=30), 20, temperature=1.0, seed=5, logit_bias=UNMARKED)
     calm = engine.submit(drawn).result()
     with held(engine):
-        requests = [ask(prompt, 40, logit_bias=UNMARKED) for prompt in prompts]
+        requests = [ask(prompt, 20, logit_bias=UNMARKED) for prompt in prompts]
         answers = [engine.submit(other) for other in requests[:n_before]]
         asked = None if request is None else engine.submit(request)
         answers += [engine.submit(other) for other in requests[n_before:]]
@@ -218,8 +218,7 @@ def spoil(cache: Any) -> None:
         cache.cache = [array.astype(mx.float16) for array in cache.cache]
 
 
-@each_batched
-@pytest.mark.parametrize("n_before", [1, 4])
+@pytest.mark.parametrize(("architecture", "n_before"), [("gemma3_text", 1), ("mamba", 4)])
 def test_a_step_that_always_fails_for_one(model_of, models, tmp_path, architecture, n_before):
     """A failed batch is rebuilt from blocks; in the end only the cause has failed."""
     model, exam = model_of(architecture), Exam(models.module(architecture), without=MARKER)
@@ -261,9 +260,8 @@ def test_a_step_that_fails_once(model_of, models, tmp_path, architecture):
     exam.check()
 
 
-@each_batched
-def test_detokenise(model_of, models, tmp_path, architecture):
-    model, exam = model_of(architecture), Exam(models.module(architecture), without=MARKER)
+def test_detokenise(model_of, models, tmp_path):
+    model, exam = model_of("llama"), Exam(models.module("llama"), without=MARKER)
     model = replace(model, tokenizer=FaultyTokenizer(model.tokenizer))
     with engine_on(model, tmp_path) as engine:
         spoiled = ask(unmarked(20, seed=52), 6, logit_bias=MARKED)
@@ -327,13 +325,6 @@ def test_draws(model_of, tmp_path):
 # -- what the cache does wrong costs no answer ----------------------------------------------------
 
 
-class BrokenReader:
-    slabs = None
-
-    def start(self, *read: Any) -> Any:
-        raise ValueError("cannot broadcast")
-
-
 class BrokenWriter:
     """A saver that saves nothing."""
 
@@ -347,32 +338,13 @@ class BrokenWriter:
         return getattr(self._writer, name)
 
 
-@each_batched
-def test_restore(model_of, models, tmp_path, architecture):
-    """A prefix that cannot be loaded is a miss, for any reason."""
-    model, exam = model_of(architecture), Exam(models.module(architecture), without=MARKER)
-    prompt = unmarked(300, seed=54)
-    with engine_on(model, tmp_path) as engine:
-        works(engine, exam, prompt)
-        engine.call(engine.live.clear).result()
-        restorer = lane_of(engine).restorer
-        reader, restorer.reader = restorer.reader, BrokenReader()
-        assert works(engine, exam, prompt).receipt.cached_tokens == 0
-        restorer.reader = reader
-        engine.call(engine.live.clear).result()
-        assert works(engine, exam, prompt).receipt.cached_tokens == 299
-        assert engine.stats().counters["failed"] == 0
-    exam.check()
-
-
-@each_batched
 @pytest.mark.parametrize("policy", [Policy.READ_WRITE, Policy.DURABLE])
-def test_capture(model_of, models, tmp_path, architecture, policy):
+def test_capture(model_of, models, tmp_path, policy):
     """A failed save is counted, and no request hangs."""
-    model, exam = model_of(architecture), Exam(models.module(architecture), without=MARKER)
+    model, exam = model_of("falcon_h1"), Exam(models.module("falcon_h1"), without=MARKER)
     prompt = unmarked(300, seed=55)
     with engine_on(model, tmp_path) as engine:
-        restorer = lane_of(engine).restorer
+        restorer = engine.lane_of().restorer
         writer, restorer.writer = restorer.writer, BrokenWriter(restorer.writer)
         result = engine.submit(ask(prompt, 4, policy=policy, logit_bias=UNMARKED)).result()
         exam.add(prompt, result.choices[0])
@@ -380,10 +352,6 @@ def test_capture(model_of, models, tmp_path, architecture, policy):
         restorer.writer = writer
         works(engine, exam, prompt)
     exam.check()
-
-
-def lane_of(engine: Engine) -> Any:
-    return engine.lane_of()
 
 
 # -- the loop itself ------------------------------------------------------------------------------

@@ -120,11 +120,8 @@ class Gate:
 @pytest.mark.parametrize(
     ("engine", "n_written", "is_known"),
     [
-        ("llama", 0, False),
         ("llama", 0, True),
         ("llama", 1, False),
-        ("gemma3_text", 1, False),
-        ("qwen3_next", 1, False),
         ("qwen3_next", 2, True),
     ],
     indirect=["engine"],

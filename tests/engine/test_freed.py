@@ -14,11 +14,12 @@ import mlx.core as mx
 import psutil
 import pytest
 
+from keepwarm.cache.store import Budgets
 from keepwarm.device.limits import MemoryScopes
 from keepwarm.device.memory import MIB
 from keepwarm.errors import Cancelled, EngineFailed
 from keepwarm.prefix.policy import Policy
-from tests.engine.test_gates import FAULT, FaultyTokenizer
+from tests.engine.test_faults import MARKED, FaultyTokenizer
 from tests.kit.engines import ask, engine_on, memory
 from tests.kit.runs import prompt_of
 from tests.kit.waiting import no_collection
@@ -36,7 +37,7 @@ def whole(engine, **wishes):
 
 
 def failed(engine):
-    return whole(engine, logit_bias={FAULT: 100.0})
+    return whole(engine, logit_bias=MARKED)
 
 
 def two(engine):
@@ -68,6 +69,24 @@ def test_nothing_of_a_request_stays(models, tmp_path, end, caplog):
         assert mx.get_active_memory() <= before
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_restored_conversation_takes_no_more_memory_than_a_fresh_one(
+    models, tmp_path, architecture
+):
+    """At its peak, less than a tenth over it."""
+    found = []
+    for n_cached in (0, 2999):
+        budgets = Budgets(memory_bytes=0, min_free_disk_bytes=0)
+        with engine_on(models.of(architecture), tmp_path, budgets=budgets) as engine:
+            mx.clear_cache()
+            before = mx.get_active_memory()
+            mx.reset_peak_memory()
+            result = engine.submit(ask(prompt_of(3000), 2)).result()
+            found.append(mx.get_peak_memory() - before)
+            assert result.receipt.cached_tokens == n_cached
+    assert found[1] < 1.1 * found[0]
+
+
 def rss():
     return psutil.Process().memory_info().rss
 
@@ -91,8 +110,8 @@ def test_a_rest_is_told_once():
 def test_clearing_an_engine_shrinks_the_process(models, tmp_path):
     """By about as much as it kept."""
     with engine_on(models.of("llama"), tmp_path) as engine:
-        for seed in range(60):
-            engine.warm(ask(prompt_of(400, seed))).result()
+        for seed in range(40):
+            engine.warm(ask(prompt_of(600, seed))).result()
         engine.wait_until_saved()
         kept = sum(use.n_bytes for use in engine.memory() if use.name in ("live", "memory"))
         start = rss()

@@ -49,18 +49,6 @@ def test_six_at_once_share_one_prefill(models, tmp_path, architecture):
 
 # Window rows inside a block lie with a sibling, and a tier looks at the few nearest of these; the
 # end of the block before is always there.
-@pytest.mark.parametrize(
-    ("architecture", "least"), [("llama", SHARED), ("llama4", SHARED), ("gemma3_text", 512)]
-)
-def test_one_after_another_share_it_too(models, tmp_path, architecture, least):
-    """Caches that restore at any token restore here, though no cut was requested."""
-    model = models.of(architecture)
-    prompts = agents(5)
-    with engine_on(model, tmp_path) as engine:
-        cached = [engine.submit(ask(p, N)).result().receipt.cached_tokens for p in prompts]
-    assert cached[0] == 0
-    assert all(least <= n_cached <= SHARED for n_cached in cached[1:])
-    assert model.module.fed == sum(len(p) for p in prompts) - sum(cached) + 5 * N
 
 
 @each_kind

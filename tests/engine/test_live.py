@@ -13,7 +13,7 @@ from keepwarm.engine.live import Live, LiveHit
 from keepwarm.errors import CacheMismatch
 from keepwarm.prefix.blocks import Namespace
 from tests.kit.compare import assert_differs, assert_same
-from tests.kit.models import ARCHITECTURES, WINDOW
+from tests.kit.models import LAYER_KINDS, WINDOW
 from tests.kit.runs import cold, continue_from, prefill, settle
 from tests.kit.waiting import no_collection
 
@@ -147,37 +147,25 @@ def test_caches_must_hold_what_is_named(live):
 # Exact, whatever the layers are.
 
 
-@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
-def test_going_on_is_a_cold_run(tiny_model, name):
-    """Every kind of layer, past its window and its chunk."""
+@pytest.mark.parametrize("name", [*LAYER_KINDS, "llama4"])
+def test_what_is_taken_goes_on_as_a_cold_run(tiny_model, name):
+    """Every kind of layer, past its window and its chunk. Rings are written in place and states
+    replaced: neither may reach the original, which is moved out last."""
     model, prompt = tiny_model(name), said(90)
-    live = Live(ALL)
+    live, expected = Live(ALL), cold(model, prompt, 5)
     live.put(OURS, prompt[:70], held(model, prompt[:70]))
-    taken = live.take(OURS, prompt)
-    assert taken.n_tokens == 70
-    run = continue_from(model, taken.caches, prompt[70:], 5)
-    assert_same(cold(model, prompt, 5), run)
-    wrong = held(model, said(70, seed=5))
-    assert_differs(cold(model, prompt, 5), continue_from(model, wrong, prompt[70:], 5))
-
-
-@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
-def test_a_copy_is_a_cold_run_and_so_is_the_next(tiny_model, name):
-    """Rings are written in place and states replaced: neither may reach the original."""
-    model, prompt = tiny_model(name), said(90)
-    live = Live(ALL)
-    live.put(OURS, prompt[:70], held(model, prompt[:70]))
-    for _ in range(2):
-        taken = live.take(OURS, prompt, keep=True)
+    for keep in (True, True, False):
+        taken = live.take(OURS, prompt, keep=keep)
         assert taken.n_tokens == 70
         for token in prompt[70:-6]:
             model(mx.array([[token]]), cache=taken.caches)
-        run = continue_from(model, taken.caches, prompt[-6:], 5)
-        assert_same(cold(model, prompt, 5), run)
-    assert live.stats.copied == 2
+        assert_same(expected, continue_from(model, taken.caches, prompt[-6:], 5))
+    assert (live.stats.copied, live.stats.moved) == (2, 1)
+    wrong = held(model, said(70, seed=5))
+    assert_differs(expected, continue_from(model, wrong, prompt[70:], 5))
 
 
-@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("name", [*LAYER_KINDS, "llama4"])
 def test_a_fork_is_a_cold_run_or_a_miss(tiny_model, name):
     """Rows can be trimmed; rings that have turned and states cannot, and then nothing is lent."""
     model, prompt = tiny_model(name), [*said(50), *said(20, seed=8)]

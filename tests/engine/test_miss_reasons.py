@@ -81,27 +81,34 @@ def broken_reader(engine, prompt):
 
 
 @pytest.mark.parametrize(
-    ("happens", "reason", "n_reused"),
+    ("happens", "reason", "n_reused", "counted", "told"),
     [
-        (nothing, None, N - 1),
-        (evict, "evicted", 0),
-        (vanish, "evicted", 256),
-        (damage, "damaged", 256),
-        (no_permission, "unreadable", 256),
-        (other_layout, "refused layout", 256),
-        (slow_disk, "not worth loading", 0),
-        (broken_reader, "failed", 0),
+        (nothing, None, N - 1, None, ""),
+        (evict, "evicted", 0, None, ""),
+        (vanish, "evicted", 256, "missing", ""),
+        (damage, "damaged", 256, "damaged", "is bad and was quarantined"),
+        (no_permission, "unreadable", 256, "unreadable", ""),
+        (other_layout, "refused layout", 256, "layout", ""),
+        (slow_disk, "not worth loading", 0, None, ""),
+        (broken_reader, "failed", 0, "error", "a restore failed"),
     ],
 )
 def test_what_happened_to_a_stored_prompt_is_the_reason(
-    happens, reason, n_reused, models, tmp_path
+    happens, reason, n_reused, counted, told, models, tmp_path, caplog
 ):
-    """The same prompt again, after something befell its blocks."""
+    """The same prompt again, after something befell its blocks; a failed restore is counted and
+    logged, and fails no request."""
     prompt = prompt_of(N)
     with engine_on(models.of("llama"), tmp_path, budgets=ON_DISK) as engine:
         assert asked(engine, prompt).miss.reason == "new"
         happens(engine, prompt)
         receipt = asked(engine, prompt)
+        stats = engine.stats()
+    assert {why: n for why, n in stats.failed_restores.items() if n} == (
+        {counted: 1} if counted else {}
+    )
+    assert stats.counters["failed"] == 0
+    assert told in caplog.text
     assert receipt.cached_tokens == n_reused
     assert (receipt.miss and receipt.miss.reason) == reason
     if reason is not None:

@@ -13,7 +13,6 @@ from tests.kit.runs import prompt_of
 from tests.store.kit import BrokenFiles
 
 NO_LIVE = memory(live_bytes=0)
-TO_DISK = pytest.mark.parametrize("policy", [Policy.READ_WRITE, Policy.DURABLE])
 
 
 def two_turns(engine: Engine, first: Policy, second: Policy) -> tuple[list[int], Result]:
@@ -25,9 +24,16 @@ def two_turns(engine: Engine, first: Policy, second: Policy) -> tuple[list[int],
     return [*prompt, *tokens_of(result.choices[0])], result
 
 
-@TO_DISK
-@pytest.mark.parametrize("place", ["live", "memory"])
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next", "mamba"])
+@pytest.mark.parametrize(
+    ("architecture", "place", "policy"),
+    [
+        ("llama", "live", Policy.READ_WRITE),
+        ("llama", "memory", Policy.DURABLE),
+        ("gemma3_text", "memory", Policy.READ_WRITE),
+        ("qwen3_next", "live", Policy.DURABLE),
+        ("mamba", "memory", Policy.DURABLE),
+    ],
+)
 def test_what_was_in_memory_alone_is_written_too(models, tmp_path, architecture, place, policy):
     """Design, policies: an earlier request was ephemeral, this one is not; nothing is left out."""
     model = models.of(architecture)

@@ -15,7 +15,6 @@ from tests.kit.runs import prompt_of
 
 EARLY = 191  # a state of qwen3_next is as large as 228 rows
 PARTING = 391  # inside a block, and at no sparse point
-TOLERANCE = {"deepseek_v3": 1.7e-4, "deepseek_v32": 1.7e-4}  # as in test_exactness
 
 each_kind = pytest.mark.parametrize("architecture", LAYER_KINDS)
 
@@ -29,8 +28,8 @@ def branch(number: int, n_tokens: int = 120, parting: int = PARTING) -> list[int
 class Asked:
     """Branches that engines were asked, all compared with cold runs at the end."""
 
-    def __init__(self, module, architecture: str) -> None:
-        self._exam = Exam(module, TOLERANCE.get(architecture, 1e-4))
+    def __init__(self, module) -> None:
+        self._exam = Exam(module)
 
     def __call__(self, engine: Engine, number: int, parting: int = PARTING) -> Result:
         prompt = branch(number, parting=parting)
@@ -49,7 +48,7 @@ def test_the_third_that_parts_at_a_place_recomputes_only_what_is_new(
     """Rows are restored at any token; for states and windows the second prompt shows
     where they part, and keeps that place. Also where a state takes more bytes than the rows that
     it spares, and after a restart."""
-    model, asked = models.of(architecture), Asked(models.module(architecture), architecture)
+    model, asked = models.of(architecture), Asked(models.module(architecture))
     with engine_on(model, tmp_path) as engine:
         for number in range(3):
             receipt = asked(engine, number, EARLY).receipt
@@ -64,7 +63,7 @@ def test_the_third_that_parts_at_a_place_recomputes_only_what_is_new(
 @each_kind
 def test_a_place_is_learned_over_restarts(models, tmp_path, architecture):
     """Each prompt comes to a process that has only the disk."""
-    model, asked = models.of(architecture), Asked(models.module(architecture), architecture)
+    model, asked = models.of(architecture), Asked(models.module(architecture))
     for number in range(2):
         with engine_on(model, tmp_path) as engine:
             asked(engine, number)
@@ -95,7 +94,7 @@ def test_a_place_is_learned_with_kv_options(models, tmp_path, architecture, opti
         assert tokens_of(cold.choices[0]) == tokens_of(result.choices[0])
 
 
-@pytest.mark.parametrize("architecture", ["mamba", "recurrent_gemma"])
+@pytest.mark.parametrize("architecture", ["mamba"])
 def test_before_a_place_is_known_a_sparse_point_serves(models, tmp_path, architecture):
     """Where nothing ended. Of a hybrid only long prompts have them: its states are large."""
     model, first = models.of(architecture), prompt_of(1500)
@@ -140,21 +139,6 @@ def test_a_place_is_kept_though_others_part_around_it(models, tmp_path):
         result = engine.submit(ask(third, 4)).result()
     exam.add(third, result.choices[0])
     assert result.receipt.cached_tokens == 200
-    exam.check()
-
-
-@pytest.mark.parametrize("architecture", ["granitemoehybrid", "nemotron_h"])
-def test_the_same_prompt_after_a_restart_is_computed_from_its_last_token(
-    models, tmp_path, architecture
-):
-    """They found 499 of 599 tokens: a state was kept before the prompt's end and not at it."""
-    model, prompt = models.of(architecture), prompt_of(600)
-    exam = Exam(models.module(architecture))
-    for reused in ({}, {"disk": len(prompt) - 1}):
-        with engine_on(model, tmp_path) as engine:
-            result = engine.submit(ask(prompt, 4)).result()
-        assert result.receipt.reused == reused
-        exam.add(prompt, result.choices[0])
     exam.check()
 
 

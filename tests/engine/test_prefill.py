@@ -15,7 +15,7 @@ from keepwarm.engine.prefill import (
     end_of_slice,
 )
 from tests.kit.compare import TOLERANCE
-from tests.kit.models import ARCHITECTURES
+from tests.kit.models import LAYER_KINDS
 from tests.kit.runs import FedCounter, cold, prompt_of
 
 
@@ -34,7 +34,7 @@ class PrefillRun:
             self.ends.append((self.prefill.n_done, self.prefill.is_at_point))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*LAYER_KINDS, "llama4", "deepseek_v41"])
 @pytest.mark.parametrize("at_most", [7, 300])
 def test_slices_change_nothing(tiny_model, architecture, at_most):
     """Whatever the slices, the logits after the prompt are those of a cold run."""

@@ -138,7 +138,7 @@ class NewerTurn(dict):
 def test_unrecorded_turn_that_is_noted_beside_an_older_one_is_not_lost():
     older, newer = (SimpleNamespace(request=Request(agent="ada")) for _ in range(2))
     store = SimpleNamespace(on_disk=SimpleNamespace(agents=Mock(advance=Mock(return_value=None))))
-    made = recorder.Recorder(store, Mock())
+    made = recorder.Recorder(store, Mock(), [])
     made._pool = Mock()
     sequence = Mock(job=newer, choice=0, tokens=[])
     made._unrecorded = NewerTurn(lambda: made.record_sequence(sequence))

@@ -1,6 +1,5 @@
 """Two machines with one cache: two engines with homes of their own, and a place they share."""
 
-import re
 import socket
 import threading
 import time
@@ -17,11 +16,9 @@ from keepwarm.prefix.policy import Policy
 from keepwarm.records.record import Part
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.compression import decode_record, undo_code
-from keepwarm.remote.health import try_backend
 from keepwarm.remote.records import list_classes
 from tests.contract.shared import names_in
 from tests.kit.engines import Exam, FedCounter, ask, engine_on, held
-from tests.kit.faulty_proxy import FaultyProxy
 from tests.kit.models import tiny
 from tests.kit.places import KINDS
 from tests.kit.redis_server import redis_server
@@ -106,23 +103,6 @@ def test_what_is_coded_for_a_slow_line_is_restored_token_for_token(models, tmp_p
 
 def _new(n_bytes):
     return memoryview(bytearray(n_bytes))
-
-
-@pytest.mark.parametrize("remote", ["directory"], indirect=True)
-def test_a_tier_that_seemed_too_slow_is_measured_again(models, tmp_path, remote, monkeypatch):
-    """Though nothing of the prompt is here, so that nothing at all is loaded."""
-    monkeypatch.setattr("keepwarm.remote.tier.REFRESH_S", 0.02)
-    model, prompt = models.of("llama"), prompt_of(600)
-    with machine(model, tmp_path / "a", remote) as a:
-        use(a, prompt)
-    with machine(model, tmp_path / "b", remote) as b:
-        (tier,) = b.lane_of().restorer.tiers.shared
-        tier.speed.bytes_per_s = 1.0
-        assert run(b, prompt, policy=Policy.READ_ONLY).receipt.reused == {}
-        until = time.monotonic() + SOON
-        while tier.speed.bytes_per_s < 1e5:
-            assert time.monotonic() < until
-            time.sleep(0.02)
 
 
 def long(*values):
@@ -403,44 +383,6 @@ def test_a_load_that_falls_behind_is_left_and_what_has_arrived_is_kept(
     exam.check()
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("remote", ["redis", "s3"], indirect=True)
-def test_what_arrived_before_a_line_became_slow_is_kept(models, tmp_path, remote, monkeypatch):
-    """The first block, and then a byte a second."""
-    model, exam, prompt = models.of("llama"), Exam(models.module("llama")), prompt_of(800)
-    with machine(model, tmp_path / "a", remote) as a:
-        use(a, prompt)
-    proxy = FaultyProxy(int(re.findall(r":(\d+)", remote)[-1]))
-    address = re.sub(r":\d+(?!.*:\d)", f":{proxy.port}", remote)
-    ended = threading.Event()
-    try:
-        with machine(model, tmp_path / "b", address) as b:
-            restorer = b.lane_of().restorer
-            restorer.reader._pool = ThreadPoolExecutor(1)  # one after the other
-            restorer.ask(prompt, Policy.READ_WRITE)
-            left = [restorer.plan(prompt).point.n_bytes * 256 * 3 // 2 // 800]
-
-            def slow(data, send):
-                n_fast = min(len(data), left[0])
-                left[0] -= n_fast
-                send(data[:n_fast])
-                for byte in data[n_fast:]:
-                    if ended.wait(1.0):
-                        return
-                    send(bytes([byte]))
-
-            proxy.on_value = slow
-            monkeypatch.setattr("keepwarm.cache.restore.restorer.MIN_READ_S", 3.0)
-            result = run(b, prompt)
-            assert result.receipt.reused == {"memory": 256}
-            assert not b.lane_of().restorer.tiers.shared[0].is_open
-            exam.add(prompt, result.choices[0])
-    finally:
-        ended.set()
-        proxy.close()
-    exam.check()
-
-
 @pytest.mark.parametrize("remote", ["redis"], indirect=True)
 def test_other_numbers_are_used_only_where_that_is_wanted_and_said(
     models, tmp_path, remote, monkeypatch
@@ -490,16 +432,3 @@ def _until_shared(engine, *prompts):
     for prompt in prompts:
         tried = engine.lane_of().restorer.share(prompt)
         tried.result(SOON)
-
-
-def test_a_start_waits_for_the_first_trial(models, tmp_path, monkeypatch):
-    """So that the first request finds what is shared."""
-
-    def slowly(*args):
-        time.sleep(0.2)
-        try_backend(*args)
-
-    monkeypatch.setattr("keepwarm.remote.tier.try_backend", slowly)
-    with machine(models.of("llama"), tmp_path, tmp_path.as_uri()) as engine:
-        (tier,) = engine.lane_of().restorer.tiers.shared
-        assert not tier.is_open

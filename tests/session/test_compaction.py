@@ -19,9 +19,9 @@ SYSTEM = "You answer in one sentence, in the words of the question. " * 4
 FEW = Sampling(max_tokens=8, temperature=0)
 
 
-@pytest.fixture(params=["llama", "mamba2"])
-def engine(models, tmp_path, request):
-    with engine_on(models.of(request.param, endless=False), tmp_path) as engine:
+@pytest.fixture
+def engine(models, tmp_path):
+    with engine_on(models.of("llama", endless=False), tmp_path) as engine:
         yield engine
 
 

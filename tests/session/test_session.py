@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import re
-import subprocess
+import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -130,37 +129,6 @@ def test_an_abandoned_stream_frees_the_session(engine):
     assert session.respond("Hi").text == "This is answer 0."
 
 
-def test_a_conversation_goes_on_after_a_restart(counted, tmp_path):
-    """The caller keeps the messages, the store their blocks."""
-    with engine_on(counted, tmp_path) as engine:
-        session = Session(engine, system=SYSTEM, id="ada")
-        session.respond("What is a fox?")
-        last = session.respond("And a dog?").usage
-        said = session.messages
-    with engine_on(counted, tmp_path) as engine:
-        session = Session(engine, system=SYSTEM, id="ada", messages=said)
-        assert session.n_turns == 2
-        reply = session.respond("And a tree?")
-        assert reply.text == "This is answer 2."
-        assert reply.receipt.reused == {"disk": last.prompt_tokens + last.completion_tokens}
-
-
-def test_an_edited_conversation_reuses_exactly_what_is_common(engine):
-    """A longer one, and one that differs from the second question on."""
-    session = Session(engine, system=SYSTEM)
-    session.respond("What is a fox?")
-    session.respond("And what is a dog, in the words of the question?")
-    said = session.messages
-    edited = [*said[:2], {"role": "user", "content": "Why?"}, *said[3:]]
-    request = Request(messages=[{"role": "system", "content": SYSTEM}, *edited, said[0]])
-    tokens = engine.prepare(request).tokens
-    whole = engine.prepare(replace(request, messages=[request.messages[0], *said])).tokens
-    common = next(n for n, (a, b) in enumerate(zip(tokens, whole, strict=False)) if a != b)
-    reply = Session(engine, system=SYSTEM, messages=edited).respond(said[0]["content"])
-    assert reply.usage.prompt_tokens == len(tokens)
-    assert reply.usage.cached_tokens == common
-
-
 def test_rewinding_drops_turns_and_keeps_the_common_prefix(engine):
     """The turn is asked again from the same tokens."""
     session = Session(engine, system=SYSTEM)
@@ -209,9 +177,9 @@ def test_what_is_warmed_begins_every_first_request(engine):
     assert sum(engine.lookup(other).warm.values()) < receipt.prompt_tokens
 
 
-@pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize(
-    "architecture", ["llama", "gemma3_text", "qwen3_next", "mamba2", "llama4", "deepseek_v32"]
+    ("architecture", "streamed"),
+    [("llama", True), ("gemma3_text", False), ("qwen3_next", True), ("mamba2", False)],
 )
 def test_the_first_turn_prefills_only_the_question(
     models: Models, tmp_path, architecture, streamed
@@ -229,12 +197,6 @@ def test_the_first_turn_prefills_only_the_question(
         assert model.module.fed - before == new + 4
 
 
-def test_prewarm_again_computes_one_token(engine):
-    session = Session(engine, system=SYSTEM, tools=[TOOL])
-    session.prewarm()
-    assert session.prewarm().recomputed == 1
-
-
 def test_a_conversation_with_a_past_is_warmed_with_it(counted, tmp_path):
     with engine_on(counted, tmp_path) as engine:
         session = Session(engine, system=SYSTEM)
@@ -250,24 +212,6 @@ def test_warming_tells_what_is_wrong(engine):
     """No error is swallowed, no option ignored."""
     with pytest.raises(BadInput, match="max_tokens"):
         Session(engine, sampling=Sampling(max_tokens=-1)).prewarm()
-
-
-def test_kv_options_are_part_of_what_is_found(models: Models, tmp_path):
-    """Another setting is a miss, the same one is a hit."""
-    with engine_on(models.of("llama"), tmp_path) as engine:
-        small = KVOptions(kv_bits=8, kv_group_size=32)
-
-        def ask(kv: KVOptions | None) -> int:
-            session = Session(engine, system="Be brief.", kv=kv, sampling=SHORT)
-            return session.respond("What is it?").usage.cached_tokens
-
-        session = Session(engine, system="Be brief.", kv=small, sampling=SHORT)
-        n_warm = session.prewarm().prompt_tokens
-        assert ask(None) == 0
-        assert ask(replace(small, kv_bits=4)) == 0
-        reply = session.respond("What is it?")
-        assert reply.usage.cached_tokens == n_warm
-        assert not reply.receipt.exact
 
 
 def test_a_conversation_is_exact_up_to_the_start_and_quantised_from_there(models: Models, tmp_path):
@@ -318,14 +262,6 @@ def test_caches_are_freed_with_their_session(engine):
     assert eve.respond("Hi again").receipt.reused.keys() == {"live"}
 
 
-def test_warmed_caches_are_freed_too(engine):
-    session = Session(engine, system=SYSTEM)
-    session.prewarm()
-    assert n_live(engine) == 1
-    session.close()
-    assert n_live(engine) == 0
-
-
 def test_a_closed_session_answers_no_more(engine):
     with Session(engine) as session:
         session.respond("Hi")
@@ -340,22 +276,6 @@ def test_a_session_may_outlive_its_engine(scripted, tmp_path):
     with engine_on(replace(scripted, module=FedCounter(scripted.module)), tmp_path) as engine:
         session = Session(engine)
     session.close()
-
-
-def test_clearing_the_engine_frees_the_caches_of_all_sessions(engine):
-    """They continue from their blocks."""
-    sessions = [Session(engine, system=f"Number {number}.") for number in range(3)]
-    known = []
-    for session in sessions:
-        usage = session.respond("Hi").usage
-        known.append(usage.prompt_tokens + usage.completion_tokens)
-    assert n_live(engine) == 3
-    engine.clear()
-    assert n_live(engine) == 0
-    assert engine.live.stats.n_bytes == 0
-    receipts = [session.respond("And?").receipt for session in sessions]
-    assert [receipt.cached_tokens for receipt in receipts] == known
-    assert all("live" not in receipt.reused for receipt in receipts)
 
 
 def test_ids_are_checked_at_once(engine):
@@ -419,24 +339,6 @@ def test_a_caller_that_would_wait_for_itself_is_refused(engine):
         with pytest.raises(Busy):
             session.rewind(0)
     assert session.n_turns == 1
-
-
-def test_many_sessions_at_once(engine):
-    """Each has its own conversation and prefills only new tokens."""
-
-    def talk(number: int) -> int:
-        session = Session(engine, system=f"Agent {number}. {SYSTEM}")
-        known = 0
-        for turn in range(6):
-            usage = session.respond(f"Question {turn} of {number}?").usage
-            assert usage.cached_tokens >= known
-            known = usage.prompt_tokens + usage.completion_tokens
-        return session.n_turns
-
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(talk, range(8))) == [6] * 8
-    gc.collect()
-    assert n_live(engine) == 0
 
 
 # Coroutines.
@@ -505,28 +407,18 @@ def test_the_gate_is_handed_on_if_its_next_holder_is_cancelled():
     asyncio.run(race())
 
 
-def test_the_example_is_true(tmp_path):
+def test_the_example_is_true(tmp_path, monkeypatch, capsys):
     """Run twice: later turns hit the cache, and the second time the first turn does too."""
     checkpoint = write_checkpoint(tmp_path / "model")
+    monkeypatch.setenv("KEEPWARM_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["session.py", str(checkpoint)])
     warm = []
     for _ in range(2):
-        ran = subprocess.run(
-            [sys.executable, EXAMPLES / "session.py", checkpoint],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=300,
-            env={**os.environ, "KEEPWARM_STORE": str(tmp_path / "store")},
-        )
-        found = re.findall(r"^  (\d+) of (\d+) tokens were warm$", ran.stdout, re.MULTILINE)
+        runpy.run_path(str(EXAMPLES / "session.py"), run_name="__main__")
+        said = capsys.readouterr().out
+        found = re.findall(r"^  (\d+) of (\d+) tokens were warm$", said, re.MULTILINE)
         warm.append([(int(known), int(n_tokens)) for known, n_tokens in found])
     for turns in warm:
         assert len(turns) == 3
         assert all(0 < known < n_tokens for known, n_tokens in turns)
     assert warm[1][0][0] == warm[1][0][1] - 1 > warm[0][0][0]
-
-
-def test_the_package_exports_what_the_docs_use():
-    for name in keepwarm.__all__:
-        assert getattr(keepwarm, name) is not None
-    assert keepwarm.Session is Session

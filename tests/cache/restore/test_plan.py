@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from keepwarm.cache.restore.plan import NOTHING, KnownBlocks, Needs, Point, Read, longest, n_matched
+from keepwarm.cache.restore.plan import KnownBlocks, Needs, Point, Read, longest, n_matched
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey
 from keepwarm.records.record import Part
 from keepwarm.store.tier import BlockInfo, Child
@@ -44,27 +44,42 @@ def reads(*wanted):
 # By hand
 
 
-def test_nothing_is_known():
-    assert longest(DELTA, forest([], DELTA), 1000) == NOTHING
-    assert longest(PURE, forest([], PURE), 1000) == NOTHING
+BESIDE = {key(1): known(D, S, n_tokens=43)}  # a state inside the third block
+ALL = [known(D, W, S)] * 4
+D_ONLY, NEAR_ROWS = [known(D)] * 4, [known(D, W, w_rows=32)] * 3
+
+# What is held of four blocks, the limit, and where every layer can be restored.
+POINTS = {
+    "nothing": (DELTA, forest([], DELTA), 1000, 0),
+    "no state": (PURE, forest([], PURE), 1000, 0),
+    "a gap": (DELTA, forest([known(D), known(D), None, known(D)], DELTA), 1023, 512),
+    "the limit inside a block": (DELTA, forest(D_ONLY, DELTA), 1023, 1023),
+    "all rows of the window": (WINDOW, forest([*NEAR_ROWS, known(D, W)], WINDOW), 1000, 1000),
+    "just enough": (WINDOW, forest([*NEAR_ROWS, known(D, W, w_rows=56)], WINDOW), 1000, 1000),
+    "one row too few": (WINDOW, forest([*NEAR_ROWS, known(D, W, w_rows=55)], WINDOW), 1000, 768),
+    "no window rows": (WINDOW, forest([*NEAR_ROWS, known(D)], WINDOW), 1000, 768),
+    "a state at its point only": (STATE, forest([known(D, S), known(D)], STATE), 512, 256),
+    "a state beyond the limit": (STATE, forest([known(D, S)] * 2, STATE), 511, 256),
+    "a block without its rows": (WINDOW, forest([known(D, W), known(W)], WINDOW), 512, 256),
+    "a state after a gap": (
+        STATE,
+        forest([known(D, S), None, None], STATE, states={555: key(1)}, more=BESIDE),
+        700,
+        256,
+    ),
+    "the limit of rows": (DELTA, forest(ALL, DELTA), 1, 1),
+    "the limit of windows": (WIDE, forest(ALL, WIDE), 255, 255),
+    "the limit of states": (STATE, forest(ALL, STATE), 255, 0),
+    "no room": (ONLY_WINDOW, forest(ALL, ONLY_WINDOW), 0, 0),
+}
 
 
-def test_delta_goes_to_the_first_gap():
-    held = [known(D), known(D), None, known(D)]
-    assert longest(DELTA, forest(held, DELTA), 1023) == Point(
-        512, reads((KEYS[0], D, 0), (KEYS[1], D, 1)), 200
-    )
+@pytest.mark.parametrize(("needs", "around", "limit", "n_tokens"), POINTS.values(), ids=POINTS)
+def test_point_is_the_longest_that_every_layer_has(needs, around, limit, n_tokens):
+    assert longest(needs, around, limit).n_tokens == n_tokens
 
 
-def test_delta_stops_at_the_limit_inside_a_block():
-    """An identical prompt is restored but for its last token."""
-    held = [known(D)] * 4
-    point = longest(DELTA, forest(held, DELTA), 1023)
-    assert point.n_tokens == 1023
-    assert [read.number for read in point.reads] == [0, 1, 2, 3]
-
-
-def test_a_child_serves_its_first_rows():
+def test_rows_of_a_sibling_serve_as_far_as_it_is_common():
     """628 of 628 tokens: two blocks and 116 rows of a third that goes on differently."""
     more = {key(1): known(D, n_tokens=200)}
     found = longest(DELTA, forest([known(D)] * 2, DELTA, [Child(key(1), 116)], more=more), 1000)
@@ -74,7 +89,7 @@ def test_a_child_serves_its_first_rows():
 
 def test_the_child_with_the_needed_rows_wins_over_the_nearer():
     """The nearest may have lost the window rows that a neighbour has."""
-    more = {key(1): known(D, W, n_tokens=200, w_rows=10), key(2): known(D, W, n_tokens=90)}
+    more = {key(1): known(D, W, n_tokens=200, w_rows=10)}
     more[key(2)] = known(D, W, n_tokens=90, w_rows=90)
     children = [Child(key(1), 116), Child(key(2), 80)]
     found = longest(WINDOW, forest([known(D)] * 2, WINDOW, children, more=more), 1000)
@@ -82,38 +97,14 @@ def test_the_child_with_the_needed_rows_wins_over_the_nearer():
     assert (found.reads[0], found.reads[-1]) == reads((key(2), W, 2), (key(2), D, 2))
 
 
-@pytest.mark.parametrize(
-    ("w_rows", "n_tokens"), [(256, 1000), (56, 1000), (55, 768), (0, 768), (24, 768)]
-)
-def test_window_rows_must_reach_back_from_the_point(w_rows, n_tokens):
-    """At token 1,000 a window of 32 needs the rows from 968 on: the last 56 of its block."""
-    last = known(D, W, w_rows=w_rows) if w_rows else known(D)
-    held = [known(D, W, w_rows=32)] * 3 + [last]
-    assert longest(WINDOW, forest(held, WINDOW), 1000).n_tokens == n_tokens
-
-
-def test_window_rows_across_blocks():
+def test_window_rows_across_blocks_are_read_first_because_they_may_be_missing():
     held = [known(D), known(D, W, w_rows=200), known(D, W)]
     found = longest(WIDE, forest(held, WIDE), 760)
     assert found.n_tokens == 760  # the rows from 460 on: block 1 holds those from 312 on
     assert [(read.part, read.number) for read in found.reads] == [
-        *((W, 1), (W, 2)),  # first, because they are the most likely to be missing
+        *((W, 1), (W, 2)),
         *((D, 0), (D, 1), (D, 2)),
     ]
-
-
-def test_window_rows_are_read_within_the_window_only():
-    held = [known(D, W)] * 4
-    found = longest(WINDOW, forest(held, WINDOW), 1024)
-    assert [read.number for read in found.reads if read.part is W] == [3]
-
-
-def test_window_rows_here_and_there():
-    """A disk has them only before places that were kept: the last of these is the point."""
-    held = [known(D, W), known(D, W), known(D), known(D)]
-    found = longest(WIDE, forest(held, WIDE, [Child(key(1), 50)], more={key(1): known(D, W)}), 1100)
-    assert found.n_tokens == 512
-    assert [read.number for read in found.reads if read.part is W] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -124,69 +115,28 @@ def test_the_blocks_of_a_window(n_tokens, blocks_of):
     assert list(DELTA.window_blocks(n_tokens)) == []
 
 
-def test_a_window_alone_needs_no_older_block():
-    held = [None, None, None, known(W)]
-    found = longest(ONLY_WINDOW, forest(held, ONLY_WINDOW), 1024)
-    assert found == Point(1024, reads((KEYS[3], W, 3)), 100)
+@pytest.mark.parametrize(
+    ("needs", "part", "number", "held"),
+    [(ONLY_WINDOW, W, 3, [None, None, None, known(W)]), (PURE, S, 2, [None, None, known(S)])],
+)
+def test_layers_without_rows_need_no_older_block(needs, part, number, held):
+    found = longest(needs, forest(held, needs), 1024)
+    assert found == Point((number + 1) * 256, reads((KEYS[number], part, number)), 100)
 
 
-def test_a_state_stands_at_its_point_only():
-    held = [known(D, S), known(D), known(D)]
-    assert longest(STATE, forest(held, STATE), 768).n_tokens == 256
-
-
-def test_a_state_inside_a_block_of_its_own():
-    held = [known(D)] * 2
-    more = {key(1): known(D, S, n_tokens=43)}
-    found = longest(STATE, forest(held, STATE, states={555: key(1)}, more=more), 627)
+@pytest.mark.parametrize(("n_held", "source"), [(2, key(1)), (3, KEYS[2])])
+def test_a_state_inside_a_block_is_read_beside_the_rows_that_are_there(n_held, source):
+    """From the short block, or from the whole one where that is held too."""
+    around = forest([known(D)] * n_held, STATE, states={555: key(1)}, more=BESIDE)
+    found = longest(STATE, around, 700)
     assert found.n_tokens == 555
-    assert (found.reads[0], found.reads[-1]) == reads((key(1), S, 2), (key(1), D, 2))
-
-
-def test_a_state_inside_a_block_that_is_there_whole():
-    """Rows come from the whole block, the state from the short one beside it."""
-    held = [known(D)] * 3
-    more = {key(1): known(S, n_tokens=43)}
-    found = longest(STATE, forest(held, STATE, states={555: key(1)}, more=more), 700)
-    assert (found.reads[0], found.reads[-1]) == reads((key(1), S, 2), (KEYS[2], D, 2))
-
-
-def test_a_state_beyond_the_limit_is_no_help():
-    held = [known(D, S), known(D, S)]
-    assert longest(STATE, forest(held, STATE), 511).n_tokens == 256
-
-
-def test_a_pure_state_needs_nothing_else():
-    held = [None, None, known(S)]
-    assert longest(PURE, forest(held, PURE), 1000) == Point(768, reads((KEYS[2], S, 2)), 100)
-
-
-def test_a_state_after_a_gap_in_the_rows_is_no_help():
-    """Its own record has rows of one block; those before it are lost."""
-    held = [known(D, S), None, None]
-    more = {key(1): known(D, S, n_tokens=43)}
-    found = longest(STATE, forest(held, STATE, states={555: key(1)}, more=more), 700)
-    assert found == Point(256, reads((KEYS[0], S, 0), (KEYS[0], D, 0)), 100)
-
-
-def test_a_block_without_its_delta_rows_is_a_gap():
-    """Its window or state record may outlive them."""
-    held = [known(D, W), known(W), known(D, W)]
-    assert longest(WINDOW, forest(held, WINDOW), 768).n_tokens == 256
-
-
-@pytest.mark.parametrize("needs", [DELTA, WINDOW, STATE, PURE, ONLY_WINDOW, WIDE])
-@pytest.mark.parametrize("limit", [0, 1, 255])
-def test_a_small_limit(needs, limit):
-    held = [known(D, W, S)] * 4
-    expected = 0 if needs.state else limit
-    assert longest(needs, forest(held, needs), limit).n_tokens == expected
+    assert (found.reads[0], found.reads[-1]) == reads((key(1), S, 2), (source, D, 2))
 
 
 # Against trying every token
 
 
-def rows_held(forest, source, start, first, last, part, n_tokens_known=None):
+def rows_held(forest, source, start, first, last, part):
     """Whether a record has the rows of tokens `first … last`; it begins at token `start`."""
     held = forest.known.get(source)
     if held is None or part not in held.parts:
@@ -272,7 +222,7 @@ def cases(draw):
     return needs, KnownBlocks(REFS, have, matched, children, states), limit
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_the_point_is_the_longest_and_every_read_is_needed(case):
     needs, around, limit = case

@@ -1,6 +1,5 @@
 """How long a question to a shared tier may take, and a load from one."""
 
-import re
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.tier import MIN_READ_S, RemoteTier
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tiers import Tiers
-from tests.kit.faulty_proxy import FaultyProxy
 from tests.kit.restorers import planner_over
 from tests.store.kit import record, refs_of, tokens_of
 
@@ -213,28 +211,3 @@ def test_a_tier_that_is_gone_costs_a_prompt_no_looking_up(far):
         planner.plan(PROMPT)
         assert len(looked) < n_with
         assert tier.place.n_calls == before
-
-
-@pytest.fixture
-def empty_bucket(places, tmp_path):
-    with places["s3"](tmp_path) as address:
-        yield address
-
-
-def test_a_real_bucket_that_is_far_away_is_asked(empty_bucket, monkeypatch):
-    monkeypatch.setattr("keepwarm.remote.lookup.CONNECTING", 200)  # time enough for anybody
-    share(empty_bucket)
-    port = int(re.findall(r":(\d+)", empty_bucket)[-1])
-    proxy = FaultyProxy(port)
-    proxy.delay_s = FAR_S
-    address = re.sub(r":\d+(?!.*:\d)", f":{proxy.port}", empty_bucket)
-    try:
-        with tier_over(open_backend(address)) as tier:
-            assert tier.speed.call_s >= FAR_S
-            ask(tier, QUICKLY)
-            assert tier.have(KEYS) == {}
-            ask(tier, Rates(prefill_tokens_per_s=1.0))
-            assert tier.have(KEYS).keys() == set(KEYS)
-            assert tier.stats().errors == 0
-    finally:
-        proxy.close()

@@ -18,7 +18,7 @@ from keepwarm.cache.restore.points import (
 from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import LayerSpec, Layout, TensorSpec, probe
 from keepwarm.prefix.blocks import BLOCK_TOKENS
-from tests.kit.models import ARCHITECTURES
+from tests.kit.models import LAYER_KINDS
 
 ROW_BYTES = 1000
 ROWS = LayerSpec(
@@ -140,8 +140,8 @@ def test_a_place_at_the_end_is_no_place_more():
     assert restore_points(hybrid(1), 100, [0, 99, 100, 200], learned=99) == {99}
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_architecture_has_the_points_that_it_needs(tiny_model, architecture):
+@pytest.mark.parametrize("architecture", LAYER_KINDS)
+def test_every_kind_of_model_has_the_points_that_it_needs(tiny_model, architecture):
     module = tiny_model(architecture)
     layout = probe(module, make_prompt_cache(module))
     points = restore_points(layout, 5000, learned=391)

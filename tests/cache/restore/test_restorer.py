@@ -20,7 +20,7 @@ from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tiers import Tiers
 from tests.kit.compare import assert_same
-from tests.kit.models import ARCHITECTURES
+from tests.kit.models import LAYER_KINDS
 from tests.kit.runs import FedCounter, cold, continue_from, prefill, prompt_of
 
 NAMESPACE = Namespace(bytes(range(32)))
@@ -65,7 +65,7 @@ def reference(tiny_model):
     return cache(lambda name, prompt: cold(tiny_model(name), list(prompt), N, step=256))
 
 
-@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("name", LAYER_KINDS)
 def test_an_identical_request_reuses_all_but_its_last_token(name, tier, tiny_model, reference):
     """For every cache class the same prompt again feeds one token (a checkpoint there)."""
     model = tiny_model(name)
@@ -79,7 +79,7 @@ def test_an_identical_request_reuses_all_but_its_last_token(name, tier, tiny_mod
     assert counter.fed == 1 + N
 
 
-@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("name", LAYER_KINDS)
 def test_a_sibling_reuses_the_shared_part_to_the_token(name, tier, tiny_model, reference):
     """Two prompts share 600 tokens; state layers go back to their last checkpoint."""
     model = tiny_model(name)

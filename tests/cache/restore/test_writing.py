@@ -192,14 +192,6 @@ def test_flushing_waits_for_no_more_than_was_there(disk, records):
     writer.close()
 
 
-def test_closing_writes_what_is_queued(disk, records):
-    writer = Writer(None, disk, 64 * MIB)
-    for record in records:
-        writer.put(record, Policy.READ_WRITE)
-    writer.close()
-    assert len(disk.have([r.header.key for r in records])) == len(records)
-
-
 def test_a_disk_that_refuses_costs_a_counter_and_no_more(disk, records):
     class Broken(Gated):
         def put(self, record):
@@ -212,7 +204,7 @@ def test_a_disk_that_refuses_costs_a_counter_and_no_more(disk, records):
     stats = writer.stats()
     assert stats.failed >= 1
     assert stats.failed + stats.dropped == len(records)  # those after a lost one are of no use
-    assert not writer.queued.have([record.header.key for record in records])
+    assert not writer.kept([record.header.key for record in records]), "they can be put again"
     writer.close()
 
 
@@ -229,20 +221,6 @@ def test_the_daily_budget_holds_over_processes_and_days(disk, records):
     assert wear.by_day() == {"2026-11-15": 3 * size}
     day[0] = "2026-11-16"
     assert wear.allows(size)
-
-
-def test_a_save_that_failed_waits_nowhere(disk, records):
-    """Else it would be held to be on its way for ever, and never be put again."""
-
-    class Broken(Gated):
-        def put(self, record):
-            raise RuntimeError("no such luck")
-
-    writer = Writer(None, Broken(disk), 64 * MIB)
-    writer.put(records[0], Policy.DURABLE)
-    writer.flush()
-    assert not writer.kept([records[0].header.key])
-    writer.close()
 
 
 def test_a_disk_that_refused_is_left_alone_for_a_while(disk, records, monkeypatch):
