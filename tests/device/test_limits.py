@@ -7,8 +7,7 @@ from dataclasses import astuple, replace
 import mlx.core as mx
 import pytest
 
-from keepwarm.device.limits import MemoryScopes
-from keepwarm.device.memory import GIB, MIB, UNLIMITED, MemoryConfig
+from keepwarm.device.memory import GIB, MIB, UNLIMITED, MemoryConfig, MemoryScopes
 
 SMALL = MemoryConfig.automatic(4 * GIB)
 LARGE = MemoryConfig.automatic(64 * GIB)

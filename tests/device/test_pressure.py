@@ -5,8 +5,16 @@ import threading
 import mlx.core as mx
 import pytest
 
-from keepwarm.device.memory import GIB, MIB, Memories, Memory, free_buffers
-from keepwarm.device.pressure import MemoryGuard, Watcher, make_guards
+from keepwarm.device.memory import (
+    GIB,
+    MIB,
+    Memories,
+    Memory,
+    MemoryGuard,
+    Watcher,
+    free_buffers,
+    make_guards,
+)
 from tests.kit.engines import ask, engine_on
 from tests.kit.runs import prompt_of
 

@@ -7,9 +7,7 @@ import time
 import mlx.core as mx
 import psutil
 
-from keepwarm.device.limits import MemoryScopes
-from keepwarm.device.memory import MIB, MemoryConfig, trim_heap
-from keepwarm.device.pressure import Watcher
+from keepwarm.device.memory import MIB, MemoryConfig, MemoryScopes, Watcher, trim_heap
 
 
 def rss() -> int:

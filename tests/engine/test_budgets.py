@@ -8,8 +8,16 @@ import pytest
 
 from keepwarm import config
 from keepwarm.cache.store import Budgets, Store
-from keepwarm.device.limits import MemoryScopes, MLXDevice, scopes_of_process
-from keepwarm.device.memory import MIB, Memories, Memory, MemoryConfig, host_memory
+from keepwarm.device.memory import (
+    MIB,
+    Memories,
+    Memory,
+    MemoryConfig,
+    MemoryScopes,
+    MLXDevice,
+    host_memory,
+    scopes_of_process,
+)
 from keepwarm.engine import engine as engine_module
 from keepwarm.engine.admission import EngineConfig
 from keepwarm.engine.engine import Engine

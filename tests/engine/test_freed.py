@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 from keepwarm.cache.store import Budgets
-from keepwarm.device.limits import MemoryScopes
-from keepwarm.device.memory import MIB
+from keepwarm.device.memory import MIB, MemoryScopes
 from keepwarm.errors import Cancelled, EngineFailed
 from keepwarm.prefix.policy import Policy
 from tests.engine.test_faults import MARKED, FaultyTokenizer

@@ -28,7 +28,7 @@ from keepwarm.cache.restore.points import PointSizes
 from keepwarm.cache.restore.rates import RatesFile
 from keepwarm.cache.restore.records import block_of
 from keepwarm.cache.restore.restorer import Restorer
-from keepwarm.cache.restore.writing import MemorySaver, Saver, Writer, WriteStats
+from keepwarm.cache.restore.writing import MemorySaver, Writer, WriteStats
 from keepwarm.device.memory import MemoryConfig
 from keepwarm.errors import BadInput, StoreFailed, UnknownAgent
 from keepwarm.kv.buffers import HostArray
@@ -164,7 +164,7 @@ class Store:
         self._rates = RatesFile(self.settings.home)
         self._is_memory_fixed = budgets.memory_bytes is not None
         self.memory = MemoryTier(_memory_bytes(budgets))
-        self.saver: Saver = MemorySaver(self.memory)
+        self.saver = MemorySaver(self.memory)
         self._on_disk: AgentStore | None = None
         self.counts = CountsFile(None)
         self.restore_failures = RestoreFailures()

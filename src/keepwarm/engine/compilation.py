@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 from keepwarm.cache.store import Budgets, Store
@@ -68,42 +69,22 @@ class TrialRequests:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._firsts = count(1)
-        self.all = (
-            self._tiny_prompt,
-            self._short_prompt,
-            self._medium_prompt,
-            self._long_prompt,
+        drawn = Sampling(ANSWER, temperature=0.7, top_p=0.9, top_k=40, top_logprobs=2)
+        penalised = Sampling(ANSWER, repetition_penalty=1.1, presence_penalty=0.1)
+        self.all: tuple[Callable[[], None], ...] = (
+            *(partial(self._twice, n_tokens) for n_tokens in (TINY, SHORT, MEDIUM, LONG)),
             self._again_from_memory,
-            self._drawn_tokens,
-            self._penalties_and_grammar,
+            partial(self._twice, SHORT, drawn),
+            partial(self._twice, SHORT, penalised, Format(json=True)),
             self._two_at_once,
             self._prompt_beside_an_answer,
         )
-
-    def _tiny_prompt(self) -> None:
-        self._twice(TINY)
-
-    def _short_prompt(self) -> None:
-        self._twice(SHORT)
-
-    def _medium_prompt(self) -> None:
-        self._twice(MEDIUM)
-
-    def _long_prompt(self) -> None:
-        self._twice(LONG)
 
     def _again_from_memory(self) -> None:
         prompt = self._prompt(LONG)
         for end in (LONG, LONG - 300):
             self._engine.call(self._engine.live.clear).result()
             self._ask(prompt[:end]).result()
-
-    def _drawn_tokens(self) -> None:
-        self._twice(SHORT, Sampling(ANSWER, temperature=0.7, top_p=0.9, top_k=40, top_logprobs=2))
-
-    def _penalties_and_grammar(self) -> None:
-        sampling = Sampling(ANSWER, repetition_penalty=1.1, presence_penalty=0.1)
-        self._twice(SHORT, sampling, Format(json=True))
 
     def _two_at_once(self) -> None:
         """The second goes on when the first has left."""

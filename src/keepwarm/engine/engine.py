@@ -21,21 +21,23 @@ from keepwarm.cache.store import Store
 from keepwarm.concurrency import DeviceLock
 from keepwarm.config import Settings
 from keepwarm.config import load as load_settings
-from keepwarm.device.limits import MemoryScopes, scopes_of_process
-from keepwarm.device.memory import MemoryConfig, memories
-from keepwarm.device.pressure import Watcher, make_guards
+from keepwarm.device.memory import (
+    MemoryConfig,
+    MemoryScopes,
+    Watcher,
+    make_guards,
+    memories,
+    scopes_of_process,
+)
 from keepwarm.engine.admission import Admission, EngineConfig
 from keepwarm.engine.answer import Answer
-from keepwarm.engine.audit import Auditor
 from keepwarm.engine.jobs import Job, RunningSequence
-from keepwarm.engine.lane import Lane, Lanes, make_options
+from keepwarm.engine.lane import Lane, Lanes, Lookup, look_up, make_options
 from keepwarm.engine.live import Live
-from keepwarm.engine.lookup import Lookup, look_up
 from keepwarm.engine.padding import VerdictsFile
 from keepwarm.engine.prefill import SliceSizer
 from keepwarm.engine.preparation import AnyRequest, Preparation
-from keepwarm.engine.recent_texts import RecentTexts
-from keepwarm.engine.recorder import Recorder
+from keepwarm.engine.recorder import Auditor, RecentTexts, Recorder
 from keepwarm.engine.scheduler import Scheduler
 from keepwarm.engine.stats import MemoryUse, Stats, memory_uses, record_of, snapshot
 from keepwarm.errors import Busy, Cancelled, KeepwarmError, Stopping

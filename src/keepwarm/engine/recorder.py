@@ -1,8 +1,14 @@
-"""Background file work after an answer (agents, pins, expiry), on a thread of its own, in order."""
+"""What follows an answer.
+
+Recorder      background file work (agents, pins, expiry), on a thread of its own, in order
+RecentTexts   what the engine remembers of texts besides their KV state, and how it forgets them
+Auditor       a share of the answers that started from a cache is computed again without one
+"""
 
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,20 +16,30 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import TypeAlias
 
+from keepwarm.cache.restore.forgetting import Deletions
 from keepwarm.cache.restore.restorer import Capture
 from keepwarm.cache.store import Store
+from keepwarm.engine.answer import Answer
 from keepwarm.engine.jobs import Job, RunningSequence
-from keepwarm.errors import KeepwarmError, StoreFailed
+from keepwarm.errors import KeepwarmError, Stopping, StoreFailed
+from keepwarm.prefix.blocks import pack
+from keepwarm.prefix.policy import Policy
+from keepwarm.prefix.recent import NearestPrompt, RecentPrompts
 from keepwarm.prefix.turn import KeptTurn
 from keepwarm.store.counts import PromptCounts
-from keepwarm.telemetry.ledger import RequestRecord
-from keepwarm.text.request import Request
+from keepwarm.telemetry.ledger import Ledger, RequestRecord
+from keepwarm.telemetry.misses import MIN_WASTED, MissCandidate
+from keepwarm.text.prepare import Preparer
+from keepwarm.text.request import Delta, Done, Finished, Outcome, Request, ToolCalled
 
 EXPIRY_INTERVAL_S = 60.0
 GRACE_S = 600.0  # an agent's running request counts as a use only when it has ended
 CONFIRM_S = 600.0  # an agent is deleted if it is still expired then: the clock may have jumped
+AUDIT_PRIORITY = -1_000_000  # after all requests of clients
 LOG = logging.getLogger(__name__)
+Post: TypeAlias = Callable[[Callable[[], None]], None]
 
 
 class Recorder:
@@ -106,7 +122,7 @@ class Recorder:
 
     def wait_until_done(self) -> None:
         """Return once all that was submitted so far is done."""
-        self._pool.submit(_nothing).result()
+        self._pool.submit(int).result()
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
@@ -204,5 +220,115 @@ def _kept_tokens(job: Job) -> list[list[int]]:
     return [sequence.tokens for sequence in job.sequences] or [job.tokens]
 
 
-def _nothing() -> None:
-    return
+class RecentTexts:
+    """Recent prompts and answers, and the prompts that running requests may have missed.
+
+    All of them are forgotten when anything is deleted on purpose: they only save time, and
+    answers are found again in stored blocks. All but `forget` is for the engine's thread.
+    """
+
+    def __init__(
+        self, recent: RecentPrompts, ledger: Ledger, preparer: Preparer, post: Post
+    ) -> None:
+        """`post` has something done on the engine's thread."""
+        self._recent = recent
+        self._ledger = ledger
+        self._preparer = preparer
+        self._post = post
+        self._nearest: dict[int, NearestPrompt] = {}  # of requests that have not ended
+
+    def add_request(self, job: Job) -> None:
+        """Find the most similar earlier prompt, before this one is remembered."""
+        if job.request.policy.reads and not job.request.embed:
+            whose = (job.request.kv, job.request.tenant)
+            self._nearest[job.number] = self._recent.nearest(whose, job.tokens)
+
+    def remember(self, job: Job) -> None:
+        """The answers, for the client's next turn, which sends them back as text."""
+        for sequence in job.sequences if job.request.policy.writes else ():
+            if sequence.capture.claim.is_forgotten:
+                continue
+            kept = [*job.cuts, len(job.tokens) - 1, len(sequence.tokens)]
+            self._recent.remember((job.request.kv, job.request.tenant), sequence.tokens, kept)
+            self._preparer.remember(job.prepared, sequence.tokens)
+
+    def candidate(self, job: Job) -> MissCandidate | None:
+        """A request that ended, if it may have computed known tokens again."""
+        nearest = self._nearest.pop(job.number, None)
+        if nearest is None or nearest.entry is None or job.receipt is None:
+            return None
+        if job.n_prefilled < MIN_WASTED:
+            return None
+        return MissCandidate(
+            job.number,
+            job.request.tenant,
+            job.request.agent,
+            job.lane.model.name,
+            time.time(),
+            pack(job.tokens),
+            nearest.entry.packed,
+            nearest.n_common,
+            job.receipt.cached_tokens,
+            len(job.tokens) / job.lane.restorer.rates.prefill_s(0, len(job.tokens)),
+        )
+
+    def forget(self, deletions: Deletions) -> None:  # noqa: ARG002
+        """From any thread."""
+        self._preparer.forget()
+        with suppress(Stopping):  # the engine is closed, and asks no more
+            self._post(self._clear)
+
+    def _clear(self) -> None:
+        self._recent.clear()
+        self._nearest.clear()
+        self._ledger.forget_texts()
+
+
+class AuditAnswer(Answer):
+    """Collects the tokens of an audit and compares them at its end."""
+
+    def __init__(self, expected: list[int], report: Callable[[bool], None]) -> None:
+        super().__init__(cancel=lambda _: None)  # no client waits for it
+        self._expected = expected
+        self._report = report
+        self._tokens: list[int] = []
+
+    def put(self, outcome: Outcome) -> None:
+        if isinstance(outcome, Delta | ToolCalled | Finished):
+            self._tokens += [info.token for info in outcome.tokens]
+        elif isinstance(outcome, Done):
+            self._report(self._tokens == self._expected)
+
+
+class Auditor:
+    """Same prompt, same sampling, nothing reused. If the tokens differ, the cache is wrong, or, on
+    devices whose sums depend on how a prompt is sliced, rounding differs. Either is a drift."""
+
+    def __init__(self, share: float, seed: int | None = None) -> None:
+        """`share` of the repeatable answers: 0 none, 1 all."""
+        self._share = share
+        self._random = random.Random(seed)  # noqa: S311, it picks samples
+
+    def wants(self, sequence: RunningSequence) -> bool:
+        """Whether to audit it: a sample of the warm answers with repeatable sampling."""
+        job, sampling = sequence.job, sequence.job.request.sampling
+        is_repeatable = sampling.temperature == 0 or sampling.seed is not None
+        is_warm = job.receipt is not None and job.receipt.cached_tokens > 0
+        if job.audit or sequence.choice or not (is_repeatable and is_warm):
+            return False
+        return self._random.random() < self._share
+
+    def job(self, sequence: RunningSequence, report: Callable[[bool], None]) -> Job:
+        """The same request again, cold and with the lowest priority."""
+        old = sequence.job
+        request: Request = replace(
+            old.request,
+            policy=Policy.NO_STORE,
+            priority=AUDIT_PRIORITY,
+            n=1,
+            timeout_s=None,
+            agent=None,
+        )
+        expected = sequence.tokens[len(old.tokens) :]
+        prepared = replace(old.prepared, request=request)
+        return Job(request, prepared, old.lane, AuditAnswer(expected, report), audit=True)

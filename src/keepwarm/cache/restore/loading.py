@@ -17,7 +17,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from keepwarm.cache.restore.plan import Point, Read
 from keepwarm.cache.restore.records import SlabTensors, block_of
-from keepwarm.cache.restore.writing import Saver
+from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.concurrency import CallDeadline
 from keepwarm.errors import CacheError, CorruptBlock
 from keepwarm.kv.assembly import Assembly
@@ -275,7 +275,7 @@ class Loading:
         point: Point,
         layout: Layout,
         reader: Reader,
-        saver: Saver,
+        saver: MemorySaver,
         *,
         in_background: bool = False,
         deadline: CallDeadline | None = None,

@@ -28,7 +28,7 @@ from keepwarm.cache.restore.plan import NOTHING, KnownBlocks, Needs, Point, long
 from keepwarm.cache.restore.points import Divergence, divergence_point, restore_points
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.restore.records import records_of
-from keepwarm.cache.restore.writing import Saver
+from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.concurrency import CallDeadline
 from keepwarm.kv.kinds import Caches
 from keepwarm.kv.layout import Layout
@@ -99,7 +99,7 @@ class Restorer:
     layout: Layout
     tiers: Tiers
     reader: Reader
-    writer: Saver
+    writer: MemorySaver
     rates: Rates = field(default_factory=Rates)
     failures: RestoreFailures = field(default_factory=RestoreFailures)
     forgetting: Forgetting | None = None  # without a disk nobody else deletes

@@ -11,10 +11,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from keepwarm.cache.restore.forgetting import Deletions, Share, Unclaimed
 from keepwarm.prefix.blocks import BlockKey
@@ -44,52 +43,12 @@ class WriteStats:
     queued_bytes: int = 0
 
 
-class Saver(Protocol):
-    """Where captured records go."""
-
-    def put(
-        self,
-        record: Record,
-        policy: Policy,
-        memory_only: bool = False,
-        share: Share | None = None,
-    ) -> None:
-        """Make a record findable now and, if the policy says so, durable later.
-
-        Window rows that are `memory_only` are evicted first and never written to disk. A record is
-        not written once no request with a share in it has a claim any more.
-        """
-
-    @property
-    def written(self) -> Mapping[BlockKey, BlockInfo]:
-        """The latest blocks that this process has written to disk."""
-
-    def kept(
-        self, keys: Collection[BlockKey], disk: LookupTier | None = None
-    ) -> dict[BlockKey, BlockInfo]:
-        """Which of these blocks are saved, or queued to be; `disk` answers in place of the disk."""
-
-    def accepts_resaves(self, policy: Policy) -> bool:
-        """Whether blocks that are in memory only should be put again."""
-
-    def flush(self) -> None:
-        """Return once everything put so far is on disk or has been dropped."""
-
-    def restoring(self) -> AbstractContextManager[None]:
-        """While inside, saves wait."""
-
-    def stats(self) -> WriteStats: ...
-
-    def close(self) -> None:
-        """Write the queue, then stop."""
-
-
 class MemorySaver:
-    """A saver without a disk."""
+    """Where captured records go; here there is no disk."""
 
-    def __init__(self, memory: Tier) -> None:
+    def __init__(self, memory: Tier | None) -> None:
         self._memory = memory
-        self.written: Mapping[BlockKey, BlockInfo] = {}
+        self.written: dict[BlockKey, BlockInfo] = {}  # the latest, by this process, to disk
 
     def put(
         self,
@@ -98,34 +57,43 @@ class MemorySaver:
         memory_only: bool = False,
         share: Share | None = None,  # noqa: ARG002
     ) -> None:
-        _put_in_memory(self._memory, record, memory_only)
+        """Make a record findable now and, if the policy says so, durable later.
+
+        Window rows that are `memory_only` are evicted first and never written to disk. A record is
+        not written once no request with a share in it has a claim any more.
+        """
+        if self._memory is not None:
+            _put_in_memory(self._memory, record, memory_only)
 
     def kept(
         self,
         keys: Collection[BlockKey],
         disk: LookupTier | None = None,  # noqa: ARG002
     ) -> dict[BlockKey, BlockInfo]:
+        """Which of these blocks are saved, or queued to be; `disk` answers in place of the disk."""
         memory = self._memory
         demoted = memory.demoted_windows(keys) if isinstance(memory, MemoryTier) else set()
-        return memory.have([key for key in keys if key not in demoted])
+        return memory.have([key for key in keys if key not in demoted]) if memory else {}
 
     def accepts_resaves(self, policy: Policy) -> bool:  # noqa: ARG002
+        """Whether blocks that are in memory only should be put again."""
         return False
 
     def flush(self) -> None:
-        return
+        """Return once everything put so far is on disk or has been dropped."""
 
     def restoring(self) -> AbstractContextManager[None]:
+        """While inside, saves wait."""
         return nullcontext()
 
     def stats(self) -> WriteStats:
         return WriteStats()
 
     def close(self) -> None:
-        return
+        """Write the queue, then stop."""
 
 
-class Writer:
+class Writer(MemorySaver):
     """Writes records to disk, in order, on its own thread; restores have priority."""
 
     def __init__(
@@ -139,15 +107,14 @@ class Writer:
         """`catch_up` forgets what other processes have deleted; it is called before anything is
         written after a deletion, and at intervals.
         """
+        super().__init__(memory)
         self._wear = wear
         self._catch_up = catch_up or _nothing
         self._max_queued_bytes = max_queued_bytes
         self.queued = MemoryTier(max_queued_bytes)
-        self._memory = memory
         self._disk = disk
         self._order: deque[tuple[BlockKey, Part]] = deque()
         self._shares: dict[tuple[BlockKey, Part], list[Share]] = {}  # of what is queued
-        self.written: dict[BlockKey, BlockInfo] = {}
         self._changed = threading.Condition()
         self._restores = 0
         self._closing = False
@@ -165,8 +132,7 @@ class Writer:
         memory_only: bool = False,
         share: Share | None = None,
     ) -> None:
-        if self._memory is not None:
-            _put_in_memory(self._memory, record, memory_only)
+        super().put(record, policy, memory_only)
         if memory_only or not policy.to_disk:
             return
         item = record.header.key, record.header.part
