@@ -43,17 +43,6 @@ def test_limits_are_high_while_something_runs(before):
     assert limit() == before
 
 
-def test_the_limit_stays_until_the_last_ends(before):
-    """Whichever scope closes last."""
-    scopes = MemoryScopes()
-    with scopes.join(LARGE):
-        first, second = scopes.active(LARGE), scopes.active(LARGE)
-        first.close()
-        assert limit() == LARGE.buffer_active_bytes
-        second.close()
-        assert limit() == LARGE.buffer_idle_bytes
-
-
 def test_a_scope_is_released_once_however_often_it_is_closed(before):
     """One token per scope, not a counter that a second close would lower again."""
     scopes = MemoryScopes()

@@ -207,27 +207,16 @@ def test_blocks_leave_room_for_the_model(models, tmp_path):
                 assert tier_limit(engine) == wanted
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_what_the_settings_say_of_blocks_holds(models, tmp_path, own):
-    """Whatever the engine would have had."""
+@pytest.mark.parametrize("budgets", [None, Budgets(memory_bytes=0), Budgets(memory_bytes=3 * MIB)])
+def test_what_settings_or_a_program_say_of_blocks_holds(models, tmp_path, budgets):
+    """Whatever the engine would have had; none at all is an answer too."""
     settings = settings_in(tmp_path, memory_bytes=5 * MIB)
-    store = None if own else Store(settings=settings)
     told = EngineConfig(MemoryConfig.unconstrained())
-    with Engine(models.of("llama"), store, told, settings=settings) as engine:
-        assert tier_limit(engine) == 5 * MIB
-    if store is not None:
-        store.close()
-
-
-@pytest.mark.parametrize("n_bytes", [0, 5 * MIB])
-def test_what_a_program_says_of_blocks_holds(models, tmp_path, n_bytes):
-    """None at all is an answer too."""
-    settings, budgets = settings_in(tmp_path), Budgets(memory_bytes=n_bytes)
     with (
         Store(budgets=budgets, settings=settings) as store,
-        Engine(models.of("llama"), store, EngineConfig(memory()), settings=settings) as engine,
+        Engine(models.of("llama"), store, told, settings=settings) as engine,
     ):
-        assert tier_limit(engine) == n_bytes
+        assert tier_limit(engine) == (budgets.memory_bytes if budgets else 5 * MIB)
 
 
 def test_blocks_beyond_the_engines_share_go(models, tmp_path):

@@ -303,12 +303,3 @@ def test_kept_messages_are_bounded_and_a_damaged_file_is_none(llama, tmp_path):
             assert book.find("ops", [7]) is None
         book.keep("ops", [9], end, KeptTurn([message]))
         assert book.find("ops", [9]) == KeptTurn([message], [])
-
-
-def test_what_was_asked_of_the_agent_is_its_head_whatever_its_tokens(llama, tmp_path):
-    with engine_on(llama, tmp_path) as engine:
-        ask(engine, SYSTEM, ASK)
-        go_on(engine, NEXT)
-        book, namespace = agents(engine), engine.lane_of().restorer.namespace
-        assert book.advance("ops", namespace, [9, 8, 7]).n_tokens > 3  # control: a side branch
-        assert book.advance("ops", namespace, [5, 6, 7], continues=True).n_tokens == 3

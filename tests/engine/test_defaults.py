@@ -22,24 +22,14 @@ from tests.kit.runs import prompt_of
 EIGHT = KVOptions(kv_bits=8, kv_group_size=32)
 
 
-def test_a_look_up_uses_the_engines_options(models, tmp_path):
-    prompt = prompt_of(300)
+def test_request_that_names_no_options_has_those_of_the_engine_everywhere(models, tmp_path):
+    prompt, four = prompt_of(300), KVOptions(kv_bits=4)
     with engine_on(models.of("llama"), tmp_path, kv=EIGHT) as engine:
         engine.submit(ask(prompt, 4)).result()
         assert engine.lookup(Request(prompt=[*prompt, 1])).warm == {"live": 300}
-        assert engine.lookup(Request(prompt=prompt, kv=KVOptions(kv_bits=4))).warm == {}
-
-
-def test_a_prepared_request_has_the_options_it_will_run_with(models, tmp_path):
-    with engine_on(models.of("llama"), tmp_path, kv=EIGHT) as engine:
+        assert engine.lookup(Request(prompt=prompt, kv=four)).warm == {}
         assert engine.prepare(ask([1, 2])).request.kv == EIGHT
-        four = KVOptions(kv_bits=4)
         assert engine.prepare(ask([1, 2], kv=four)).request.kv == four
-
-
-def test_counting_makes_no_other_lane(models, tmp_path):
-    """Answers that clients send back are looked for in the engine's lane."""
-    with engine_on(models.of("llama"), tmp_path, kv=EIGHT) as engine:
         assert engine.count_tokens(Request(prompt=[1, 2, 3])) == 3
         assert (KVOptions(), "") not in engine._lanes._made
 
@@ -82,10 +72,6 @@ def test_settings_are_the_engines_options(tmp_path):
     assert EngineConfig.of(settings(tmp_path)).kv == KVOptions()
     assert EngineConfig.of(settings(tmp_path, **values)).kv == KVOptions(**values)
     assert EngineConfig.of(settings(tmp_path, max_kv_size=64)).kv == KVOptions(max_kv_size=64)
-
-
-def test_memory_presets(tmp_path):
-    """By setting."""
     assert EngineConfig.of(settings(tmp_path)).memory is None
     free = EngineConfig.of(settings(tmp_path, memory="unconstrained")).memory
     assert free == MemoryConfig.unconstrained()

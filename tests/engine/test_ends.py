@@ -21,6 +21,7 @@ from keepwarm.engine.lane import Lane
 from keepwarm.errors import Cancelled, InsufficientResources, Stopping
 from keepwarm.prefix.blocks import chain
 from keepwarm.prefix.policy import Policy
+from keepwarm.telemetry.ledger import Ledger
 from keepwarm.text.prepare import PreparedRequest
 from keepwarm.text.request import Delta, Request
 from tests.kit.engines import ask, engine_on, held, memory, tokens_of
@@ -51,10 +52,11 @@ class Slow(Engine):
         self._preparation.prepare = prepare_late
 
 
-def test_an_answer_ends_though_its_end_cannot_be_recorded(models, tmp_path):
+def test_an_answer_ends_though_its_end_cannot_be_recorded(models, tmp_path, monkeypatch, caplog):
     with engine_on(models.of("llama"), tmp_path) as engine:
-        engine._journal = None  # recording fails
+        monkeypatch.delattr(Ledger, "append")
         assert engine.submit(ask(prompt_of(20))).result().choices[0].tokens
+    assert "the end of a request could not be recorded" in caplog.text
 
 
 def test_a_request_during_close_is_refused_at_once(models, tmp_path):

@@ -233,21 +233,6 @@ def test_a_request_of_another_agent_is_recorded(engine, other):
     assert answer(engine, bobs, 1).receipt.recomputed == 1
 
 
-def test_a_new_conversation_under_the_old_name_is_kept(engine, other):
-    answer(engine, PROMPT, agent="ada")
-    other.agents.delete("ada")
-    result = answer(engine, PROMPT, agent="ada", policy=Policy.DURABLE)
-    assert result.receipt.durable
-    assert other.agents.show("ada").n_tokens >= len(PROMPT)
-    assert reused(engine, PROMPT)
-
-
-def test_a_process_that_is_far_behind_forgets_everything(engine, other):
-    answer(engine, PROMPT, agent="ada")
-    other.disk.forget_all()
-    assert reused(engine, PROMPT).keys() <= {"disk"}
-
-
 def test_prompts_and_answers_are_forgotten(engine, other):
     """They are remembered beside the blocks: to splice answers in, and to explain misses."""
     question = [{"role": "user", "content": "What is a prefix?"}]

@@ -145,13 +145,6 @@ def test_only_tokens_that_the_filters_leave_are_drawn(sampling, seed):
         assert tokens <= set(np.flatnonzero(allowed).tolist())
 
 
-def test_all_greedy_is_the_best_token_of_each_row():
-    rows = mx.random.normal((5, N_VOCAB), key=mx.random.key(0))
-    tokens = sample([Sampler(Sampling(), N_VOCAB) for _ in range(5)], rows)
-    assert tokens.dtype == mx.uint32
-    assert tokens.tolist() == mx.argmax(rows, axis=-1).tolist()
-
-
 def test_greedy_and_drawn_rows_mix():
     rows = mx.random.normal((6, N_VOCAB), key=mx.random.key(0))
     hot = Sampling(temperature=5.0, seed=1)

@@ -1,16 +1,13 @@
 """What is on disk after an answer: every layer's rows in blocks, their position, their owner."""
 
 import json
-import logging
 
 import mlx.core as mx
 import pytest
 
 import keepwarm
 from keepwarm import kv
-from keepwarm.cache.restore.records import records_of
-from keepwarm.kv.slices import cut_blocks
-from keepwarm.prefix.blocks import Namespace, chain
+from keepwarm.prefix.blocks import chain
 from keepwarm.prefix.policy import Policy
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.engines import ask, engine_on, tokens_of
@@ -106,17 +103,3 @@ def test_an_agents_blocks_are_loaded_by_its_id(architecture, models, tmp_path):
         joined = kv.concatenate_cache_blocks(ks, vs)
         for mine, theirs in zip(joined, restored.caches[layer].state[:2], strict=True):
             assert mx.array_equal(mine, theirs[..., :604, :])  # behind them is room to grow
-
-
-def test_shapes_are_told_on_save(model, caplog):
-    """Four axes, the batch of one among them; nothing is written unless it is asked for."""
-    (run,) = batched(model.module, [Job(prompt_of(20), 4)])
-    ref = next(chain(Namespace(bytes(32)), prompt_of(24)))
-    (block,) = cut_blocks(run.cache)
-    list(records_of(Namespace(bytes(32)), ref, block))
-    assert caplog.text == ""
-    with caplog.at_level(logging.DEBUG, "keepwarm.cache.restore.records"):
-        list(records_of(Namespace(bytes(32)), ref, block))
-    assert "delta of block 0: L0_B0_K shape=(1, 2, 24, 16), L0_B0_V shape=(1, 2, 24, 16)" in (
-        caplog.text
-    )

@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -282,50 +281,6 @@ def test_what_was_fetched_is_kept_here(models, tmp_path):
         assert run(b, prompt).receipt.reused == {"disk": 599}
     with machine(model, tmp_path / "c") as c:
         assert run(c, prompt).receipt.reused == {}
-
-
-def test_requests_at_the_same_time_fetch_every_record_once(models, tmp_path):
-    prefix = prompt_of(512)
-    prompts = [[*prefix, *prompt_of(20 + n, seed=n)] for n in range(10)]
-    model, exam = models.of("llama"), Exam(models.module("llama"))
-    with redis_server(tmp_path) as server:
-        with machine(model, tmp_path / "a", server.url) as a:
-            use(a, prefix)
-        with machine(model, tmp_path / "b", server.url) as b:
-            before = server.n_reads()
-            with held(b):
-                answers = [b.submit(ask(prompt, 3)) for prompt in prompts]
-            for prompt, answer in zip(prompts, answers, strict=True):
-                exam.add(prompt, answer.result().choices[0])
-            assert server.n_reads() - before == 2
-    exam.check()
-
-
-def test_a_place_that_hangs_or_is_gone_changes_no_answer(models, tmp_path, monkeypatch):
-    model, exam = models.of("llama"), Exam(models.module("llama"))
-    prompts = [prompt_of(300, seed=seed) for seed in range(6)]
-    with redis_server(tmp_path) as server, machine(model, tmp_path / "a", server.url) as a:
-        (tier,) = a.lane_of().restorer.tiers.shared
-        server.pause()
-        monkeypatch.setattr("keepwarm.remote.tier.ASK_S", 0.05)
-        try:
-            for prompt in prompts[:4]:
-                exam.add(prompt, run(a, prompt).choices[0])
-            assert tier.is_open
-            assert a.store.tier_stats()["shared 1"].errors == 3, "the fourth has asked nobody"
-        finally:
-            server.go_on()
-        server.kill()
-        exam.add(prompts[4], run(a, prompts[4]).choices[0])
-        server.start()
-        monkeypatch.setattr("keepwarm.remote.tier.ASK_S", SOON)
-        until = time.monotonic() + SOON
-        while tier.is_open:
-            assert time.monotonic() < until
-            time.sleep(0.02)
-        exam.add(prompts[5], run(a, prompts[5]).choices[0])
-        assert a.store.tier_stats()["shared 1"].errors == 3
-    exam.check()
 
 
 @pytest.mark.parametrize("remote", ["directory"], indirect=True)

@@ -54,9 +54,7 @@ def test_schedule_starts_a_job_and_prefills_it_in_the_same_step(sim):
     assert schedule.started is job
     assert schedule.prefill is not None
     assert schedule.prefill.job is job
-    assert (schedule.n_expired, schedule.n_rows, schedule.slice_tokens > 0) == (0, 1, True)
-    assert str(schedule).endswith("decode 1 rows")
-    assert "prompt" not in str(schedule)
+    assert (schedule.n_rows, schedule.slice_tokens > 0) == (1, True)
     n_tokens = len(running[0].answer.tokens)
     sim.scheduler.finish(sim.scheduler.run(schedule))
     assert schedule.prefill.prefill.n_done > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -175,9 +176,11 @@ def test_it_ends_with_its_engine(models, tmp_path, caplog):
     with engine_on(models.of("llama"), tmp_path) as engine:
         warmer = Warmer(engine)
         engine.close()
-        warmer.run_in_background().wait()
+        with caplog.at_level(logging.DEBUG, "keepwarm"):
+            warmer.run_in_background().wait()
     assert warmer.warmed == []
-    said = [record for record in caplog.records if record.name.endswith("start.warm")]
+    assert "warming stopped" in caplog.text
+    said = [record for record in caplog.records if record.name == "keepwarm.engine.warm"]
     assert not [record for record in said if record.levelname != "DEBUG"]
 
 

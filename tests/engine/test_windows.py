@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from keepwarm.cache.store import Budgets
 from keepwarm.engine.engine import Engine
 from keepwarm.kv.kinds import Kind
 from keepwarm.models.load import Model
@@ -192,15 +191,3 @@ def test_many_small_messages_are_read_in_few_slices(made, tmp_path):
         n_cuts = len(engine.prepare(asked).cuts)
         engine.submit(asked).result()
         assert sum(length > 1 for _, length in made.module.shapes) < n_cuts - 5
-
-
-@one_of_each
-def test_without_a_disk_nothing_is_lost(made, tmp_path):
-    """Any token is restored from memory, where the window is as long as a block at least."""
-    budgets, first = Budgets(disk=False), prompt_of(1500)
-    with engine_on(made, tmp_path, budgets=budgets) as engine:
-        said(engine, first)
-        n_common = 1100 if window_of(engine)[0] >= BLOCK_TOKENS else 1024
-        parted = [*first[:n_common], (first[n_common] + 1) % 128]
-        receipt = engine.submit(ask(parted, 4)).result().receipt
-        assert receipt.cached_tokens == n_common

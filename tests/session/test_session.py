@@ -7,7 +7,7 @@ import gc
 import re
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
@@ -22,7 +22,7 @@ from keepwarm.models.load import Model
 from keepwarm.session.gate import Gate
 from keepwarm.session.session import Session, forget
 from keepwarm.session.tool_rounds import Reply
-from keepwarm.text.request import Delta, KVOptions, Message, Request, Sampling
+from keepwarm.text.request import Delta, Request, Sampling
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.engines import Models, engine_on
 from tests.kit.runs import FedCounter
@@ -212,40 +212,6 @@ def test_warming_tells_what_is_wrong(engine):
     """No error is swallowed, no option ignored."""
     with pytest.raises(BadInput, match="max_tokens"):
         Session(engine, sampling=Sampling(max_tokens=-1)).prewarm()
-
-
-def test_a_conversation_is_exact_up_to_the_start_and_quantised_from_there(models: Models, tmp_path):
-    """Exact rows are quantised when the prompt outgrows the start, not prefilled again.
-
-    Up to there it is what anybody reads; after it, another start is another identity.
-    """
-    with engine_on(models.of("llama"), tmp_path) as engine:
-        start = Session(engine, system="Be brief.", sampling=SHORT).prewarm().prompt_tokens + 40
-        options = KVOptions(kv_bits=8, kv_group_size=32, quantized_kv_start=start)
-
-        def session_with(kv: KVOptions | None, messages: Sequence[Message] = ()) -> Session:
-            return Session(engine, system="Be brief.", kv=kv, sampling=SHORT, messages=messages)
-
-        session = session_with(options)
-        first = session.respond("What is it?")
-        assert first.usage.prompt_tokens < start
-        assert first.receipt.exact
-        assert session_with(None).respond("What is it?").usage.cached_tokens == (
-            first.usage.prompt_tokens - 1
-        )
-        second = session.respond("And how long does it take to say all of that? " * 4)
-        assert second.usage.prompt_tokens > start
-        assert not second.receipt.exact
-        n_known = first.usage.prompt_tokens + first.usage.completion_tokens
-        assert second.usage.cached_tokens >= n_known - 1
-        third = session.respond("Go on.")
-        n_known = second.usage.prompt_tokens + second.usage.completion_tokens
-        assert third.usage.cached_tokens >= n_known - 1
-        assert not third.receipt.exact
-        other = replace(options, quantized_kv_start=start + 1)
-        again = session_with(other, session.messages[:-2]).respond("Go on.")
-        assert again.usage.prompt_tokens == third.usage.prompt_tokens
-        assert again.usage.cached_tokens == start, "what is exact is anybody's"
 
 
 # Freeing caches.

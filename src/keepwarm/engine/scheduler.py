@@ -50,7 +50,6 @@ MAX_FAILURES = 2  # failed batches before a sequence is taken to be the cause
 class Schedule(NamedTuple):
     """What one step does."""
 
-    n_expired: int  # jobs that took too long, and ended
     started: Job | None  # its known prefix is restored
     prefill: PrefillTask | None
     slice_tokens: int  # of `prefill`; 0: a pass of its padding trial instead
@@ -59,14 +58,6 @@ class Schedule(NamedTuple):
     @property
     def is_idle(self) -> bool:
         return self.started is None and self.prefill is None and not self.n_rows
-
-    def __str__(self) -> str:
-        """Numbers only: a job has its prompt."""
-        parts = [f"start {self.started.number}"] if self.started else []
-        if self.prefill is not None:
-            what = f"{self.slice_tokens} tokens" if self.slice_tokens else "a padding trial"
-            parts.append(f"prefill {what} of {self.prefill.job.number}")
-        return ", ".join([*parts, f"decode {self.n_rows} rows"])
 
 
 class EndedRow(NamedTuple):
@@ -467,16 +458,15 @@ class Scheduler:
     def step(self) -> bool:
         """One step; False if there was nothing to do."""
         schedule = self.schedule()
-        LOG.debug("%s", schedule)
         self.finish(self.run(schedule))
         return not schedule.is_idle
 
     def schedule(self) -> Schedule:
         """End overdue jobs, start one, and choose what is computed."""
         self._assert_thread()
-        expired = [job for job in self.jobs if job.is_overdue]
-        for job in expired:
-            self.abort(job, job.timeout_error())
+        for job in self.jobs:
+            if job.is_overdue:
+                self.abort(job, job.timeout_error())
         for job in self.waiting:
             job.send_heartbeat()
         started = self._start_one()
@@ -486,7 +476,7 @@ class Scheduler:
         if task is not None and trial is None:
             n_done = task.prefill.n_done
             n_tokens = self._slice_tokens(task.lane, n_done, len(task.tokens) - n_done)
-        return Schedule(len(expired), started, task, n_tokens, len(self.rows))
+        return Schedule(started, task, n_tokens, len(self.rows))
 
     def run(self, schedule: Schedule) -> StepResult:
         """Run the model: a slice of a prompt, then a token for every sequence."""

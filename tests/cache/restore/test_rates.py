@@ -105,13 +105,6 @@ def test_costs_are_remembered_between_starts(tmp_path):
     assert again.prefill_s(0, 5000) == file.of(NAME).prefill_s(0, 5000)
 
 
-def test_rates_of_earlier_versions_are_read(tmp_path):
-    known = {"load_bytes_per_s": 1e9, "prefill_tokens_per_s": 200.0, "measured": True}
-    (tmp_path / "machine.json").write_text(json.dumps({"rates": {NAME.hex(): known}}))
-    rates = RatesFile(tmp_path).of(NAME)
-    assert (rates.load_bytes_per_s, rates.prefill_s(100, 300)) == (1e9, 1.0)
-
-
 @pytest.mark.parametrize("slices", ["no list", [[0, 0, 1.0]], [[1, 2]], [["x", 0, 1.0]], 7])
 def test_rates_that_make_no_sense_are_not_used(tmp_path, slices):
     (tmp_path / "machine.json").write_text(json.dumps({"rates": {NAME.hex(): {"slices": slices}}}))

@@ -196,7 +196,7 @@ class Rates:
 
     @classmethod
     def from_json(cls, known: Mapping[str, Any]) -> Rates:
-        slices, size = SliceCosts(known.get("slices", ())), known.get("size")
+        slices, size = SliceCosts(known["slices"]), known["size"]
         return cls(**{**known, "slices": slices, "size": LoadSize(*size) if size else None})
 
     def to_json(self) -> dict[str, Any]:

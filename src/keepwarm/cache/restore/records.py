@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 from keepwarm.errors import CorruptBlock
@@ -21,8 +20,6 @@ from keepwarm.records.record import (
     UnreadTensor,
 )
 
-LOG = logging.getLogger(__name__)
-
 
 def records_of(namespace: Namespace, ref: BlockRef, block: Block) -> Iterator[Record]:
     """One record for each part that is not empty; bytes are shared with the block.
@@ -32,7 +29,6 @@ def records_of(namespace: Namespace, ref: BlockRef, block: Block) -> Iterator[Re
     """
     parts = {part: tensors for part, tensors in _parts(block).items() if tensors}
     for part, tensors in (parts or {Part.WINDOW: {}}).items():
-        _log_shapes(part, ref, tensors)
         header = Header(
             namespace, ref.key, ref.parent, part, ref.number, ref.tokens, _extra(part, block)
         )
@@ -116,13 +112,6 @@ def _array_of(tensor: HasBytes | UnreadTensor) -> HostArray:
     if isinstance(tensor, UnreadTensor):
         return FileArray(tensor.dtype, tensor.shape, tensor)
     return from_buffer(tensor.dtype, tensor.shape, tensor.data)
-
-
-def _log_shapes(part: Part, ref: BlockRef, tensors: Mapping[str, Rows]) -> None:
-    """For debugging wrong shapes."""
-    if LOG.isEnabledFor(logging.DEBUG):  # a block has hundreds of tensors
-        shapes = (f"{name} shape={tuple(array.shape)}" for name, array in tensors.items())
-        LOG.debug("%s of block %d: %s", part.name.lower(), ref.number, ", ".join(shapes))
 
 
 def _parts(block: Block) -> dict[Part, Mapping[str, Rows]]:
