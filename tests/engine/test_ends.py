@@ -112,7 +112,7 @@ class Talker(threading.Thread):
 def test_many_ask_while_the_engine_closes(models, tmp_path):
     """Each is answered or refused, and none hangs."""
     outcomes: list[str] = []
-    for round_ in range(6):
+    for round_ in range(4):
         with engine_on(models.of("llama"), tmp_path) as engine:
             talkers = [Talker(say) for say in sayings(engine) for _ in range(2)]
             for _ in range(10 * round_):
@@ -286,11 +286,6 @@ ROW = 2048  # bytes that a token takes here, counted in steps of 256 tokens
 ROOM = 256  # tokens that are counted for an answer before it has begun
 
 
-@pytest.fixture
-def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "LEASE_TOKENS", ROOM)
-
-
 def used_bytes(engine: Engine) -> int:
     return engine.call(lambda: engine._admission.used_bytes).result()
 
@@ -301,9 +296,9 @@ def listen(answer: Answer, said: list[int]) -> None:
             said += [info.token for info in event.tokens]
 
 
-@pytest.mark.usefixtures("little_room")
-def test_a_long_answer_is_counted_as_it_grows(models, tmp_path):
+def test_a_long_answer_is_counted_as_it_grows(models, tmp_path, monkeypatch):
     """Memory is reserved for some tokens at first, later for at most what is left."""
+    monkeypatch.setattr(scheduler, "LEASE_TOKENS", ROOM)
     with engine_on(models.of("llama"), tmp_path) as engine:
         answer = engine.submit(ask(prompt_of(256), ROOM + 50, top_logprobs=None))
         next(event for event in answer if isinstance(event, Delta))
@@ -316,20 +311,20 @@ def test_a_long_answer_is_counted_as_it_grows(models, tmp_path):
         assert used_bytes(engine) == 0
 
 
-@pytest.mark.usefixtures("little_room")
-def test_an_answer_that_outgrows_the_memory_ends_alone(models, tmp_path):
+def test_an_answer_that_outgrows_the_memory_ends_alone(models, tmp_path, monkeypatch):
     """The error says why, the tokens are kept; the other sequence and the engine go on."""
-    long, short = prompt_of(200, 1), prompt_of(200, 2)
-    budget = memory(batch_bytes=3 * ROW * (256 + ROOM))
+    monkeypatch.setattr(scheduler, "LEASE_TOKENS", 200)
+    long, short = prompt_of(50, 1), prompt_of(50, 2)
+    budget = memory(batch_bytes=3 * ROW * 256)  # for both, not for one of 450 tokens beside another
     with engine_on(models.of("llama"), tmp_path, memory=budget) as engine:
         with held(engine):
             outgrows = engine.submit(ask(long, 3000, top_logprobs=None))
-            neighbour = engine.submit(ask(short, ROOM, top_logprobs=None))
+            neighbour = engine.submit(ask(short, 200, top_logprobs=None))
         said: list[int] = []
-        with pytest.raises(InsufficientResources, match=r"256 tokens .* memory"):
+        with pytest.raises(InsufficientResources, match=r"200 tokens .* memory"):
             listen(outgrows, said)
         choice = neighbour.result().choices[0]
-        assert (len(choice.tokens), choice.reason) == (ROOM, "length")
+        assert (len(choice.tokens), choice.reason) == (200, "length")
         assert used_bytes(engine) == 0
         assert engine.stats().counters["failed"] == 1
         rest = engine.submit(ask([*long, *said, 1], 4)).result()

@@ -153,7 +153,7 @@ def marked(n_tokens: int) -> list[int]:
 def test_prefill(model_of, models, tmp_path, architecture):
     """A prompt that breaks the model ends alone; the blocks before it are kept."""
     model, exam = model_of(architecture), Exam(models.module(architecture), without=MARKER)
-    prompt = marked(700)
+    prompt = marked(330)
     with engine_on(model, tmp_path) as engine:
 
         def fault(inputs: mx.array, caches: Any) -> None:

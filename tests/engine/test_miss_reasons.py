@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import get_args
 
 import pytest
 
 from keepwarm.cache.store import Budgets
 from keepwarm.prefix.policy import Policy
-from keepwarm.records.record import Part
+from keepwarm.records.record import Part, encode_record, open_record, read_record
 from keepwarm.text.request import Miss, MissCause
-from tests.engine.test_restore_failures import Broken, flip, rewritten, with_extra_head
-from tests.kit.engines import FixedRates, ask, engine_on
+from tests.kit.engines import FixedRates, ask, engine_on, tokens_of
 from tests.kit.runs import prompt_of
 
 ON_DISK = Budgets(memory_bytes=0, min_free_disk_bytes=0)
@@ -26,6 +25,58 @@ class SlowDisk(FixedRates):
     def __init__(self) -> None:
         super().__init__()
         self.load_bytes_per_s = 1.0
+
+
+def failed_restores(engine):
+    return {why: n for why, n in engine.stats().failed_restores.items() if n}
+
+
+def flip(path):
+    """Change the last byte, which belongs to a row."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def rewritten(path, change):
+    """The record with other tensors, and digests that match them."""
+    with path.open("rb") as file:
+        record = read_record(file, open_record(file, path.stat().st_size))
+    path.write_bytes(b"".join(encode_record(change(record))))
+
+
+def with_extra_head(record):
+    return replace(record, tensors=tuple(map(one_head_more, record.tensors)))
+
+
+def one_head_more(tensor):
+    batch, heads, rows, width = tensor.shape
+    data = bytes(tensor.data) + bytes(tensor.n_bytes // heads)
+    return tensor._replace(shape=(batch, heads + 1, rows, width), data=memoryview(data))
+
+
+def without_rows(record):
+    return replace(record, tensors=())
+
+
+def of_no_dtype(record):
+    halves = (
+        t._replace(dtype="F64", shape=(*t.shape[:-1], t.shape[-1] // 2)) for t in record.tensors
+    )
+    return replace(record, tensors=tuple(halves))
+
+
+def without_window(record):
+    return replace(record, header=replace(record.header, extra={"w_rows": 600 - 512}), tensors=())
+
+
+class Broken:
+    """A reader that fails with an unexpected exception."""
+
+    slabs = None
+
+    def start(self, *read):
+        raise ValueError("cannot broadcast")
 
 
 def restorer_of(engine):
@@ -104,9 +155,7 @@ def test_what_happened_to_a_stored_prompt_is_the_reason(
         happens(engine, prompt)
         receipt = asked(engine, prompt)
         stats = engine.stats()
-    assert {why: n for why, n in stats.failed_restores.items() if n} == (
-        {counted: 1} if counted else {}
-    )
+        assert failed_restores(engine) == ({counted: 1} if counted else {})
     assert stats.counters["failed"] == 0
     assert told in caplog.text
     assert receipt.cached_tokens == n_reused
@@ -163,3 +212,36 @@ def test_roots_are_used_when_their_leaves_are(models, tmp_path):
 def roots(disk):
     """When the blocks before the last were used."""
     return {block.key: block.used for block in disk.walk() if block.number < N // 256}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "part", "change"),
+    [
+        ("llama", "d", with_extra_head),
+        ("llama", "d", of_no_dtype),
+        ("gemma3_text", "w", without_window),
+        ("qwen3_next", "s", without_rows),
+    ],
+)
+def test_a_record_that_does_not_fit_is_replaced_when_it_is_computed(
+    architecture, part, change, models, tmp_path
+):
+    """Its digests match, so that only the model can tell: once, not at every request."""
+    prompt = prompt_of(601)
+    with engine_on(models.of(architecture), tmp_path, budgets=ON_DISK) as engine:
+        cold = engine.submit(ask(prompt, policy=Policy.DURABLE)).result()
+        engine.call(engine.live.clear).result()
+        restorer = engine.lane_of().restorer
+        point = restorer.plan(prompt).point
+        key = [read.key.hex() for read in point.reads if read.part == part][-1]
+        rewritten(tmp_path / "store" / "blocks" / key[:2] / f"{key}.{part}.safetensors", change)
+        n_reused = []
+        for _ in range(2):
+            warm = engine.submit(ask(prompt, policy=Policy.DURABLE)).result()
+            assert tokens_of(warm.choices[0]) == tokens_of(cold.choices[0])
+            n_reused.append(warm.receipt.cached_tokens)
+            engine.call(engine.live.clear).result()
+        assert engine.stats().tiers["disk"].quarantined in (1, 2)  # or all records of the block
+        assert failed_restores(engine) == {"layout": 1}
+    assert n_reused[0] < point.n_tokens
+    assert n_reused[1] == point.n_tokens

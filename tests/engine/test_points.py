@@ -16,8 +16,6 @@ from tests.kit.runs import prompt_of
 EARLY = 191  # a state of qwen3_next is as large as 228 rows
 PARTING = 391  # inside a block, and at no sparse point
 
-each_kind = pytest.mark.parametrize("architecture", LAYER_KINDS)
-
 
 def branch(number: int, n_tokens: int = 120, parting: int = PARTING) -> list[int]:
     """A prompt that shares its first tokens with all the others."""
@@ -41,7 +39,7 @@ class Asked:
         self._exam.check()
 
 
-@each_kind
+@pytest.mark.parametrize("architecture", LAYER_KINDS)
 def test_the_third_that_parts_at_a_place_recomputes_only_what_is_new(
     models, tmp_path, architecture
 ):
@@ -60,7 +58,7 @@ def test_the_third_that_parts_at_a_place_recomputes_only_what_is_new(
     asked.check()
 
 
-@each_kind
+@pytest.mark.parametrize("architecture", ["gemma3_text", "falcon_h1"])
 def test_a_place_is_learned_over_restarts(models, tmp_path, architecture):
     """Each prompt comes to a process that has only the disk."""
     model, asked = models.of(architecture), Asked(models.module(architecture))
