@@ -17,7 +17,7 @@ from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tiers import Tiers
 from tests.store.kit import NAMESPACE, BrokenFiles, record, tokens_of
 
-N_TOKENS = 30_000
+N_TOKENS = 30_400
 WHOLE = N_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
 PROMPT = tokens_of(N_TOKENS)
 SPECS = {name: TensorSpec((1, 1, None, 4), mx.float32) for name in ("keys", "values")}
@@ -63,7 +63,7 @@ def tier(request, tmp_path_factory):
 
 
 def test_the_end_of_a_prompt_is_restored_among_many_siblings(tier):
-    """To the token, and in less than 5 ms."""
+    """To the token, and in less than 10 ms."""
     tiers = Tiers([("tier", tier)])
     restorer = Restorer(NAMESPACE, LAYOUT, tiers, Reader(tiers, n_threads=1), MemorySaver(tier))
     seconds = []
@@ -72,5 +72,5 @@ def test_the_end_of_a_prompt_is_restored_among_many_siblings(tier):
         plan = restorer.plan(PROMPT)
         seconds.append(time.thread_time() - start)
     assert plan.point.n_tokens == WHOLE + 90
-    assert min(seconds) < 0.005  # of this thread: others use the machine too
+    assert min(seconds) < 0.010  # of this thread: others use the machine too
     restorer.reader.close()
