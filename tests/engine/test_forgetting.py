@@ -21,7 +21,7 @@ PROMPT = prompt_of(300)
 SAMPLING = Sampling(max_tokens=8)
 
 
-each_kind = pytest.mark.parametrize("engine", ["llama", "gemma3_text", "qwen3_next"], indirect=True)
+each_kind = pytest.mark.parametrize("engine", ["llama", "gemma3_text", "falcon_h1"], indirect=True)
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ class Gate:
     [
         ("llama", 0, True),
         ("llama", 1, False),
-        ("qwen3_next", 2, True),
+        ("falcon_h1", 2, True),
     ],
     indirect=["engine"],
 )

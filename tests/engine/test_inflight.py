@@ -123,10 +123,7 @@ def test_a_leader_cancelled_half_way(models, tmp_path):
 
 def test_tenants_that_ask_together_share_no_prefill(models, tmp_path):
     with engine_on(models.of("llama"), tmp_path) as engine:
-        tenants = ("ada", "bob")
-        for tenant in tenants:
-            engine.lane_of(tenant)  # which is made on the thread that is paused
-        requests = [ask(agents(1)[0], N, tenant=tenant) for tenant in tenants]
+        requests = [ask(agents(1)[0], N, tenant=tenant) for tenant in ("ada", "bob")]
         results = [answer.result() for answer in ask_together(engine, requests)]
         assert [result.receipt.cached_tokens for result in results] == [0, 0]
         assert engine.stats().counters["waited_for_prefix"] == 0

@@ -16,7 +16,7 @@ from tests.kit.runs import prompt_of
 
 ON_DISK = Budgets(memory_bytes=0, min_free_disk_bytes=0)
 N = 600
-STATES = ["qwen3_next", "mamba2"]
+STATES = ["falcon_h1", "mamba2"]
 
 
 class SlowDisk(FixedRates):

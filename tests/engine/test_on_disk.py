@@ -30,7 +30,7 @@ def two_turns(engine: Engine, first: Policy, second: Policy) -> tuple[list[int],
         ("llama", "live", Policy.READ_WRITE),
         ("llama", "memory", Policy.DURABLE),
         ("gemma3_text", "memory", Policy.READ_WRITE),
-        ("qwen3_next", "live", Policy.DURABLE),
+        ("falcon_h1", "live", Policy.DURABLE),
         ("mamba", "memory", Policy.DURABLE),
     ],
 )
