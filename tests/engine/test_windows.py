@@ -91,7 +91,7 @@ def test_a_long_answer_is_found_again(made, tmp_path):
     """Its rows went to memory as it grew; those before its end are on disk nevertheless."""
     exam, prompt = Exam(made.module.model), prompt_of(300)
     with engine_on(made, tmp_path) as engine:
-        talk = said(engine, prompt, 400)
+        talk = said(engine, prompt, 700)
         assert held(engine, "disk") < held(engine, "memory")
     with engine_on(made, tmp_path) as engine:
         result = engine.submit(ask([*talk, 5], 4, policy=Policy.READ_ONLY)).result()
