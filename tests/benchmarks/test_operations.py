@@ -5,11 +5,9 @@ import os
 import subprocess
 import sys
 
-import mlx.core as mx
-import numpy as np
 import pytest
-from benchmarks.caches import GEMMA_12B, LLAMA_8B, SMALL, Shape
-from benchmarks.measure import Peak, Skipped, reason_to_skip
+from benchmarks.caches import Shape
+from benchmarks.measure import Peak
 
 from benchmarks import batch, store
 from benchmarks import kv as single
@@ -62,20 +60,6 @@ def test_everything_is_measured(quick):
     assert quick[2].startswith(b"\x89PNG")
 
 
-def test_a_real_cache_is_as_large_as_the_shape_says():
-    """Llama-3.1-8B at 32,768 tokens: 4.3 GB. Gemma-3-12B: 8 layers of 48 keep all of them."""
-    assert LLAMA_8B.live_bytes(32_768) == 2**32
-    assert GEMMA_12B.live_bytes(32_768) == (8 * 32_768 + 40 * 1024) * 8192
-
-
-def test_what_is_restored_is_what_was_saved(tmp_path):
-    caches = SMALL.filled(700)
-    single.save(caches, tmp_path)
-    restored = single.restore(SMALL.layout(), 700, tmp_path)
-    for saved, found in zip(single.arrays_of(caches), single.arrays_of(restored), strict=True):
-        assert np.array_equal(single.raw_bytes(saved), single.raw_bytes(mx.contiguous(found)))
-
-
 @pytest.fixture(scope="module")
 def medium_peaks(tmp_path_factory):
     return {p.what: p for p in single.peaks(MEDIUM, 8192, tmp_path_factory.mktemp("blocks"))}
@@ -112,11 +96,3 @@ def test_a_batch_holds_its_rows_and_their_padding_only(n_rows, padded):
     expected = {(1024,) * n_rows: 1, tuple(1024 * (i + 1) // n_rows for i in range(n_rows)): padded}
     for found in merged:
         assert found.ratio == pytest.approx(expected[found.lengths], rel=0.01)
-
-
-def test_what_does_not_fit_is_left_out_with_the_reason(tmp_path):
-    assert "of memory" in reason_to_skip(10**15, 0, tmp_path)
-    assert "of disk" in reason_to_skip(0, 10**18, tmp_path)
-    huge = Shape("huge", n_layers=1000, n_heads=8, width=256)
-    (skipped,) = batch.speeds(huge, 100_000, tmp_path)
-    assert isinstance(skipped, Skipped)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from benchmarks.requests.report import tables
 from benchmarks.requests.report.results import Results
-from benchmarks.requests.run import Sizes
 
 from tests.kit import figure, generated
 
@@ -27,12 +26,6 @@ def kept():
     return Results.read(RESULTS / "baseline.json")
 
 
-def ours(kept, workload, what):
-    """Keepwarm's medians by x."""
-    found = kept.of(workload, what)
-    return {series.x: series.median for series in found if series.target == "keepwarm"}
-
-
 def test_the_baseline_is_that_of_the_page(kept):
     """Every sample is recorded, with machine and versions."""
     page = (RESULTS / "bench.md").read_text()
@@ -42,25 +35,6 @@ def test_the_baseline_is_that_of_the_page(kept):
     sampled = [series for series in sampled if AT_THE_END not in series.how]
     assert all(len(series.samples) >= kept.samples for series in sampled)
     assert {"mlx", "mlx-lm", "python"} <= kept.machine["versions"].keys()
-
-
-def test_a_long_prompt_that_is_known_starts_more_than_twice_as_soon(kept):
-    """With the default model, repeated and after kill -9."""
-    assert Sizes().chat > 512
-    (cold,) = ours(kept, "chat", "cold").values()
-    for what in ("exact repeat", "after a restart"):
-        (warm,) = ours(kept, "chat", what).values()
-        assert cold > 2 * warm
-        (cached,) = ours(kept, "chat", f"cached, {what}").values()
-        assert cached > 512
-
-
-def test_more_streams_give_more_tokens_a_second(kept):
-    """1, 2, 4 and 8 at once."""
-    rate = ours(kept, "streams", "throughput")
-    assert set(rate) == {1, 2, 4, 8}
-    assert rate[8] > rate[4] > rate[1]
-    assert rate[8] > 2 * rate[1]
 
 
 # What the README quotes.

@@ -4,12 +4,10 @@ import json
 from dataclasses import replace
 
 import pytest
-from benchmarks.requests.client import TimedReply
 from benchmarks.requests.report import tables
 from benchmarks.requests.report.compare import changes, comparable, judge
 from benchmarks.requests.report.results import Claim, Note, Results, Series
 from benchmarks.requests.workloads.lengths import AGAIN, COLD, HOW
-from benchmarks.requests.workloads.streams import tokens_per_second
 
 from keepwarm.errors import BadInput
 
@@ -117,31 +115,3 @@ def test_a_claim_says_whether_it_holds():
     assert replace(ours, at_least=True).holds is False
     assert theirs.holds is None
     assert (ours.bound, theirs.bound) == ("≤ 1.02", "")
-
-
-def test_targets_stand_side_by_side():
-    grid = tables.claims(RESULTS)
-    assert grid.heads[-2:] == ("keepwarm", "mlx-lm")
-    assert grid.rows == [("pipeline", "recomputed ÷ new", "≤ 1.02", "1 ±1% yes", "3 ±0%")]
-    text = tables.markdown(RESULTS)
-    assert "| recomputed | 1 | tokens | 10 ±0% | 90 ±0% |" in text
-    assert "failed: it did not answer" in text
-    assert HOW[COLD] in text
-
-
-def reply(times, n_tokens):
-    return TimedReply("", times, times[-1], 10, 4, n_tokens, {})
-
-
-def test_throughput_is_counted_while_all_streams_run():
-    early, late = reply((1.0, 2.0, 3.0, 4.0), 4), reply((2.0, 3.0, 4.0, 5.0), 8)
-    assert tokens_per_second([early]) == pytest.approx(1.0)
-    assert tokens_per_second([early, late]) == pytest.approx((2 * 1 + 2 * 2) / 2)
-    apart = reply((10.0, 11.0), 2)
-    assert tokens_per_second([early, apart]) == pytest.approx(6 / 11)
-
-
-def test_a_reply_knows_its_times():
-    found = reply((1.0, 1.5, 3.0), 5)
-    assert (found.ttft_s, found.recomputed, found.gaps) == (1.0, 6, [0.5, 1.5])
-    assert found.token_s == pytest.approx(0.5)

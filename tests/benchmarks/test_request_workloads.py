@@ -1,17 +1,14 @@
 """The workloads of `benchmarks.requests` on a tiny model: their figures are consistent."""
 
 from dataclasses import replace
-from statistics import median
 
 import pytest
 from benchmarks.requests import files, suite
-from benchmarks.requests.report.results import Note, Results, Series
+from benchmarks.requests.report.results import Results
 from benchmarks.requests.run import QUICK
 from benchmarks.requests.summary import LINES
-from benchmarks.requests.targets import InProcess, disk_bytes, make
-from benchmarks.requests.workloads import lengths
+from benchmarks.requests.targets import InProcess
 
-from keepwarm.errors import BadInput
 from tests.kit.checkpoints import write_checkpoint
 
 IN_PROCESS = [name for name, workload in suite.WORKLOADS.items() if not workload.has_own_targets]
@@ -69,31 +66,6 @@ def test_every_workload_is_measured_and_none_failed(found):
 
 
 @pytest.mark.soak
-def test_lengths_are_as_asked_and_known_to_the_last_token(found):
-    """All but the last token of an identical prompt are cached, also after a restart."""
-    for what in ("identical prompt again", "after a restart"):
-        for series in found.of("lengths", f"cached, {what}"):
-            assert series.samples == (series.x - 1,) * QUICK.samples
-    for n_tokens in QUICK.lengths:
-        cold = next(s for s in found.of("lengths", "cold") if s.x == n_tokens)
-        again = next(s for s in found.of("lengths", "identical prompt again") if s.x == n_tokens)
-        ratio = claim(found, "lengths", f"cold ÷ identical prompt again, {n_tokens} tokens")
-        assert ratio.value == pytest.approx(median(cold.samples) / median(again.samples))
-
-
-def test_pages_that_cannot_be_dropped_are_skipped(engine, make_run):
-    """Without a system call for it the series is skipped with a note."""
-    run = make_run("lengths", engine, lambda _: None)
-    sizes = replace(QUICK, samples=1, lengths=(64,))
-    records = list(lengths.run(replace(run, sizes=sizes, drops_pages=False)))
-    (note,) = [record for record in records if isinstance(record, Note)]
-    assert "cannot drop it" in note.text
-    whats = {record.what for record in records if isinstance(record, Series)}
-    assert lengths.RESTARTED in whats
-    assert not [what for what in whats if lengths.DROPPED in what]
-
-
-@pytest.mark.soak
 def test_a_conversation_computes_what_is_new(found):
     """Only new tokens from turn 2 on, and the same answers as without a cache."""
     assert claim(found, "pipeline", "recomputed ÷ new tokens from turn 2").value <= 1.02
@@ -125,25 +97,6 @@ def test_recomputed_tokens_are_those_that_the_model_was_fed(engine, make_run):
     assert told == fed > 0
 
 
-@pytest.mark.soak
-def test_a_trace_is_nearly_ideal(found):
-    assert 1 <= claim(found, "trace", "recomputed ÷ new tokens").value < 1.5
-    assert claim(found, "trace", "hit rate").value > 0.5
-
-
-@pytest.mark.soak
-def test_nothing_fails_under_stress(found):
-    assert claim(found, "stress", "failed requests").value == 0
-
-
-@pytest.mark.soak
-def test_bytes_are_those_on_disk(engine, found):
-    tiers = {series.what: series.median for series in found.of("agents") if series.unit == "bytes"}
-    assert {"memory tier", "disk tier", "live caches"} <= set(tiers)
-    assert 0 < tiers["disk tier"] <= disk_bytes(engine.store)
-    assert claim(found, "chat", "disk ÷ KV of distinct tokens").value > 0.9
-
-
 class Impatient(InProcess):
     """A target whose user presses Ctrl-C at its first question."""
 
@@ -158,12 +111,6 @@ def test_an_interrupted_run_keeps_its_records(engine, make_run, model, tmp_path)
     assert {record.target for record in records} == {"engine"}
     assert (note.workload, note.target) == ("late", "impatient")
     assert "not run" in note.text
-
-
-@pytest.mark.parametrize("wanted", ["", "vllm", "ftp://host/v1", "a=b"])
-def test_an_unknown_target_is_refused(wanted, tmp_path):
-    with pytest.raises(BadInput, match="is not a target"):
-        make(wanted, tmp_path, tmp_path)
 
 
 def test_weights_are_widened_once_and_the_same(model, tmp_path):

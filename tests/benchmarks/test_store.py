@@ -1,7 +1,5 @@
 """The benchmark of the store, and the memory bound of a restore."""
 
-from pathlib import Path
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -12,10 +10,7 @@ from benchmarks.requests.measure import drop_files, in_child
 
 from benchmarks import store
 from keepwarm.cache.restore.loading import Reader
-from keepwarm.prefix.blocks import chain
-from keepwarm.records.record import Part
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
-from keepwarm.store.names import path_of
 from keepwarm.store.tiers import Tiers
 from tests.benchmarks.test_operations import MEDIUM
 
@@ -55,21 +50,6 @@ def test_reading_reads_every_byte(tiny):
     drop_files(files)
     for n_threads in (1, 3):
         assert store.read_all(files, n_threads) == sum(file.stat().st_size for file in files)
-
-
-def test_a_filled_store_is_one_that_putting_could_have_made(tmp_path):
-    """Filled in two steps and opened: every block is found and every file is valid."""
-    for n_blocks in (10, 400):
-        store.fill(tmp_path, n_blocks)
-    disk = DiskTier(tmp_path, DiskLimits(min_free_bytes=0))
-    assert disk.stats().blocks == 400
-    assert disk.stats().quarantined == 0
-    refs = list(chain(store.NAMESPACE, store.tokens_of(store.PROMPT_TOKENS)))
-    assert len(disk.have([ref.key for ref in refs])) == len(refs) == 391
-    assert all(disk.records.find_fault(ref.key, Part.DELTA) is None for ref in refs[::40])
-    names = {path_of(Path(), ref.key, Part.DELTA).name for ref in refs}
-    assert names <= disk.index.lookups.names().keys()
-    disk.close()
 
 
 def test_restoring_from_disk_stays_within_its_memory(tmp_path):

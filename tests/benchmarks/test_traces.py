@@ -1,6 +1,5 @@
 """Real agent traffic, scaled down: 20 conversations, every length divided by 16."""
 
-import json
 from collections import Counter
 from functools import cache
 from itertools import islice
@@ -15,17 +14,10 @@ from benchmarks.traces import (
     OURS,
     SESSIONS,
     TAIL_FIRST,
-    TOKEN_BYTES,
-    Shipped,
     Task,
-    as_json,
-    plot,
     replay,
-    stand_in,
-    table,
 )
 from mlx_lm.models.cache import KVCache, LRUPromptCache
-from rich.console import Console
 
 SMALL = [budget // 16 for budget in BUDGETS]
 
@@ -82,19 +74,6 @@ def test_without_pressure_everything_in_common_is_found():
         assert result(policy, n_tokens).prefilled_tokens == ideal
 
 
-def test_bytes_are_counted_true_and_not_held():
-    assert stand_in(256).n_bytes == 256 * TOKEN_BYTES
-    shipped = Shipped(SMALL[0])
-    for request in islice(requests(load(20, 16)), 100):
-        found = shipped.serve(request)
-        assert 0 <= found < request.n_input
-        stats = shipped.tier.stats()
-        assert stats.n_bytes <= stats.max_bytes == SMALL[0] * TOKEN_BYTES
-    n_tokens = sum(stored.n_tokens for stored in shipped.tier.walk())
-    assert stats.n_bytes == n_tokens * TOKEN_BYTES
-    assert stats.evicted > 0
-
-
 def test_the_list_against_that_of_mlx_lm():
     """mlx-lm's own class, on the same requests, leaves the same tokens to prefill."""
     limit = 2_000
@@ -112,15 +91,3 @@ def test_the_list_against_that_of_mlx_lm():
         made.keys = made.values = mx.zeros((1, 1, size, 1))
         made.offset = size
         theirs.insert_cache("model", tokens[request.conversation], [made])
-
-
-@pytest.mark.soak
-def test_numbers_table_and_plot(tmp_path):
-    results = [result(policy, budget) for policy in (OURS, SESSIONS) for budget in SMALL[:2]]
-    rows = json.loads(json.dumps(as_json(results, "a command")))["results"]
-    assert [row["hit_rate"] for row in rows] == [round(r.hit_rate, 4) for r in results]
-    with (console := Console(width=120)).capture() as shown:
-        console.print(table(results))
-    assert f"({results[0].hit_rate:.3f})" in shown.get()
-    plot(results, tmp_path / "traces.png")
-    assert (tmp_path / "traces.png").read_bytes().startswith(b"\x89PNG")
