@@ -203,6 +203,12 @@ def test_what_the_template_adds_counts_before_it_is_tokenised(model, monkeypatch
         tiny.prepare(chat("hi"))
 
 
+def test_a_prompt_that_is_too_long_is_told_with_its_length():
+    """The error comes from another process if preparing takes long."""
+    again = pickle.loads(pickle.dumps(ContextTooLong("Too long.", 9001, 8191)))
+    assert (str(again), again.n_tokens, again.most) == ("Too long.", 9001, 8191)
+
+
 def test_answers_do_not_count_because_templates_may_leave_them_out(model):
     limits = PromptLimits("tiny", 64, model.tokenizer)
     limits.check(chat("hi", "ab" * 5_000, "hi"))
