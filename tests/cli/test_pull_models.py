@@ -64,26 +64,26 @@ def test_builtin_is_listed_before_it_is_pulled(keepwarm):
     assert (model["name"], model["source"], model["path"]) == ("smollm2", "built-in", None)
 
 
-def test_broken_model_does_not_hide_the_others(tmp_path, keepwarm):
-    broken = write_checkpoint(tmp_path / "home" / "models" / "smollm2")
+def test_broken_model_does_not_hide_the_others(tmp_path, main_here):
+    broken = write_checkpoint(tmp_path / "models" / "smollm2")
     (broken / "config.json").write_text("{")
-    (model,) = json.loads(keepwarm("models", "--json").stdout)
+    model, *_ = json.loads(main_here("models", "--json")[1])
     assert (model["path"], model["architecture"]) == (str(broken), None)
 
 
-def test_models_of_lm_studio_are_found_and_used(tmp_path, keepwarm):
+def test_models_of_lm_studio_are_found_and_used(tmp_path, main_here, monkeypatch):
     """Where it keeps them today, not one of the hub's, and not one that is half downloaded."""
     folder = tmp_path / ".lmstudio" / "models" / "org"
     theirs = write_checkpoint(folder / "tiny")
     half = write_checkpoint(folder / "half")
     weights = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (half / "model.safetensors.index.json").write_text(json.dumps(weights))
-    _, found = json.loads(keepwarm("models", "--json").stdout)
-    assert (found["name"], found["source"]) == ("org/tiny", "lm-studio")
-    assert found["path"] == str(theirs)
-    asked = ("run", "the fox", "--model", "org/tiny", "--max-tokens", "2", "--json")
-    done = keepwarm(*asked, HF_ENDPOINT="http://127.0.0.1:9")
-    assert json.loads(done.stdout)["usage"]["completion_tokens"] > 0
+    monkeypatch.setenv("HOME", str(tmp_path))
+    listed = json.loads(main_here("models", "--json")[1])
+    (found,) = (model for model in listed if model["source"] == "lm-studio")
+    assert (found["name"], found["path"]) == ("org/tiny", str(theirs))
+    _, out, _ = main_here("run", "the fox", "--model", "org/tiny", "--max-tokens", 2, "--json")
+    assert json.loads(out)["usage"]["completion_tokens"] > 0
 
 
 def test_gguf_files_are_listed_with_the_reason_for_what_cannot_be_read(tmp_path, keepwarm):
