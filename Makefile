@@ -1,7 +1,8 @@
 # Everything from nothing but Python >= 3.11 and make. BACKEND=metal|cuda|cpu overrides the choice.
 
-PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python3.11,\
-  $(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
+new_enough = $(shell $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(1))
+PYTHON ?= $(or $(call new_enough,python3),$(call new_enough,python3.14),\
+  $(call new_enough,python3.13),$(call new_enough,python3.12),$(call new_enough,python3.11))
 BACKEND ?= $(shell if [ "$$(uname -s)" = Darwin ]; then echo metal; \
   elif nvidia-smi -L 2>/dev/null | grep -q GPU; then echo cuda; else echo cpu; fi)
 

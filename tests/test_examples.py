@@ -1,7 +1,7 @@
 """Every example runs as documented, and its claims about its own output are true."""
 
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -17,11 +17,18 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("model"))
 
 
-def output(name: str, *arguments: object) -> str:
-    command = [sys.executable, EXAMPLES / name, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, timeout=300, check=False)
-    assert (done.returncode, done.stderr.decode()) == (0, "")
-    return done.stdout.decode()
+@pytest.fixture
+def output(capsys, monkeypatch):
+    """A function: what an example prints, run as a program in this process."""
+
+    def run(name: str, *arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        out, err = capsys.readouterr()
+        assert err == ""
+        return out
+
+    return run
 
 
 def claims(text: str) -> list[str]:
@@ -34,7 +41,7 @@ def test_every_example_is_run_somewhere():
     assert [name for name in examples if f'"{name}"' not in tests] == []
 
 
-def test_batch(checkpoint):
+def test_batch(checkpoint, output):
     """Rows of different lengths, padded by `prepare` alone."""
     text = output("batch.py", "--model", checkpoint, "--max-tokens", 6)
     assert claims(text) == ["same as alone"] * 3
@@ -44,7 +51,7 @@ def test_batch(checkpoint):
     assert all(int(shared) + int(own) + 6 == int(held) for shared, own, held in sums)
 
 
-def test_beam(checkpoint):
+def test_beam(checkpoint, output):
     """Rows taken out, doubled and merged again keep their own history."""
     text = output("beam.py", "--model", checkpoint, "--max-tokens", 6, "--width", 3)
     assert claims(text) == ["same score alone"] * 3
@@ -54,7 +61,7 @@ def test_beam(checkpoint):
     assert scores == sorted(scores, reverse=True)
 
 
-def test_dynamic_batching(checkpoint):
+def test_dynamic_batching(checkpoint, output):
     """Rows join and leave while others continue."""
     text = output("dynamic_batching.py", "--model", checkpoint)
     assert claims(text) == ["same as alone"] * 4
