@@ -35,7 +35,6 @@ DEFAULT = 'keepwarm.load("smollm2")'
 ADDRESS = "http://127.0.0.1:8181"  # as pages say it; the suite has a server elsewhere
 LANGUAGES = {"python", "sh", "json", "toml", "yaml", "text"}  # the last is not code
 FILES = ("LICENSE", "deploy", "docs", "examples")  # what the code of a page finds beside it
-UNMEASURED = {"KEEPWARM_BLAS": "none", "KEEPWARM_BLAS_THREADS": "1"}  # saves seconds a process
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -86,7 +85,7 @@ def checkpoint(tmp_path_factory):
 def server(checkpoint, tmp_path_factory):
     """A server as `keepwarm serve` starts it, for every block that speaks with one."""
     home = tmp_path_factory.mktemp("home")
-    with served(checkpoint, home, **UNMEASURED) as running:
+    with served(checkpoint, home) as running:
         yield running.url, home
 
 
@@ -120,7 +119,6 @@ def test_shell_runs(page, checkpoint, server, tmp_path):
         "KEEPWARM_PORT": address.rpartition(":")[2],
         "KEEPWARM_MODEL": str(checkpoint),
         "KEEPWARM_MAX_TOKENS": "8",
-        **UNMEASURED,
     }
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", code],
