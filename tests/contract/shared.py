@@ -127,8 +127,6 @@ EXEMPTIONS = (
         (
             "test_a_pinned_block_and_its_ancestors_are_never_evicted",
             "test_a_block_is_pinned_until_every_owner_lets_go",
-            "test_a_pin_may_come_before_its_block",
-            "test_a_tier_full_of_pinned_blocks_takes_no_more",
             "test_pins_hold_while_others_evict",
         ),
     ),

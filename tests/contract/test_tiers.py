@@ -477,27 +477,6 @@ def test_a_block_is_pinned_until_every_owner_lets_go(small):
     assert key not in small.have([key])
 
 
-def test_a_pin_may_come_before_its_block(small):
-    one = record(first_block([1]), n_bytes=MIB // 4)
-    small.pin(one.header.key, "agent")
-    small.put(one)
-    flood(small, 40)
-    assert one.header.key in small.have(keys_of([one]))
-
-
-def test_a_tier_full_of_pinned_blocks_takes_no_more(small):
-    for i in range(40):
-        one = record(first_block([i]), n_bytes=MIB // 4)
-        small.pin(one.header.key, "agent")
-        small.put(one)
-    held = {stored.key for stored in small.walk()}
-    assert len(held) < 25
-    last = small.put(record(first_block([999]), n_bytes=MIB // 4))
-    assert not last.stored
-    assert {stored.key for stored in small.walk()} == held
-    assert small.stats().n_bytes <= small.stats().max_bytes
-
-
 def test_eviction_goes_from_the_tail(small):
     """At every moment what is left of a chain is its beginning."""
     made = chain_of(16, n_bytes=MIB // 4)

@@ -8,7 +8,6 @@ from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import Part, Record, encode_record
 from keepwarm.remote.compression import MAGIC, memory_for, undo_code
 from keepwarm.remote.deleter import erase_from_tier
-from keepwarm.remote.janitor import Janitor, RemoteLimits, surplus
 from keepwarm.remote.lookup import ABSENT_S
 from keepwarm.remote.records import HEADER_GUESS, FleetKey, RemoteNames, RemoteRecord
 from keepwarm.store.tier import NamedBlock
@@ -176,19 +175,6 @@ def test_coded_records_are_erased_with_their_copies(slow, place, n_tensors):
     block = NamedBlock(short.header.key, REF.parent, 50)
     assert erase_from_tier(tier, [long.header.namespace], [block], ())
     assert place.sizes([name_of(short), name_of(long)], SOON) == [None, None]
-
-
-@pytest.mark.parametrize("address", ["directory"], indirect=True)
-def test_a_janitor_counts_the_bytes_that_are_there(slow, place):
-    tier, made = slow(), [numbers(ref) for ref in refs_of(4)]
-    for each in made:
-        tier.put(each)
-    n_bytes = sum(len(bytes_of(place, each)) for each in made)
-    assert n_bytes < 0.75 * sum(each.n_bytes for each in made)
-    listed = list(Janitor(place, RemoteLimits())._walk())
-    assert list(surplus(listed, RemoteLimits(n_bytes), 0.0)) == []
-    (end,) = surplus(listed, RemoteLimits(n_bytes - 1), 0.0)
-    assert end.name == name_of(made[-1])
 
 
 def test_decoding_is_a_part_of_the_rate(slow, clock, monkeypatch):

@@ -149,16 +149,6 @@ def test_what_another_agent_has_by_then_stays(store, place):
     assert shared(place) == [True, False, False]
 
 
-def test_a_fork_keeps_its_blocks_everywhere(store, place):
-    store.agents.fork("coder", "fork")
-    store.agents.delete("coder")
-    assert at_once(store) == []
-    assert shared(place) == [True] * 3
-    store.agents.delete("fork")
-    at_once(store)
-    assert shared(place) == [False] * 3
-
-
 def test_blocks_that_were_evicted_here_are_deleted_there(store, place):
     store.disk.delete(REFS[2].key)
     assert store.agents.delete("coder") == 2

@@ -2,7 +2,7 @@
 
 import pytest
 
-from keepwarm.prefix.blocks import BLOCK_TOKENS, chain, pack
+from keepwarm.prefix.blocks import BLOCK_TOKENS, chain
 from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import Part
 from keepwarm.remote.deleter import erase_from_tier
@@ -11,7 +11,7 @@ from keepwarm.remote.records import FleetKey, RemoteNames, RemoteRecord, parse_l
 from keepwarm.store.tier import NamedBlock
 from tests.contract.shared import names_in
 from tests.remote.conftest import CLASS, SOON
-from tests.store.kit import NAMESPACE, record, refs_of, tokens_of
+from tests.store.kit import NAMESPACE, record, tokens_of
 
 TOKENS = tokens_of(2 * BLOCK_TOKENS + 50)
 FIRST, SECOND, TAIL = chain(NAMESPACE, TOKENS)
@@ -132,16 +132,3 @@ def test_a_place_that_does_not_answer_is_to_be_tried_again(machine, clock):
     tier.health.failed()
     tier.health.failed()
     assert not erase_from_tier(tier, [NAMESPACE], [named(FIRST)], ())
-
-
-def test_a_sealed_place_tells_no_tokens(machine, place):
-    """Neither names nor the records."""
-    tier = machine(cipher=Cipher(b"s" * 32))
-    for ref in refs_of(2, n_last=40):
-        tier.put(record(ref))
-    for ref in refs_of(2, n_last=40):
-        folder = RemoteNames(CLASS).folder(NAMESPACE, ref.parent)
-        for one in place.list_names(folder, SOON):
-            data = bytes(place.read(one.name, lambda n: memoryview(bytearray(n)), SOON))
-            assert pack(tokens_of(8)) not in data
-            assert pack(tokens_of(8)).hex() not in one.name

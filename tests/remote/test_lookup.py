@@ -9,7 +9,6 @@ import pytest
 
 from keepwarm.concurrency import CallDeadline
 from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, chain, pack
-from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import Part
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.backend import BESIDE, Listed
@@ -161,19 +160,6 @@ def test_a_name_that_outlived_its_record_is_listed_no_more(redis, open_tier):
     assert not tier.is_open
 
 
-@pytest.mark.parametrize(
-    "last", ["090.{}.d.1000", "999.{}.d.0", "000.{}.d.0", "090.{}.d", "x.{}.d.0"]
-)
-def test_a_list_that_names_impossible_records_does_no_harm(redis, open_tier, last):
-    url = f"{redis.url}/{next(DATABASES)}"
-    tier, (ref,) = open_tier(url), refs_of(1, n_last=90)
-    folder = RemoteNames(CLASS).folder(NAMESPACE, ref.parent)
-    assert tier.backend.put(f"{folder}/{last.format(ref.key.hex())}", [b"x"], SOON)
-    ask(tier, [*tokens_of(90), 1])
-    assert tier.have([ref.key]) == {}
-    assert tier.stats().errors == 0
-
-
 # S3
 
 
@@ -274,16 +260,6 @@ def test_begun_blocks_that_a_prompt_continues_are_known_by_their_key(bucket_like
     assert seen["GET"] == 0
     assert tier.children(begun.parent, pack(prompt)) == [(begun.key, 90)]
     assert tier.states([begun.parent]) == [(begun.key, begun.parent, 90)]
-
-
-def test_a_sealed_redis_knows_its_own_beginnings_too(redis, open_tier):
-    url, cipher = f"{redis.url}/{next(DATABASES)}", Cipher(b"s" * 32)
-    tier, other = open_tier(url, cipher=cipher), open_tier(url, cipher=cipher)
-    refs = refs_of(2, n_last=90)
-    for ref in refs:
-        other.put(record(ref))
-    ask(tier, [*tokens_of(BLOCK_TOKENS + 90), 1])
-    assert tier.have([refs[1].key])[refs[1].key].n_tokens == 90
 
 
 # Any store

@@ -8,7 +8,6 @@ import pytest
 from keepwarm.cache.restore.plan import Needs
 from keepwarm.concurrency import CallDeadline
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockRef, block_key, chain, pack
-from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import Part, encode_record
 from keepwarm.remote.health import RemoteSpeed
 from keepwarm.remote.lookup import MAX_REQUESTS, Finder, KnownRecords
@@ -140,14 +139,6 @@ def test_the_last_block_must_have_rows_too(tmp_path):
         asked.put(ref, Part.WINDOW, BLOCK_TOKENS if 190 <= ref.number < 196 else 0)
     assert asked.restorable(256 * 196, "only windows") == 256 * 196
     assert asked.restorable(256 * 198, "only windows") == 0
-
-
-def test_encrypted_windows_are_found_too(tmp_path):
-    asked = Asked(tmp_path / "place", Cipher(b"s" * 32))
-    for ref in REFS:
-        asked.put(ref)
-    asked.put_window(256 * 196 + 40, first_rows=BLOCK_TOKENS - 40)
-    assert asked.restorable(256 * 196 + 40) == 256 * 196 + 40
 
 
 def test_the_first_blocks_of_all_prompts_are_not_listed(asked):

@@ -165,27 +165,11 @@ def test_an_address_of_no_bucket_is_refused_in_one_sentence(address):
         open_backend(address)
 
 
-def test_a_secret_in_the_address_is_refused_and_not_repeated():
-    with pytest.raises(BadInput, match="KEEPWARM_REMOTE_PASSWORD") as refused:
-        open_backend("s3://key:hunter2@bucket")
-    assert "hunter2" not in str(refused.value)
-
-
 def test_without_the_extra_the_sentence_names_it(monkeypatch):
     monkeypatch.delitem(sys.modules, "keepwarm.remote.s3", raising=False)
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(BadInput, match=r"install keepwarm\[s3\]"):
         open_backend("s3://bucket")
-
-
-@pytest.mark.soak
-def test_a_server_that_cannot_read_parts_is_refused_by_name(tmp_path):
-    with (
-        rclone_server(tmp_path) as url,
-        closing(open_backend(url)) as blobs,
-        pytest.raises(BadInput, match="does not read parts"),
-    ):
-        try_backend(blobs, RemoteSpeed())
 
 
 @pytest.mark.soak

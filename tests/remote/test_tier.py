@@ -324,16 +324,6 @@ def test_a_sealed_record_in_a_plain_place_is_a_miss_that_stays(open_tier):
     assert first.place.sizes([name], SOON) != [None]
 
 
-def test_sealed_records_are_found_under_their_own_key_alone(open_tier):
-    first, there = open_tier(cipher=cipher_of(b"a")), open_tier(cipher=cipher_of(b"a"))
-    made = put_chain(first, 2, n_last=90)
-    ask(there, [*tokens_of(BLOCK_TOKENS + 90), 1])
-    for one in made:
-        assert content(there.read(one.header.key, Part.DELTA)) == content(one)
-    assert "another key" in open_tier(cipher=cipher_of(b"b")).health.refused
-    assert "encrypted blocks" in open_tier().health.refused
-
-
 def test_a_plain_place_takes_no_sealed_records(open_tier):
     open_tier()
     refused = open_tier(cipher=cipher_of(b"a"))

@@ -1,8 +1,6 @@
 """Files are published whole, and scratch directories end with their process."""
 
 import os
-import stat
-import threading
 
 import pytest
 
@@ -42,53 +40,6 @@ def test_a_file_that_is_there_is_not_written_over(files, tmp_path):
     assert (tmp_path / "file").read_bytes() == b"old"
 
 
-def test_modes_are_for_the_owner_only(files, tmp_path):
-    before = os.umask(0)
-    try:
-        files.make_directory(tmp_path / "directory")
-        files.write(tmp_path / "directory" / "file", [b"x"])
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / "directory").stat().st_mode) == 0o700
-    assert stat.S_IMODE((tmp_path / "directory" / "file").stat().st_mode) == 0o600
-
-
-def test_publishing_gives_the_name_and_leaves_nothing_behind(files, tmp_path):
-    files.write(tmp_path / "temp", [b"x"])
-    files.publish(tmp_path / "temp", tmp_path / "file")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_removing_says_whether_it_was_there(files, tmp_path):
-    (tmp_path / "file").write_bytes(b"x")
-    assert files.remove(tmp_path / "file")
-    assert not files.remove(tmp_path / "file")
-
-
-def test_discarding_what_is_not_there_is_no_error(files, tmp_path):
-    files.discard(tmp_path / "file")
-
-
-def test_a_reader_sees_the_old_file_or_the_new_one(files, tmp_path):
-    target, seen, stop = tmp_path / "file", set(), threading.Event()
-    files.write(tmp_path / "0", [b"0" * 50_000])
-    files.publish(tmp_path / "0", target)
-
-    def read():
-        while not stop.is_set():
-            seen.add(target.read_bytes())
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    for n in range(1, 60):
-        digit = str(n % 10).encode()
-        files.write(tmp_path / str(n), [digit * 25_000, digit * 25_000])
-        files.publish(tmp_path / str(n), target)
-    stop.set()
-    reader.join()
-    assert all(len(data) == 50_000 and len(set(data)) == 1 for data in seen)
-
-
 def test_scratch_paths_are_used_once(tmp_path):
     one, two = Scratch(tmp_path / "tmp"), Scratch(tmp_path / "tmp")
     paths = [scratch.new() for scratch in (one, two) for _ in range(50)]
@@ -118,10 +69,6 @@ def test_closing_twice_does_not_close_another_file(tmp_path):
     with (tmp_path / "other").open("wb") as other:  # gets the file descriptor that was just closed
         scratch.close()
         other.write(b"x")
-
-
-def test_who_never_was_is_not_alive(tmp_path):
-    assert not is_alive(tmp_path, "nobody")
 
 
 @pytest.mark.linux

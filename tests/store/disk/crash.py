@@ -17,7 +17,6 @@ import sys
 import time
 from base64 import b64encode
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from keepwarm.agents.agents import Agents
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, pack, root
 from keepwarm.records.record import Header, Part, Record, Tensor
 from keepwarm.store.atomic import Files
-from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
+from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.disk.maintenance import clear_quarantine
 from keepwarm.store.index.index import Index
 from keepwarm.store.marker import unlock
@@ -43,8 +42,7 @@ PARTS = (Part.DELTA, Part.WINDOW)
 
 class Request(NamedTuple):
     root: str
-    scenario: str  # the name of a function below
-    seed: int = 0
+    seed: int
     kill_at: int = 0  # the number of a step; 0: never
     kill_after: float = 0.0  # seconds; 0: never
     secret: str | None = None  # of an encrypted store
@@ -191,11 +189,6 @@ class SteppedTier(DiskTier):
         files = SteppedFiles(steps)
         super().__init__(store_root, LIMITS, files, cipher=unlock(store_root, secret, files))
 
-    def squeeze(self) -> None:
-        """Lower the limit to what is stored now; a record put a minute later may evict."""
-        self._clock = lambda: time.time() + 60
-        self.limits = replace(self.limits, max_bytes=self.stats().n_bytes + INDEX_ROOM)
-
     def _open_index(self) -> Index:
         self._steps()
         index = super()._open_index()
@@ -219,9 +212,6 @@ class Player:
         self._tier = SteppedTier(self._store_root, self._steps, self._secret)
         self._agents = Agents(self._tier)
         say("done", "open")
-
-    def squeeze(self) -> None:
-        self._tier.squeeze()
 
     def reopen(self) -> None:
         say("begin", "close")
@@ -258,16 +248,6 @@ class Player:
         self._tier.touch([block.key])
         say("done", "read", block.key.hex())
 
-    def spoil(self, block: Block) -> None:
-        """One bit is wrong, and the next read quarantines the record."""
-        say("begin", "spoil", block.key.hex())
-        path = self._tier.records.path_of(block.key, Part.DELTA)
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
-        self._tier.read(block.key, Part.DELTA)
-        say("done", "spoil", block.key.hex())
-
     def name(self, agent_id: str, blocks: Sequence[Block], **promises: Any) -> None:
         keys = tuple(block.key for block in blocks)
         words = (agent_id, int(promises.get("pinned", False)), *(key.hex() for key in keys))
@@ -292,52 +272,6 @@ class Player:
 
     def agents(self) -> list[str]:
         return [agent.id for agent in self._agents.all()]
-
-
-def fill(player: Player, seed: int) -> None:
-    """What the stepwise scenarios begin with: close to the limit, one chain pinned, some agents."""
-    for block in (*WORLD[:16], *WORLD[24:27], WORLD[40]):
-        player.put(block)
-    player.put(WORLD[2], Part.WINDOW)
-    player.pin(WORLD[7])
-    player.delete(WORLD[15])
-    player.name("pinned", WORLD[:7], pinned=True)
-    player.name("stays", WORLD[8:11])
-    player.name("leaves", WORLD[8:13])
-    player.name("old", WORLD[24:27], retention_s=0.0)
-    player.spoil(WORLD[40])
-
-
-def publish(player: Player, seed: int) -> None:
-    player.put(Block(4, 0))
-    player.put(WORLD[2], Part.WINDOW, w_rows=2)  # replaces the shorter one
-    player.put(WORLD[15])  # it was deleted before
-
-
-def delete(player: Player, seed: int) -> None:
-    player.delete(WORLD[14])
-    player.delete(WORLD[2])  # two parts, pinned descendants
-    player.put(WORLD[2])
-
-
-def evict(player: Player, seed: int) -> None:
-    player.squeeze()
-    player.put(WORLD[16])
-    player.put(WORLD[17])
-
-
-def rm(player: Player, seed: int) -> None:
-    player.name("new", WORLD[8:11])
-    player.remove("leaves")  # and its descendants, but nothing that the remaining agent has
-    player.remove("pinned")
-
-
-def gc(player: Player, seed: int) -> None:
-    player.collect()
-
-
-def restart(player: Player, seed: int) -> None:
-    player.reopen()
 
 
 def play(player: Player, seed: int) -> None:
@@ -369,14 +303,10 @@ def play_with_agents(player: Player, chance: random.Random, block: Block) -> Non
         player.name(agent_id, chain, **promise)
 
 
-SCENARIOS = {f.__name__: f for f in (fill, publish, delete, evict, rm, gc, restart, play)}
-
-
 def child(request: Request) -> None:
     steps = Steps(request.kill_at)
     player = Player(Path(request.root), steps, request.secret)
-    SCENARIOS[request.scenario](player, request.seed)
-    say("steps", steps.n)
+    play(player, request.seed)
 
 
 def run(request: Request) -> list[str]:

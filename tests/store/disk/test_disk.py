@@ -3,7 +3,6 @@
 import os
 import random
 import resource
-import shutil
 import sqlite3
 import stat
 from contextlib import closing, contextmanager
@@ -15,7 +14,7 @@ from keepwarm.errors import BadInput, BadRecord, Busy, StoreFailed
 from keepwarm.prefix.blocks import Namespace, root
 from keepwarm.prefix.fingerprint import FORMAT_VERSION
 from keepwarm.records.record import Header, Part, check_identity
-from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
+from keepwarm.store.disk.disk import INDEX_ROOM
 from keepwarm.store.disk.maintenance import verify
 from tests.store.kit import (
     NAMESPACE,
@@ -119,15 +118,6 @@ def test_a_cap_smaller_than_before_is_reached_by_the_next_put(open_tier, store):
     tier.close()
     open_tier(4 * MIB).put(record(first_block([99]), n_bytes=200_000))
     assert disk_use(store) <= 4 * MIB
-
-
-def test_the_disk_is_never_filled(open_tier):
-    """The free-disk guard; no put while less is free than must be."""
-    tier = open_tier(min_free_bytes=shutil.disk_usage("/").total * 2)
-    put = tier.put(chain_of(1)[0])
-    assert not put.stored
-    put.durable.result(timeout=300)
-    assert tier.stats().blocks == 0
 
 
 # Modes
@@ -414,33 +404,6 @@ def test_a_bad_record_is_quarantined_with_its_reason(open_tier, store):
     assert_all_read(tier, [one])
 
 
-def test_a_range_read_does_not_judge_other_tensors(open_tier):
-    """Only the requested tensors are read and verified."""
-    (one,) = chain_of(1)
-    tier = open_tier()
-    put_all(tier, [one])
-    path = tier.records.path_of(one.header.key, Part.DELTA)
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1  # the last byte of V
-    path.write_bytes(data)
-    found = tier.read(one.header.key, Part.DELTA, ["L0_B0_K"])
-    assert content(found) == content(one)[:1]
-    assert tier.read(one.header.key, Part.DELTA, ["L0_B0_V"]) is None
-
-
-def test_fewer_window_rows_after_a_bad_record_are_as_few(open_tier):
-    """A quarantined record is no longer counted, nor are its rows."""
-    (ref,) = refs_of(1)
-    tier = open_tier()
-    put_all(tier, [record(ref), record(ref, Part.WINDOW, w_rows=256)])
-    path = tier.records.path_of(ref.key, Part.WINDOW)
-    path.write_bytes(path.read_bytes()[:-1])
-    assert tier.read(ref.key, Part.WINDOW) is None
-    assert tier.have([ref.key])[ref.key].parts == {Part.DELTA}
-    put_all(tier, [record(ref, Part.WINDOW, w_rows=32)])
-    assert tier.have([ref.key])[ref.key].w_rows == 32
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -507,9 +470,3 @@ def test_a_bad_record_on_a_disk_that_takes_no_more_is_a_miss(open_tier):
         found = [tier.read(one.header.key, Part.DELTA) for one in made]
     assert found == [None, None]
     assert tier.stats().misses == 2
-
-
-def test_a_store_of_a_file_is_refused(tmp_path):
-    (tmp_path / "store").write_bytes(b"")
-    with pytest.raises(OSError, match="store"):
-        DiskTier(tmp_path / "store", DiskLimits())

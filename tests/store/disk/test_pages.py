@@ -2,7 +2,6 @@
 
 import ctypes
 import mmap
-import os
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -151,32 +150,6 @@ def test_pages_really_go_and_stay(on_disk):
             drop_files([path])
             restore(tier, [made])
             assert is_resident(path) == (stay or not is_first)
-
-
-@pytest.mark.linux
-def test_the_system_is_asked_in_a_way_that_it_answers(on_disk):
-    """`mincore` gives an independent answer."""
-    path, files = on_disk / "file", Files()
-    files.write(path, [os.urandom(8 * MIB)])
-    with files.open(path) as file:
-        assert is_resident(path)
-        assert files.is_cached(file)
-        files.drop_cached_pages(file)
-        assert is_resident(path) == files.is_cached(file)  # in this order: asking brings it there
-        files.read_into_page_cache(file)
-        assert files.is_cached(file)
-        assert is_resident(path)
-
-
-def test_asking_and_letting_go_change_nothing(tmp_path):
-    path, files = tmp_path / "file", Files()
-    for data in (b"", b"x" * 100, os.urandom(MIB)):
-        path.write_bytes(data)
-        with files.open(path) as file:
-            files.is_cached(file)
-            files.drop_cached_pages(file)
-            assert file.tell() == 0
-            assert file.read() == data
 
 
 def is_resident(path):

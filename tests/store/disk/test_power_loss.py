@@ -1,4 +1,4 @@
-"""What was acknowledged is found after a power cut, whatever the disk had not written yet.
+"""What was acknowledged is found after a kill or a power cut, whatever was not written yet.
 
 The system calls of a real store are recorded, those of SQLite too (`syscalls.c`). For points of the
 record the states that a disk may show after a cut are built (`power.py`), opened, and compared with
@@ -155,15 +155,15 @@ class State(NamedTuple):
 
 
 def cuts(calls: Sequence[Call], at: int) -> Iterator[Keeps]:
-    """After call `at`: of what was not synced nothing is kept, or some unless it is a sync; after a
-    change of names also all, or all but the call before; and after something was said what was
+    """After call `at`: of what was not synced all is kept, as after a kill, or nothing, or some;
+    after a change of names also all but the call before; and after something was said what was
     written before some earlier change.
     """
     call = calls[at]
+    yield everything
     if call.letter != "W" or is_said(call):
         yield lambda number, piece: False
     if call.letter in "RU":
-        yield everything
         yield lambda number, piece: number != at - 1
     if call.letter != "S":
         yield lambda number, piece: random.Random(f"{at} {number} {piece}").random() < 0.5

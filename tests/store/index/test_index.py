@@ -1,6 +1,5 @@
 """The index: its counts are right, and its queries use SQL indexes."""
 
-import sqlite3
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -9,10 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from keepwarm.errors import NewerFormat
 from keepwarm.prefix.blocks import BlockKey, root
 from keepwarm.records.record import Part
-from keepwarm.store.index.database import is_busy, is_damage
 from keepwarm.store.index.index import MAX_TOUCHES, Index
 from keepwarm.store.names import path_of
 from tests.store.kit import NAMESPACE, first_block, record, refs_of
@@ -215,32 +212,6 @@ def test_holding_changes_in_one_step(tmp_path):
     index.pin_only("me", [second.key])
     assert (index.lookups.owners(first.key), index.lookups.owners(second.key)) == ([], ["me"])
     index.close()
-
-
-def test_busy_and_damaged_are_told_apart(tmp_path):
-    path = tmp_path / "i"
-    Index(path).close()
-    one = sqlite3.connect(path, isolation_level=None)
-    one.execute("BEGIN EXCLUSIVE")
-    two = sqlite3.connect(path, timeout=0)
-    with pytest.raises(sqlite3.OperationalError) as busy:
-        two.execute("CREATE TABLE t(x)")
-    one.close()
-    two.close()
-    (tmp_path / "garbage").write_bytes(b"no index at all" * 100)
-    with pytest.raises(sqlite3.DatabaseError) as damaged:
-        Index(tmp_path / "garbage")
-    assert (is_busy(busy.value), is_damage(busy.value)) == (True, False)
-    assert (is_busy(damaged.value), is_damage(damaged.value)) == (False, True)
-    assert not is_damage(OSError("no"))
-
-
-def test_a_newer_index_is_not_read(tmp_path):
-    made = Index(tmp_path / "i")
-    made.database.execute("PRAGMA user_version = 99")
-    made.close()
-    with pytest.raises(NewerFormat, match="version 99 is newer"):
-        Index(tmp_path / "i")
 
 
 def test_uses_are_written_down_with_the_next_change(tmp_path):
