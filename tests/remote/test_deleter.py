@@ -7,12 +7,14 @@ import pytest
 
 from keepwarm.agents.agent import Branch
 from keepwarm.agents.agent_store import AgentStore
+from keepwarm.errors import StoreFailed
 from keepwarm.prefix.blocks import BLOCK_TOKENS, pack, unpack
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.deleter import DeleterThread, RemoteDeleter, erase_at_once, erase_from
 from keepwarm.remote.records import RemoteNames, RemoteRecord
 from keepwarm.remote.tier import RemoteTier
 from keepwarm.store.disk.disk import DiskLimits
+from tests.kit.waiting import wait_until
 from tests.store.kit import NAMESPACE, record, refs_of, tokens_of
 
 SOON = 30.0
@@ -136,6 +138,28 @@ def test_a_place_that_hangs_is_named_before_it_has_failed(store, place):
     assert thread.wait(0.01) == [place.as_uri()]
     is_back.set()
     assert thread.wait(SOON) == []
+    thread.close()
+
+
+@pytest.mark.parametrize("error", [StoreFailed("full"), OSError("odd")])
+def test_deleter_thread_after_an_error_names_the_place_and_tries_again(
+    store, place, monkeypatch, error
+):
+    monkeypatch.setattr("keepwarm.remote.deleter.RETRY_S", 0.01)
+    errors, again = [error], threading.Event()
+
+    def erase(*_):
+        if errors:
+            raise errors.pop()
+        return again.wait(SOON)
+
+    thread = DeleterThread(RemoteDeleter(store.tombstones, store.blocks_of_agents, erase))
+    assert thread.wait(SOON) == []
+    store.agents.delete("coder")
+    thread.notice()
+    assert thread.wait(SOON) == [place.as_uri()]
+    again.set()
+    wait_until(lambda: not store.tombstones.all())
     thread.close()
 
 

@@ -16,7 +16,6 @@ from functools import partial
 from typing import TypeAlias
 
 from keepwarm.concurrency import CallDeadline, CallError
-from keepwarm.errors import StoreFailed
 from keepwarm.prefix.blocks import BlockKey, Namespace, block_key
 from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import Part
@@ -102,9 +101,9 @@ class DeleterThread:
         while (n_noticed := self._next()) is not None:
             try:
                 left = self._deleter.finish()
-            except StoreFailed as error:
+            except Exception as error:  # whatever it is, it must not end the thread
                 LOG.warning("what was deleted could not be deleted from shared tiers: %s", error)
-                left = self._left
+                left = self._deleter.left()
             with self._changed:
                 self._n_tried, self._left = n_noticed, left
                 self._changed.notify_all()
