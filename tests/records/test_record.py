@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepwarm.errors import BadRecord, NewerFormat
@@ -84,6 +84,7 @@ def test_every_dtype_and_shape_comes_back(specs):
     assert content(Record(opened.header, tensors)) == content(made)
 
 
+@settings(max_examples=25)
 @given(
     st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=256),
     st.dictionaries(st.text(), st.text() | st.integers() | st.lists(st.booleans()), max_size=3),

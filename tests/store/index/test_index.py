@@ -134,7 +134,7 @@ class Bookkeeping(RuleBasedStateMachine):
         self.directory.cleanup()
 
 
-Bookkeeping.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+Bookkeeping.TestCase.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
 TestBookkeeping = Bookkeeping.TestCase
 
 
