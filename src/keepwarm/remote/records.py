@@ -20,7 +20,6 @@ import re
 import struct
 from base64 import b64decode
 from collections.abc import Sequence
-from functools import partial
 from hashlib import blake2b
 from hmac import compare_digest
 from io import BytesIO
@@ -40,7 +39,7 @@ from keepwarm.records.record import (
     open_record,
 )
 from keepwarm.remote.backend import Backend, Listed, new_memory
-from keepwarm.remote.compression import decode_record, find_start, memory_for, undo_code
+from keepwarm.remote.compression import decode_record, find_start, undo_code
 
 CLASSES = "classes"
 CLASS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")  # other files may lie beside them
@@ -173,41 +172,17 @@ class FleetKey:
         return record
 
 
-class FetchedRecord(NamedTuple):
-    record: Record
-    n_bytes: int  # that were sent
-
-
-class VerifiedRecords:
-    """The records of a remote store, each verified before anybody sees it."""
-
-    def __init__(
-        self,
-        backend: Backend,
-        names: RemoteNames,
-        cipher: Cipher | None,
-        fleet_key: FleetKey | None,
-    ) -> None:
-        self._backend, self._names = backend, names
-        self._cipher, self._fleet_key = cipher, fleet_key
-
-    def fetch(self, wanted: RemoteRecord, deadline: CallDeadline) -> FetchedRecord | None:
-        """None if it is not there; raises BadRecord or NewerFormat if it cannot be used."""
-        name = self._names.of(wanted)
-        verify = partial(self._verified, wanted, name)
-        return self._backend.fetch(name, memory_for, verify, deadline.left_s())
-
-    def _verified(self, wanted: RemoteRecord, name: str, data: memoryview) -> FetchedRecord:
-        plain = data if self._fleet_key is None else self._fleet_key.checked(name, data)
-        try:
-            record = decode_record(plain if self._cipher else undo_code(plain), self._cipher)
-        except PermissionError as error:  # no key for it; a backend would be out of order
-            raise NewerFormat(str(error)) from error
-        check_identity(record.header, wanted.key, wanted.part)
-        stored = RemoteRecord.of(record.header)
-        if (stored.n_tokens, stored.w_rows) != (wanted.n_tokens, wanted.w_rows):
-            raise BadRecord("its name tells other tokens or window rows than it has")
-        return FetchedRecord(record, len(data))
+def decode_named(data: memoryview, name: RemoteRecord, cipher: Cipher | None) -> Record:
+    """The verified record; raises BadRecord or NewerFormat unless it is the one of its name."""
+    try:
+        record = decode_record(data if cipher else undo_code(data), cipher)
+    except PermissionError as error:  # no key for it; a backend would be out of order
+        raise NewerFormat(str(error)) from error
+    check_identity(record.header, name.key, name.part)
+    stored = RemoteRecord.of(record.header)
+    if (stored.n_tokens, stored.w_rows) != (name.n_tokens, name.w_rows):
+        raise BadRecord("its name tells other tokens or window rows than it has")
+    return record
 
 
 def read_header(

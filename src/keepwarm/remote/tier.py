@@ -27,7 +27,7 @@ from keepwarm.records.record import (
     encode_record,
 )
 from keepwarm.remote.backend import Backend
-from keepwarm.remote.compression import code_record, count_bytes
+from keepwarm.remote.compression import code_record, count_bytes, memory_for
 from keepwarm.remote.handshake import check_mark
 from keepwarm.remote.health import Health, RemoteSpeed, try_backend
 from keepwarm.remote.janitor import SWEEP_S, Janitor, RemoteLimits
@@ -37,7 +37,7 @@ from keepwarm.remote.records import (
     FleetKey,
     RemoteNames,
     RemoteRecord,
-    VerifiedRecords,
+    decode_named,
     list_classes,
 )
 from keepwarm.store.memory import MemoryTier
@@ -91,7 +91,6 @@ class RemoteTier:
         self._mark = mark
         self._fleet_key = fleet_key if cipher is None else None
         self._names = RemoteNames(compute_class, has_mac=self._fleet_key is not None)
-        self._records = VerifiedRecords(backend, self._names, cipher, self._fleet_key)
         self._memory = memory
         self.speed = RemoteSpeed(clock)
         self._known = KnownRecords(clock)
@@ -311,10 +310,16 @@ class RemoteTier:
         """
         planned_s = self.speed.load_s(READERS * known.n_bytes)
         deadline = load or CallDeadline(max(MIN_READ_S, 2 * planned_s))
+        name = self._names.of(known)
+
+        def verified(data: memoryview) -> tuple[Record, int]:
+            plain = self._fleet_key.checked(name, data) if self._fleet_key else data
+            return decode_named(plain, known, self.cipher), len(data)
+
         with self.speed.reading(known.n_bytes) as add:
-            found = self._records.fetch(known, deadline)
-            add(found.n_bytes if found else 0)
-        return found and found.record
+            found = self.backend.fetch(name, memory_for, verified, deadline.left_s())
+            add(found[1] if found else 0)
+        return found and found[0]
 
     def _note_bad(self, bad: RemoteRecord) -> None:
         """Once may be an accident of the network; what is bad twice is deleted."""
