@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from keepwarm.store.disk.disk import DiskLimits, DiskTier, StagedRecords
+from keepwarm.store.disk.disk import StagedRecords
 from tests.store.kit import BrokenFiles, chain_of
 
 
@@ -21,10 +21,8 @@ class FailsLater(BrokenFiles):
 
 
 @pytest.fixture
-def disk(tmp_path):
-    tier = DiskTier(tmp_path / "store", DiskLimits(min_free_bytes=0))
-    yield tier
-    tier.close()
+def disk(open_tier):
+    return open_tier()
 
 
 def test_nobody_finds_them_before_they_are_published(disk):
@@ -57,6 +55,6 @@ def test_if_one_fails_those_before_it_are_deleted_again(disk):
     assert not list(disk.scratch.path.glob("*.tmp"))
 
 
-def test_a_record_without_room_is_not_staged(tmp_path):
-    with StagedRecords(DiskTier(tmp_path / "store", DiskLimits(max_bytes=1 << 20))) as staged:
+def test_a_record_without_room_is_not_staged(open_tier):
+    with StagedRecords(open_tier(max_bytes=1 << 20)) as staged:
         assert not staged.add(chain_of(1, n_bytes=2 << 20)[0])

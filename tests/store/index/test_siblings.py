@@ -1,35 +1,19 @@
 """A conversation that ended inside a block is found among any number of siblings."""
 
-from base64 import b64encode
-
 import pytest
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, pack, root
-from keepwarm.store.disk.disk import DiskLimits, DiskTier
-from keepwarm.store.marker import unlock
-from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tier import NEIGHBOURS
-from tests.store.kit import NAMESPACE, BrokenFiles, first_block, record, tokens_of
+from tests.contract.test_tiers import MAKERS
+from tests.store.kit import NAMESPACE, first_block, record, tokens_of
 
 PROMPT = [token + 1 for token in tokens_of(BLOCK_TOKENS)]
 ENDS = (1, 7, 40, 90)
 
 
-def memory(directory):
-    return MemoryTier(1 << 28)
-
-
-def disk(directory, cipher=None):
-    return DiskTier(directory, DiskLimits(min_free_bytes=0), BrokenFiles(), cipher=cipher)
-
-
-def sealed(directory):
-    return disk(directory, unlock(directory, b64encode(bytes(32)).decode()))
-
-
-@pytest.fixture(params=[memory, disk, sealed])
+@pytest.fixture(params=MAKERS)
 def tier(request, tmp_path):
-    made = request.param(tmp_path / "store")
+    made = MAKERS[request.param](tmp_path, 1 << 28)
     yield made
     made.close()
 
