@@ -107,7 +107,7 @@ def test_erase_removes_a_listed_name_whose_record_redis_has_evicted(machine):
 def test_erase_deletes_all_records_of_a_block_whose_list_redis_has_evicted(
     machine, trust, is_listed_again
 ):
-    """Of every part, and with any number of window rows; also if one was put and listed since."""
+    """Of every part, and with any number of window rows; also if another was listed since."""
     tier = machine(**trust)
     made = [record(TAIL), record(TAIL, Part.STATE), record(TAIL, Part.WINDOW)]
     made += [record(SECOND, Part.WINDOW, w_rows=rows) for rows in (0, 1, 255, 256)]
@@ -115,7 +115,7 @@ def test_erase_deletes_all_records_of_a_block_whose_list_redis_has_evicted(
         tier.put(one)
         evict(tier, f"{RemoteNames(CLASS).folder(NAMESPACE, one.header.parent)}/")
     if is_listed_again:
-        tier.put(record(SECOND))
+        tier.put(record(SECOND, Part.WINDOW, w_rows=7))
     assert len(names_in(tier.backend)) == len(made) + is_listed_again
     assert erase_from_tier(tier, [NAMESPACE], [named(SECOND), named(TAIL)], ())
     assert names_in(tier.backend) == []

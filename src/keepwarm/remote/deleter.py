@@ -196,7 +196,9 @@ class _Folder:
         doomed = set(self._deleting(listed, blocks)) - set(keep)
         names = [one.name for key in doomed & listed.keys() for one in listed[key]]
         if self._backend.in_batches:  # the list of a folder may have been evicted before its names
-            names += (name for block in blocks for name in self._names_of(block))
+            has_windows = any(_is_window(one) for blobs in listed.values() for one in blobs)
+            for block in blocks:
+                names += self._names_of(block, has_windows or block.key not in listed)
         for start in range(0, len(names), AT_ONCE):
             self._backend.delete(names[start : start + AT_ONCE], CALL_S)
 
@@ -238,14 +240,19 @@ class _Folder:
                 return opened.header.tokens
         return b""
 
-    def _names_of(self, block: NamedBlock) -> Iterator[str]:
+    def _names_of(self, block: NamedBlock, has_windows: bool) -> Iterator[str]:
         """All that its records can have."""
-        for part in Part:
+        for part in Part if has_windows else (Part.DELTA, Part.STATE):
             for rows in range(block.n_tokens + 1 if part is Part.WINDOW else 1):
                 record = RemoteRecord(
                     self._namespace, self._parent, block.key, part, block.n_tokens, rows
                 )
                 yield from (names.of(record) for names in (self._names, self._signed))
+
+
+def _is_window(blob: Listed) -> bool:
+    word = parse_last(blob.name)
+    return word is not None and word.part is Part.WINDOW
 
 
 def _n_tokens(blobs: Sequence[Listed]) -> int:

@@ -4,8 +4,9 @@ import errno
 
 import pytest
 
+from keepwarm.records.record import Part
 from keepwarm.store.disk.disk import StagedRecords
-from tests.store.kit import BrokenFiles, chain_of
+from tests.store.kit import BrokenFiles, chain_of, record, refs_of
 
 
 class FailsLater(BrokenFiles):
@@ -43,15 +44,19 @@ def test_what_is_not_published_is_withdrawn(disk):
     assert not list(disk.scratch.path.glob("*.tmp"))
 
 
-def test_if_one_fails_those_before_it_are_deleted_again(disk):
+def test_if_one_fails_those_before_it_are_deleted_again_and_nothing_else(disk):
+    """Another part of such a block was there before."""
+    first, *rest = refs_of(4)
+    disk.put(record(first, Part.STATE))
+    n_bytes = disk.index.lookups.n_bytes()
     disk.records.files = FailsLater()
     with StagedRecords(disk) as staged:
-        assert all(staged.add(record) for record in chain_of(4))
+        assert all(staged.add(record(ref)) for ref in (first, *rest))
         with pytest.raises(OSError, match="Read-only"):
             staged.publish()
     assert disk.records.files.left == -1, "two were published before"
-    assert not list(disk.walk())
-    assert disk.index.lookups.n_bytes() == 0
+    assert [(block.key, set(block.n_bytes)) for block in disk.walk()] == [(first.key, {Part.STATE})]
+    assert disk.index.lookups.n_bytes() == n_bytes
     assert not list(disk.scratch.path.glob("*.tmp"))
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NamedTuple, Self, TypeAlias, TypeVar
 
-from keepwarm.errors import BadRecord, NewerFormat, StoreFailed
+from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.files import SharedLock
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.records.cipher import Cipher
@@ -451,7 +451,7 @@ class DiskTier:
     def delete_superseded(self, key: BlockKey) -> None:
         lookups = self.index.lookups
         for state in find_surplus(*lookups.checkpoints(key)):
-            self._delete_part(state.key, Part.STATE)
+            self.delete_part(state.key, Part.STATE)
             self._delete(lookups.superseded(state.beside))
         self._delete(lookups.superseded(key))
 
@@ -633,8 +633,9 @@ class DiskTier:
         if keys:
             self.index.delete_marked(keys)
 
-    def _delete_part(self, key: BlockKey, part: Part) -> None:
-        """The file first: a start deletes a row without a file."""
+    @default_on_io_error(lambda: None)
+    def delete_part(self, key: BlockKey, part: Part) -> None:
+        """The block goes with its last part. The file first: a start deletes a row without one."""
         with self.records.names_lock.hold():
             self.files.remove(self.records.path_of(key, part))
             self.index.delete_part(key, part)
@@ -730,10 +731,10 @@ class StagedRecords:
             while self._written:
                 written = self._written.popleft()
                 if self._disk.publish(written):
-                    published.append(written.header.key)
+                    published.append(written.header)
         except BaseException:
-            with suppress(StoreFailed):
-                self._disk.delete_all(published)
+            for header in published:
+                self._disk.delete_part(header.key, header.part)
             raise
 
     def __enter__(self) -> Self:
