@@ -314,15 +314,15 @@ def blocks_of(disk_store, name):
 
 
 def test_where_quantisation_starts_is_nobodys_name(disk_store, other, tmp_path):
-    late = replace(IDENTITY, salt="ada from 500")
+    late = replace(IDENTITY, salt="ada exact to 500")
     name = disk_store.register(late)
     blocks_of(disk_store, name)
     disk_store.agents.advance("a", name, tokens_of(300))
     disk_store.export_agent("a", tmp_path / "a.kw")
-    for refused in ("", "ada", "bob from 600"):
+    for refused in ("", "ada", "bob exact to 600"):
         with pytest.raises(BadCacheFile, match="quantized_kv_start differ"):
             other.import_agent(tmp_path / "a.kw", replace(IDENTITY, salt=refused))
-    made = other.import_agent(tmp_path / "a.kw", replace(IDENTITY, salt="bob from 500"))
+    made = other.import_agent(tmp_path / "a.kw", replace(IDENTITY, salt="bob exact to 500"))
     assert other.tokens_of(made) == tokens_of(300)
 
 

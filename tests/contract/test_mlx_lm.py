@@ -22,7 +22,6 @@ ROOMS_WITH_MLX_LM = {"kv", "models"}
 
 # What `src/keepwarm` takes from mlx-lm; each name is used by a test below.
 USED = {
-    "mlx_lm.models.base": {"create_causal_mask"},
     "mlx_lm.models.cache": {
         "ArraysCache",
         "BatchKVCache",

@@ -7,7 +7,6 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
-from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import (
     ArraysCache,
     BatchKVCache,
@@ -227,16 +226,6 @@ def test_dynamic_roll_rolls_every_row_by_its_own_shift():
     x = mx.arange(8).reshape(2, 4)
     assert dynamic_roll(x, mx.array([1, 2]), axis=1).tolist() == [[3, 0, 1, 2], [6, 7, 4, 5]]
     assert dynamic_roll(x, mx.array([-1, 0]), axis=1).tolist() == [[1, 2, 3, 0], [4, 5, 6, 7]]
-
-
-def test_causal_mask_hides_left_padding_and_what_left_the_window():
-    """(batch, 1, N, offset + N), true where a query may look."""
-    mask = create_causal_mask(2, offset=2, window_size=3, left_padding=mx.array([0, 2]))
-    assert mask.shape == (2, 1, 2, 4)
-    assert mask[:, 0].astype(mx.int32).tolist() == [
-        [[1, 1, 1, 0], [0, 1, 1, 1]],
-        [[0, 0, 1, 0], [0, 0, 1, 1]],
-    ]
 
 
 def test_a_model_loads_from_a_directory_and_can_be_quantised_back_and_forth(tmp_path):

@@ -29,7 +29,8 @@ VOCABULARY = 1 << 17
 
 def tokens_of(n_tokens: int, seed: int = 0) -> list[int]:
     """Repeatable token ids."""
-    return random.Random(seed).choices(range(VOCABULARY), k=n_tokens)
+    pick = random.Random(seed)
+    return [pick.randrange(VOCABULARY) for _ in range(n_tokens)]
 
 
 def refs_of(
