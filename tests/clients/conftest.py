@@ -85,6 +85,14 @@ class Watched:
 
     live: Live
     seen: list[Exchange]
+    first: list[int]  # number of the first request of the conversation that is watched
+
+    def begin(self, calls: Calls) -> None:
+        """Watch another conversation, in which these tools are called."""
+        self.seen.clear()
+        self.host.asked.clear()
+        self.host.calls = calls
+        self.first[:] = [entry.number + 1 for entry in self.host.engine.requests()[-1:]]
 
     @property
     def url(self) -> str:
@@ -101,7 +109,9 @@ class Watched:
 
     def turns(self) -> list[Turn]:
         """The requests that offer tools, each of which must go on from the one before."""
-        receipts = {e.prompt_tokens: e.receipt for e in self.host.engine.requests()}
+        (first,) = self.first or [0]
+        entries = [entry for entry in self.host.engine.requests() if entry.number >= first]
+        receipts = {entry.prompt_tokens: entry.receipt for entry in entries}
         turns, before = [], ""
         for asked in (asked for asked in self.host.asked if asked.request.tools):
             assert asked.text.startswith(before), "the beginning of the prompt has changed"
@@ -143,6 +153,24 @@ def watching(agent_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Watc
             partial(Leading, calls=calls),
             lambda app: app.add_middleware(Recorder, seen=seen),
         ) as live:
-            yield Watched(live, seen)
+            yield Watched(live, seen, [])
 
     return start
+
+
+@pytest.fixture(scope="session")
+def shared(watching: Watching) -> Iterator[Watched]:
+    """One server for all conversations that have nothing in common."""
+    with watching({}) as watched:
+        yield watched
+
+
+@pytest.fixture
+def watch(shared: Watched) -> Callable[[Calls], Watched]:
+    """A function: that server, which watches a new conversation with calls of these tools."""
+
+    def begin(calls: Calls) -> Watched:
+        shared.begin(calls)
+        return shared
+
+    return begin

@@ -13,7 +13,8 @@ import pytest
 
 from tests.clients.coders.journeys import KINDS, Journey
 from tests.clients.coders.page import ENDS, JOURNEY, clients, goes_on, page
-from tests.clients.coders.programs import EVERY, PROGRAMS, QUIET, install
+from tests.clients.coders.programs import EVERY, PROGRAMS, QUIET, Place, install
+from tests.clients.coders.sessions import write_project
 from tests.clients.coders.walk import Walk
 from tests.kit.generated import CLIENTS, CODERS, JOURNEYS, SESSIONS
 
@@ -128,3 +129,33 @@ def test_the_head_stays_the_conversation(programs, name):
 def test_a_journey(programs, name, kind):
     with tempfile.TemporaryDirectory() as folder:
         check_journey(name, Journey(EVERY[name], programs, Path(folder), KINDS[kind]).run())
+
+
+LISTS, EXPLAINS = "mcp__keepwarm__list_agents", "mcp__keepwarm__explain_last_miss"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("name", "added", "calls", "answer"),
+    [
+        (
+            "claude",
+            ("mcp", "add", "--transport", "http", "keepwarm", "{url}/mcp"),
+            {"ToolSearch": {"query": f"select:{LISTS},{EXPLAINS}", "max_results": 5}},
+            LISTS,
+        ),
+        ("codex", ("mcp", "add", "keepwarm", "--url", "{url}/mcp"), {LISTS: {}}, '"agents": []'),
+    ],
+)
+def test_our_tools_are_found_over_mcp(watching, programs, name, added, calls, answer):
+    """As `docs/mcp.md` adds them. Claude Code finds them by its search, Codex calls one."""
+    program = EVERY[name]
+    with tempfile.TemporaryDirectory() as folder, watching(calls, mcp="on") as watched:
+        project = write_project(Path(folder, "project"))
+        place = Place(watched.url, programs, project, Path(folder, "home"))
+        program.run(place, "", [part.format(url=watched.url) for part in added])
+        program.run(place, "", (*program.ask, "Which agents are there?"))
+        *_, last = watched.turns()
+    assert {LISTS, EXPLAINS} <= {tool["function"]["name"] for tool in last.asked.request.tools}
+    results = [m["content"] for m in last.asked.request.messages if m["role"] == "tool"]
+    assert answer in str(results[-1])

@@ -4,6 +4,7 @@ The SDKs are here anyway; the frameworks are installed for `make soak` alone.
 """
 
 import asyncio
+import json
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import anthropic
+import ollama
 import pytest
 from pydantic import BaseModel
 
@@ -34,6 +36,7 @@ OLDER = (
     "instructor==1.17.0",
     "llama-index-llms-openai-like==0.8.1",
 )
+OLLAMA_JS = "ollama@0.6.4"
 AI_SDK = ("ai@7.0.169", "@ai-sdk/openai-compatible@3.0.90", "zod@4.6.7", "node@22.23.3")
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 ASK = {"role": "user", "content": "How many leaves has the oak?"}
@@ -53,11 +56,10 @@ class Tree(BaseModel):
     deciduous: bool
 
 
-@pytest.fixture(scope="module")
-def busy(watching):
-    """One server for all that do not look at each other's conversations."""
-    with watching(CALL) as watched:
-        yield watched
+@pytest.fixture
+def talk(watch):
+    """A server that watches a conversation whose question is asked nowhere else."""
+    return watch(CALL)
 
 
 @pytest.fixture
@@ -95,10 +97,14 @@ def messages(turn):
 # The SDKs: a call of a tool, its result, an answer; as their own helpers do it.
 
 
-def test_chat_streams_with_a_tool(watched):
+def asked_by(name):
+    return {"role": "user", "content": f"This is {name}. {ASK['content']}"}
+
+
+def test_chat_streams_with_a_tool(talk):
     tools = [{"type": "function", "function": {**FUNCTION, "strict": True}}]
-    said = [ASK]
-    with watched.live.openai() as client:
+    said = [asked_by("chat")]
+    with talk.live.openai() as client:
         for _ in range(2):
             chat = client.chat.completions.stream(model="x", messages=said, tools=tools)
             with chat as stream:
@@ -108,14 +114,14 @@ def test_chat_streams_with_a_tool(watched):
                 result = count_leaves(**call.function.parsed_arguments)
                 said.append({"role": "tool", "tool_call_id": call.id, "content": result})
     assert message.content
-    check_growth(watched, 2)
+    check_growth(talk, 2)
 
 
-def test_responses_stream_with_a_tool(watched):
+def test_responses_stream_with_a_tool(talk):
     """Without the server's memory: all items are sent again, as Codex does."""
     tools = [{"type": "function", **FUNCTION, "strict": True}]
-    items = [ASK]
-    with watched.live.openai() as client:
+    items = [asked_by("responses")]
+    with talk.live.openai() as client:
         for _ in range(2):
             asked = client.responses.stream(model="x", input=items, tools=tools, store=False)
             with asked as stream:
@@ -126,67 +132,67 @@ def test_responses_stream_with_a_tool(watched):
                 result = {"type": "function_call_output", "call_id": call.call_id}
                 items.append({**result, "output": output})
     assert response.output_text
-    check_growth(watched, 2)
+    check_growth(talk, 2)
 
 
-@pytest.mark.soak
-def test_responses_remember(watched):
+def test_responses_remember(talk):
     """With it: each request names the answer before."""
-    tools = [{"type": "function", **FUNCTION}]
-
-    async def talk():
-        async with watched.live.async_openai() as client:
-            first = await client.responses.create(model="x", input=[ASK], tools=tools)
-            (call,) = first.output
-            result = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
-            previous = first.id
-            for item in (result, AGAIN):
-                answer = await client.responses.create(
-                    model="x", input=[item], tools=tools, previous_response_id=previous
-                )
-                previous = answer.id
-            return answer
-
-    assert asyncio.run(talk()).output_text
-    check_growth(watched, 3)
+    asked = {"model": "x", "tools": [{"type": "function", **FUNCTION}]}
+    with talk.live.openai() as client:
+        answer = client.responses.create(input=[asked_by("memory")], **asked)
+        (call,) = answer.output
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
+        for item in (result, AGAIN):
+            answer = client.responses.create(input=[item], previous_response_id=answer.id, **asked)
+    assert answer.output_text
+    check_growth(talk, 3)
 
 
-def test_the_tool_runner_of_anthropic(watched):
+def test_tool_runner_of_anthropic(talk):
     """It would leave the conversation to the server; told that this one keeps none, it goes on."""
-    with claude(watched) as client:
+    tools, messages = [anthropic.beta_tool(count_leaves)], [asked_by("Anthropic's runner")]
+    with claude(talk) as client:
         runner = client.beta.messages.tool_runner(
-            model="x", max_tokens=100, tools=[anthropic.beta_tool(count_leaves)], messages=[ASK]
+            model="x", max_tokens=100, tools=tools, messages=messages
         )
         answer = runner.until_done()
     assert answer.content[0].text
-    assert watched.refused == [("POST", "/v1/messages", 400)]
-    check_growth(watched, 2)
+    assert talk.refused == [("POST", "/v1/messages", 400)]
+    check_growth(talk, 2)
 
 
-@pytest.mark.soak
-def test_the_tool_runner_of_anthropic_streams(watched):
-    async def counts(tree: str) -> str:
-        return count_leaves(tree)
+def test_functions_are_tools_of_ollamas_client(talk):
+    """The client describes the function, gets a call without an id, and sends its result back."""
+    asked = {"model": "tiny", "tools": [count_leaves]}
+    said = [asked_by("Ollama's client")]
 
-    async def talk():
-        tool = anthropic.beta_async_tool(
-            counts, name="count_leaves", description="Counts.", input_schema=SCHEMA
-        )
-        async with claude(watched, anthropic.AsyncAnthropic) as client:
-            runner = client.beta.messages.tool_runner(
-                model="x", max_tokens=100, tools=[tool], messages=[ASK], stream=True
-            )
-            return [await stream.get_final_message() async for stream in runner]
+    async def stream():
+        parts = []
+        async with ollama.AsyncClient(host=talk.url, verify=False) as client:
+            async for part in await client.chat(messages=said, **asked, stream=True):
+                parts.append(part)
+        return parts
 
-    called, answered = asyncio.run(talk())
-    assert called.stop_reason == "tool_use"
-    assert answered.stop_reason == "end_turn"
-    check_growth(watched, 2)
+    with ollama.Client(host=talk.url, verify=False) as client:
+        first = client.chat(messages=said, **asked).message
+        (call,) = first.tool_calls
+        assert {call.function.name: call.function.arguments} == CALL
+        result = count_leaves(**call.function.arguments)
+        said += [first, {"role": "tool", "tool_name": call.function.name, "content": result}]
+        parts = asyncio.run(stream())
+        text = "".join(part.message.content for part in parts)
+        said += [{"role": "assistant", "content": text}, AGAIN]
+        third = client.chat(messages=said, **asked)
+    assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert text
+    assert third.message.content
+    assert talk.refused == []
+    check_growth(talk, 3)
 
 
-def test_a_thread_is_refused_in_one_sentence(busy):
+def test_thread_of_anthropic_is_refused_by_name(talk):
     """A conversation of which only the last message comes is never answered as if it were all."""
-    with claude(busy) as client, pytest.raises(anthropic.BadRequestError) as error:
+    with claude(talk) as client, pytest.raises(anthropic.BadRequestError) as error:
         client.beta.messages.create(
             model="x",
             max_tokens=9,
@@ -197,16 +203,16 @@ def test_a_thread_is_refused_in_one_sentence(busy):
     assert "send all messages" in str(error.value)
 
 
-def test_all_helpers_parse_what_was_asked_for(busy):
+def test_helpers_of_three_apis_parse_an_object_of_the_clients_class(talk):
     """Objects of a class of the client's own, from three APIs, asynchronously."""
 
     async def ask():
-        async with busy.live.async_openai() as client:
+        async with talk.live.async_openai() as client:
             chat = await client.chat.completions.parse(
                 model="x", messages=[ASK], response_format=Tree
             )
             response = await client.responses.parse(model="x", input=[ASK], text_format=Tree)
-        async with claude(busy, anthropic.AsyncAnthropic) as client:
+        async with claude(talk, anthropic.AsyncAnthropic) as client:
             message = await client.messages.parse(
                 model="x", max_tokens=4000, messages=[ASK], output_format=Tree
             )
@@ -243,9 +249,20 @@ def older():
 def run(frameworks, url, *command, **environ):
     """Start a program as `keepwarm launch any` does; what it printed."""
     launch = (sys.executable, "-m", "keepwarm", "launch", "any", "--url", url, "--run", "--")
+    environ = {"PATH": f"{frameworks}:{os.environ['PATH']}", "HOME": str(frameworks), **environ}
+    return output_of((*launch, *command), environ)
+
+
+def run_by_variable(watched, *command, **environ):
+    """The JSON that a program printed which finds the server by Ollama's variable."""
+    environ = {"PATH": os.environ["PATH"], "OLLAMA_HOST": watched.url, **environ}
+    return json.loads(output_of(command, environ).splitlines()[-1])
+
+
+def output_of(command, environ):
     ended = subprocess.run(
-        [*launch, *map(str, command)],
-        env={"PATH": f"{frameworks}:{os.environ['PATH']}", "HOME": str(frameworks), **environ},
+        [*map(str, command)],
+        env=environ,
         capture_output=True,
         text=True,
         timeout=300,
@@ -255,10 +272,24 @@ def run(frameworks, url, *command, **environ):
     return ended.stdout
 
 
+TALKS = [  # environment, program, its argument
+    ("frameworks", EXAMPLES / "openai_agents.py", "responses"),
+    ("frameworks", EXAMPLES / "openai_agents.py", "chat"),
+    ("frameworks", HERE / "talks.py", "pydantic_ai"),
+    ("older", HERE / "talks.py", "litellm"),
+    ("older", HERE / "talks.py", "llama_index"),
+]
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize("api", ["responses", "chat"])
-def test_openai_agents(watched, frameworks, api):
-    said = run(frameworks, watched.url, "python", EXAMPLES / "openai_agents.py", api)
+@pytest.mark.parametrize(("where", "program", "name"), TALKS)
+def test_framework_talks_with_a_tool(watched, request, where, program, name):
+    programs = request.getfixturevalue(where)
+    check_talk(watched, run(programs, watched.url, "python", program, name, **OFFLINE))
+
+
+def check_talk(watched, said):
+    """Two answers; a call of the tool and its result in between."""
     assert len(said.splitlines()) == 2
     assert watched.refused == []
     check_growth(watched, 3)
@@ -283,34 +314,21 @@ def test_anthropic_tools(watched, frameworks):
     check_growth(watched, 2)
 
 
-@pytest.mark.soak
-def test_pydantic_ai(watched, frameworks):
-    check_talk(watched, run(frameworks, watched.url, "python", HERE / "talks.py", "pydantic_ai"))
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", ["litellm", "llama_index"])
-def test_agents_with_an_older_sdk(watched, older, name):
-    check_talk(watched, run(older, watched.url, "python", HERE / "talks.py", name, **OFFLINE))
-
-
-@pytest.mark.soak
-def test_the_ai_sdk(watched):
+@contextmanager
+def installed_by_npm(packages, program):
+    """The folder of the programs, and a copy of this one beside them."""
     if shutil.which("npm") is None:
         pytest.skip("needs `npm`")
     with tempfile.TemporaryDirectory() as place:
         options = ("--prefix", place, "--no-audit", "--no-fund", "--silent")
-        subprocess.run(["npm", "install", *options, *AI_SDK], check=True, capture_output=True)
-        program = shutil.copy(HERE / "ai_sdk.mjs", place)
-        programs = Path(place, "node_modules", ".bin")
+        subprocess.run(["npm", "install", *options, *packages], check=True, capture_output=True)
+        yield Path(place, "node_modules", ".bin"), shutil.copy(HERE / program, place)
+
+
+@pytest.mark.soak
+def test_ai_sdk_talks_with_a_tool(watched):
+    with installed_by_npm(AI_SDK, "ai_sdk.mjs") as (programs, program):
         check_talk(watched, run(programs, watched.url, "node", program))
-
-
-def check_talk(watched, said):
-    """Two answers; a call of the tool and its result in between."""
-    assert len(said.splitlines()) == 2
-    assert watched.refused == []
-    check_growth(watched, 3)
 
 
 @pytest.mark.soak
@@ -337,4 +355,32 @@ def test_llm(watched, frameworks, tmp_path):
     assert llm("-m", "keepwarm", "--functions", function, ASK["content"]).strip()
     assert llm("-c", "--functions", function, AGAIN["content"]).strip()
     assert watched.refused == []
+    check_growth(watched, 3)
+
+
+@pytest.mark.soak
+def test_litellm_by_ollamas_api(watched, older):
+    python, program = older / "python", HERE / "litellm_ollama.py"
+    said = run_by_variable(watched, python, program, HOME=str(older), **OFFLINE)
+    assert {said["name"]: said["arguments"]} == CALL
+    assert said["streamed"]
+    assert json.loads(said["object"]).keys() <= {"deciduous"}
+    assert said["text"]
+    assert said["prompt_tokens"] > 0
+    assert watched.refused == []
+
+
+@pytest.mark.soak
+def test_ollamas_client_in_javascript(watched):
+    with installed_by_npm([OLLAMA_JS], "ollama_client.mjs") as (_, program):
+        said = run_by_variable(watched, "node", program)
+    assert {said["call"]["name"]: said["call"]["arguments"]} == CALL
+    assert said["streamed"]
+    assert said["third"]
+    assert said["done"] is True
+    assert said["object"]["deciduous"] in (True, False)
+    assert said["listed"] == said["loaded"] == "tiny:latest"
+    assert said["capabilities"] == ["completion", "tools"]
+    assert said["failed"] == 404
+    assert [each for each in watched.refused if each[1] != "/api/show"] == []
     check_growth(watched, 3)

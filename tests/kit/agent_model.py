@@ -99,7 +99,7 @@ class Leading(EngineHost):
     ) -> None:
         super().__init__(engine, name)
         self.asked: list[Asked] = []
-        self._calls = calls
+        self.calls = calls
 
     async def submit_all(
         self, requests: Sequence[Request], slot: PrepareSlot
@@ -120,13 +120,13 @@ class Leading(EngineHost):
     def _call(self, request: Request) -> str | None:
         """A grammar for the next planned call, if one is left."""
         offered = {tool["function"]["name"] for tool in request.tools}
-        wanted = [name for name in self._calls if name in offered]
+        wanted = [name for name in self.calls if name in offered]
         n_done = sum(message["role"] == "tool" for message in request.messages or ())
         if n_done >= len(wanted) or request.tool_choice.mode == "none":
             return None
         name = wanted[n_done]
         markup = Markup.of(self.engine.model.tokenizer)
-        return call_grammar([_only(name, self._calls[name])], ToolChoice("required", name), markup)
+        return call_grammar([_only(name, self.calls[name])], ToolChoice("required", name), markup)
 
 
 def _only(name: str, arguments: Mapping[str, Any]) -> Tool:

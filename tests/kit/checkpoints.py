@@ -17,6 +17,19 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# An answer begins inside of a thought, unless thinking is switched off; past thoughts are shown.
+THINKING_CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message.reasoning_content %}"
+    "{{ '<think>' + message.reasoning_content + '</think>' }}"
+    "{% endif %}"
+    "{{ message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is not defined or enable_thinking %}{{ '<think>' }}{% endif %}"
+    "{% endif %}"
+)
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 EOS = "<|im_end|>"
 NO_CHANGE: Mapping[str, int] = {}

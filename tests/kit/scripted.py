@@ -9,14 +9,22 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer
 
 from keepwarm.text.tools import call_text
-from tests.kit.checkpoints import EOS, make_config, make_tokenizer, make_weights, tokenizer_config
+from tests.kit.checkpoints import (
+    CHATML,
+    EOS,
+    make_config,
+    make_tokenizer,
+    make_weights,
+    tokenizer_config,
+)
 
+Pairs: TypeAlias = list[tuple[int, int]]  # a token and the one after it
 MAX_ANSWERS = 24
 CERTAINTY = 8  # so that a client that asks for a temperature gets the same
 TEMPLATE = (
@@ -36,25 +44,37 @@ def call(name: str, **arguments: Any) -> str:
 
 def write_scripted(directory: Path, answers: Sequence[str], n_context: int = 16384) -> Path:
     """A checkpoint whose k-th answer of a conversation is `answers[k]`; further ones are empty."""
-    directory.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
     steps = [f"<|step{number}|>" for number in range(MAX_ANSWERS)]
     tokenizer.add_special_tokens([AddedToken(step, special=True) for step in steps])
     said = list(dict.fromkeys(answers))
     tokenizer.add_tokens([AddedToken(answer, special=False, normalized=False) for answer in said])
+    return _write(directory, tokenizer, _script(tokenizer, steps, answers), TEMPLATE, n_context)
+
+
+def write_endless(directory: Path, n_context: int = 16384) -> Path:
+    """A checkpoint that says one letter for ever, after a question mark or a generation prompt."""
+    tokenizer = make_tokenizer()
+    letter, *before = (tokenizer.encode(text).ids[-1] for text in ("x", "?", "\n"))
+    script = [(token, letter) for token in (letter, *before)]
+    return _write(directory, tokenizer, script, CHATML, n_context)
+
+
+def _write(
+    directory: Path, tokenizer: Tokenizer, script: Pairs, template: str, n_context: int
+) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
     config = make_config(tokenizer, n_context)
-    weights = lead(make_weights(config), _script(tokenizer, steps, answers))
+    weights = lead(make_weights(config), script)
     mx.save_safetensors(str(directory / "model.safetensors"), weights, {"format": "mlx"})
     tokenizer.save(str(directory / "tokenizer.json"))
-    described = {**tokenizer_config(n_context), "chat_template": TEMPLATE}
+    described = {**tokenizer_config(n_context), "chat_template": template}
     for name, value in (("config", config), ("tokenizer_config", described)):
         (directory / f"{name}.json").write_text(json.dumps(value))
     return directory
 
 
-def _script(
-    tokenizer: Tokenizer, steps: Sequence[str], answers: Sequence[str]
-) -> list[tuple[int, int]]:
+def _script(tokenizer: Tokenizer, steps: Sequence[str], answers: Sequence[str]) -> Pairs:
     """Pairs of a token and the one after it."""
     eos = tokenizer.token_to_id(EOS)
     spoken = [tokenizer.token_to_id(answer) for answer in answers]
@@ -63,7 +83,7 @@ def _script(
     return begins + [(answer, eos) for answer in dict.fromkeys(spoken)]
 
 
-def lead(weights: dict[str, mx.array], script: list[tuple[int, int]]) -> dict[str, mx.array]:
+def lead(weights: dict[str, mx.array], script: Pairs) -> dict[str, mx.array]:
     """Weights by which the last token alone decides the next one, as these pairs say.
 
     Attention runs but contributes nothing.

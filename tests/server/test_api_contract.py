@@ -2,10 +2,15 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import httpx
 import pytest
 
+from keepwarm import config
+from keepwarm.models.load import load
+from tests.kit.checkpoints import THINKING_CHATML, make_tokenizer, write_checkpoint
+from tests.kit.scripted import call, write_endless, write_scripted
 from tests.kit.waiting import wait_until
 from tests.server.apis import (
     APIS,
@@ -17,16 +22,21 @@ from tests.server.apis import (
     RESPONSES,
     SCHEMA,
     STOPPING,
+    TALKING,
     TEXT,
     headers,
 )
-from tests.server.conftest import N_CONTEXT, read_vocabulary
+from tests.server.conftest import N_CONTEXT, read_vocabulary, serve
 
 ASK = "What is the answer to the question?"
 LONG_TEXT = {"type": "string", "minLength": 9000}
 ENDLESS = {"n_tokens": 9000, "schema": LONG_TEXT}
-EVERY = pytest.mark.parametrize("api", APIS, ids=lambda api: api.name)
+EVERY, TALKERS, CALLERS = (
+    pytest.mark.parametrize("api", apis, ids=lambda api: api.name)
+    for apis in (APIS, TALKING, FORCING)
+)
 RATE, MAX_BODY = 1, 40_000
+TIMEOUT_S = 0.5
 
 
 def ask(live, api, text=ASK, *arguments, key="", **fields):
@@ -47,9 +57,10 @@ def stream(live, api, text=ASK, *arguments, **fields):
 
 @EVERY
 def test_whole_answer_counts_its_tokens_and_names_the_model(live, api):
-    answer = ask(live, api).json()
-    read = api.read(answer)
-    assert answer["model"] == "tiny"
+    answer = ask(live, api)
+    read = api.read(answer.json())
+    assert answer.json()["model"] == "tiny"
+    assert answer.headers["x-request-id"] == answer.headers["request-id"]  # Anthropic's name
     assert 1 <= read.n_output <= 8
     assert read.receipt["prompt_tokens"] == read.n_prompt > 5
     one = api.read(ask(live, api, ASK, 1).json())
@@ -93,18 +104,63 @@ def test_stop_string_ends_the_answer_before_it(live, api):
     assert (streamed.text, streamed.is_cut) == (whole.text, False)
 
 
-@pytest.mark.parametrize("api", FORCING, ids=lambda api: api.name)
+@CALLERS
 def test_forced_tool_is_called_and_its_result_is_read_behind_what_is_warm(live, api):
-    answer = ask(live, api, ASK, 200, tool=True).json()
+    answer = ask(live, api, ASK, 200, tool="forced").json()
     first = api.read(answer)
     ((_, name, arguments),) = first.calls
     assert (name, arguments["place"] in PLACES) == ("weather", True)
-    streamed = api.read(api.whole(stream(live, api, ASK, 200, tool=True).text))
-    assert [call[1:] for call in streamed.calls] == [(name, arguments)]
+    streamed = stream(live, api, ASK, 200, tool="forced").text
+    assert [call[1:] for call in api.read(api.whole(streamed)).calls] == [(name, arguments)]
+    assert len(api.events(streamed)) > 10  # the arguments come as they are generated
     body = api.follow_up(ASK, answer, "It rains.")
     second = send(live, api, body)
     assert second.status_code == 200, second.text
     assert api.read(second.json()).n_cached >= first.n_prompt - 1
+
+
+@CALLERS
+def test_call_that_is_cut_off_is_text_beside_what_was_sent_of_it(live, api):
+    n_tokens = api.read(ask(live, api, ASK, 200, tool="forced").json()).n_output - 20
+    whole = api.read(ask(live, api, ASK, n_tokens, tool="forced").json())
+    assert whole.text.startswith("<tool_call>")
+    sent = stream(live, api, ASK, n_tokens, tool="forced").text
+    read = api.read(api.whole(sent))
+    assert (read.text, read.is_cut, read.calls) == (whole.text, True, [])
+    assert '"weather"' in sent
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory):
+    """A server whose model answers with two calls, and with words once their results are there."""
+    home = tmp_path_factory.mktemp("calls")
+    both = "\n".join(call("weather", place=place) for place in PLACES)
+    settings = config.load({"KEEPWARM_HOME": str(home)})
+    path = write_scripted(home / "model", [both, "It rains."])
+    with serve(load(str(path), settings), settings) as live:
+        yield live
+
+
+@TALKERS
+def test_two_calls_of_one_answer_and_their_results_go_back(scripted, api):
+    answer = ask(scripted, api, ASK, 100, tool="offered").json()
+    whole = api.read(answer)
+    streamed = api.read(api.whole(stream(scripted, api, ASK, 100, tool="offered").text))
+    for read in (whole, streamed):
+        assert [made[1:] for made in read.calls] == [
+            ("weather", {"place": place}) for place in PLACES
+        ]
+        assert len({made[0] for made in read.calls}) == 2
+    after = send(scripted, api, api.follow_up(ASK, answer, "Rain."))
+    assert api.read(after.json()).text == "It rains."
+
+
+@CALLERS
+def test_only_one_call_is_made_where_calls_are_not_parallel(scripted, api):
+    whole = ask(scripted, api, ASK, 100, tool="one").json()
+    streamed = api.whole(stream(scripted, api, ASK, 100, tool="one").text)
+    for answer in (whole, streamed):
+        assert [made[2] for made in api.read(answer).calls] == [{"place": PLACES[0]}]
 
 
 @EVERY
@@ -128,10 +184,105 @@ def test_cache_policy_of_a_header_or_the_body_holds(live, api):
     for _ in range(2):
         answer = live.post(api.path, api.body(text), **{"X-Keepwarm-Cache": "no-store"})
         assert api.read(answer.json()).receipt["reused"] == {}
-    explained = ask(live, api, text, keepwarm={"explain": True})
-    assert api.read(explained.json()).receipt["miss"]["reason"] in ("new", "diverged")
+        asked = ask(live, api, text, keepwarm={"cache": "no-store"})
+        assert api.read(asked.json()).receipt["reused"] == {}
     wrong = live.post(api.path, api.body(text), **{"X-Keepwarm-Cache": "often"})
     assert (wrong.status_code, "cache policy" in api.problem(wrong.json()).message) == (400, True)
+
+
+@EVERY
+def test_receipt_says_why_it_missed_if_that_is_asked_for(live, api):
+    explain = {"keepwarm": {"explain": True}}
+    text = f"{api.name} asks this only once, and then streams something else."
+    whole = api.read(ask(live, api, text, **explain).json())
+    streamed = api.read(api.whole(stream(live, api, text[::-1], **explain).text))
+    for receipt in (whole.receipt, streamed.receipt):
+        assert receipt["miss"]["reason"] in ("new", "diverged")
+        assert receipt["miss"]["position"] == receipt["prompt_tokens"] - receipt["recomputed"]
+    assert "miss" not in api.read(ask(live, api, text[::-2]).json()).receipt
+
+
+@pytest.fixture(scope="module")
+def hot(served_model, tmp_path_factory):
+    """A server whose operator wants a temperature at which draws differ."""
+    home = tmp_path_factory.mktemp("hot")
+    settings = config.load({"KEEPWARM_HOME": str(home)}, temperature=100)
+    with serve(replace(served_model, generation_config={"temperature": 0.6}), settings) as live:
+        yield live
+
+
+@EVERY
+def test_temperature_that_a_request_leaves_open_is_the_operators(hot, api):
+    def said(**fields):
+        return api.read(ask(hot, api, **fields).json()).text
+
+    silent = {"options": {"num_predict": 8}} if api is OLLAMA else {}
+    exact = {} if api is OLLAMA else {"temperature": 0}
+    assert len({said(**silent) for _ in range(4)}) > 1
+    assert len({said(**exact) for _ in range(2)}) == 1
+
+
+# Thoughts: an answer begins inside of one, unless it is switched off; past ones are shown.
+
+OFF = {
+    CHAT: {"reasoning_effort": "none"},
+    MESSAGES: {"thinking": {"type": "disabled"}},
+    RESPONSES: {"reasoning": {"effort": "none"}},
+    OLLAMA: {"think": False},
+}
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory):
+    home, tokenizer = tmp_path_factory.mktemp("thinking"), make_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    settings = config.load({"KEEPWARM_HOME": str(home)})
+    path = write_checkpoint(home / "model", tokenizer=tokenizer, template=THINKING_CHATML)
+    with serve(load(str(path), settings), settings) as live:
+        yield live
+
+
+@TALKERS
+def test_thoughts_are_told_apart_and_can_be_switched_off(thinker, api):
+    whole = api.read(ask(thinker, api).json())
+    streamed = api.read(api.whole(stream(thinker, api).text))
+    assert whole.reasoning
+    assert (streamed.text, streamed.reasoning) == (whole.text, whole.reasoning)
+    off = api.read(ask(thinker, api, **OFF[api]).json())
+    assert (bool(off.text), off.reasoning) == (True, "")
+
+
+@CALLERS
+def test_thoughts_that_come_back_are_where_they_were(thinker, api):
+    """The second prompt goes on from the tokens of the first answer, its thoughts included."""
+    answer = ask(thinker, api).json()
+    first = api.read(answer)
+    body = api.going_on(ASK, answer)
+    second = api.read(send(thinker, api, body).json())
+    assert second.n_cached >= first.n_prompt
+    assert second.n_prompt > first.n_prompt + first.n_output
+
+
+def test_text_completion_has_one_place_for_thoughts_and_answer(thinker):
+    """Whole and streamed alike: a thought that the model begins by itself is all there."""
+    think = thinker.host.engine.model.tokenizer.convert_tokens_to_ids("<think>")
+    bias = {"logit_bias": {str(think): 100}}
+    whole = ask(thinker, TEXT, **bias).json()
+    assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] >= 7
+    streamed = TEXT.read(TEXT.whole(stream(thinker, TEXT, **bias).text))
+    assert TEXT.read(whole).text == streamed.text == "<think>" * 7
+
+
+@pytest.mark.parametrize(("begun", "is_thought"), [("<think>I am", 1), ("<think>No</think>It", 0)])
+def test_thought_or_answer_that_the_client_began_goes_on(thinker, begun, is_thought):
+    """An answer that it began is no thought, though the template would open one."""
+    said = {"role": "assistant", "content": begun}
+    body = CHAT.body(ASK) | {"continue_final_message": True}
+    answer = send(thinker, CHAT, body | {"messages": [*body["messages"], said]})
+    assert bool(CHAT.read(answer.json()).reasoning) == bool(is_thought)
+
+
+# Names
 
 
 NAMES = {  # of the fields and headers by which a client names its conversation
@@ -146,18 +297,27 @@ NAMES = {  # of the fields and headers by which a client names its conversation
 }
 
 
-@EVERY
-def test_agent_is_known_by_header_and_by_the_fields_of_the_api(live, api):
+HEADERS = ("X-Keepwarm-Agent", "X-Claude-Code-Session-Id", "session-id", "x-session-id")
+
+
+def test_agent_is_known_by_header_and_by_the_fields_of_each_api(live):
+    wanted = set()
+    for header in HEADERS:
+        wanted.add(f"chat-{header.lower()}")
+        named = {header: f"chat-{header.lower()}"}
+        assert live.post(CHAT.path, CHAT.body(ASK, 1), **named).status_code == 200
+    for api, names in NAMES.items():
+        for number, fields in enumerate(names):
+            wanted.add(f"{api.name}-{number}")
+            ask(
+                live,
+                api,
+                ASK,
+                1,
+                **json.loads(json.dumps(fields).replace("$", f"{api.name}-{number}")),
+            )
     agents = live.host.engine.store.on_disk.agents
-    for header in ("X-Keepwarm-Agent", "X-Claude-Code-Session-Id", "session-id", "x-session-id"):
-        name = f"{api.name}-{header.lower()}"
-        assert live.post(api.path, api.body(ASK), **{header: name}).status_code == 200
-        wait_until(lambda name=name: name in {agent.id for agent in agents.all()})
-    for number, fields in enumerate(NAMES[api]):
-        name = f"{api.name}-{number}"
-        named = json.loads(json.dumps(fields).replace("$", name))
-        ask(live, api, **named)
-        wait_until(lambda name=name: name in {agent.id for agent in agents.all()})
+    wait_until(lambda: wanted <= {agent.id for agent in agents.all()})
 
 
 # Wrong bodies
@@ -331,6 +491,8 @@ def test_key_is_a_tenant_and_a_wrong_one_is_refused(keyed, api):
         assert api.problem(refused.json()).kind in (
             *(None, "authentication_error", "invalid_request_error"),
         )
+    for path in ("/v1/models", "/api/tags", "/api/ps", "/api/version", "/v1/responses/resp_1"):
+        assert keyed.get(path).status_code == 401
     elsewhere = {"Origin": "https://elsewhere.example", **headers("one")}
     assert keyed.post(api.path, api.body(text), **elsewhere).status_code == 403
     reused = [
@@ -340,33 +502,41 @@ def test_key_is_a_tenant_and_a_wrong_one_is_refused(keyed, api):
     assert max(reused[:2]) < 16 < reused[2]  # the template's first tokens, of the API before
 
 
+@pytest.fixture(scope="module")
+def limited(serving):
+    keys = ",".join(api.name for api in APIS)
+    with serving(rate_per_minute=RATE, max_body_bytes=MAX_BODY, api_keys=keys) as live:
+        yield live
+
+
 @EVERY
-def test_request_over_a_limit_says_when_to_come_back(serving, api):
-    with serving(rate_per_minute=RATE, max_body_bytes=MAX_BODY) as live:
-        large = send(live, api, api.body("x" * MAX_BODY))
-        assert (large.status_code, bool(api.problem(large.json()).message)) == (413, True)
-        limited = send(live, api, api.body(ASK))
-        assert limited.status_code == 429
-        assert int(limited.headers["retry-after"]) >= 1
-        assert api.problem(limited.json()).kind != "invalid_request_error"
+def test_request_over_a_limit_says_when_to_come_back(limited, api):
+    large = send(limited, api, api.body("x" * MAX_BODY), api.name)
+    assert (large.status_code, bool(api.problem(large.json()).message)) == (413, True)
+    again = send(limited, api, api.body(ASK), api.name)
+    assert again.status_code == 429
+    assert int(again.headers["retry-after"]) >= 1
+    assert api.problem(again.json()).kind != "invalid_request_error"
 
 
 @pytest.fixture(scope="module")
-def hasty(serving):
-    with serving(request_timeout_s=1.0) as live:
-        read_vocabulary(live, LONG_TEXT)
+def hasty(tmp_path_factory):
+    """A server with little time, whose model never ends by itself."""
+    home = tmp_path_factory.mktemp("hasty")
+    settings = config.load({"KEEPWARM_HOME": str(home)}, request_timeout_s=TIMEOUT_S)
+    with serve(load(str(write_endless(home / "model")), settings), settings) as live:
         yield live
 
 
 @EVERY
 def test_deadline_is_a_status_or_the_last_words_of_a_stream(hasty, api):
-    whole = send(hasty, api, api.body(ASK, **ENDLESS))
+    whole = send(hasty, api, api.body(ASK, 9000))
     assert whole.status_code == 504
     assert int(whole.headers["retry-after"]) >= 1
-    assert "within 1 seconds" in api.problem(whole.json()).message
-    streamed = stream(hasty, api, **ENDLESS)
+    assert f"within {TIMEOUT_S} seconds" in api.problem(whole.json()).message
+    streamed = stream(hasty, api, ASK, 9000)
     assert streamed.status_code == 200
-    assert "within 1 seconds" in api.failed(streamed.text)
+    assert f"within {TIMEOUT_S} seconds" in api.failed(streamed.text)
 
 
 def test_unknown_paths_and_methods_have_the_errors_of_their_api(live):
@@ -385,7 +555,7 @@ COUNTS = {MESSAGES: "/v1/messages/count_tokens", RESPONSES: "/v1/responses/input
 
 @pytest.mark.parametrize("api", COUNTS, ids=lambda api: api.name)
 def test_counted_tokens_are_those_of_the_answer(live, api):
-    changes = [{}, {"tool": True}]
+    changes = [{}, {"tool": "forced"}]
     if api is MESSAGES:
         billing = [{"type": "text", "text": "x-anthropic-billing-header: cch=1;"}]
         late = [{"role": "user", "content": ASK}, {"role": "system", "content": "Linux"}]

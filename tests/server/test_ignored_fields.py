@@ -184,6 +184,12 @@ def test_verbosity_is_named(live):
             {"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]},
             [],
         ),
+        (
+            "/api/chat",
+            {"options": {"num_ctx": 9, "wings": {"n": 2}, "use_mmap": None, "repeat_last_n": 64}},
+            ["options.num_ctx", "options.repeat_last_n", "options.wings"],
+        ),
+        ("/api/chat", {"options": {"repeat_last_n": -1}}, []),
     ],
 )
 def test_what_has_no_effect_beside_the_rest_is_named(path, fields, named):

@@ -16,9 +16,8 @@ from keepwarm.text.request import Breakpoint, KnownHistory, Request
 from keepwarm.text.template import Template
 from keepwarm.text.tools import call_text
 from tests.kit import agent_model
-from tests.kit.checkpoints import CHATML
+from tests.kit.checkpoints import CHATML, THINKING_CHATML
 from tests.kit.tokenizers import WITH_TOOLS, make
-from tests.server import test_thinking
 from tests.text import test_template as shapes
 from tests.text.formats import CLOCK, WEATHER
 from tests.text.test_past_answers import spelled
@@ -228,7 +227,7 @@ def test_reasoning_is_dropped_where_the_template_drops_it(tokenizer_of):
 
 
 def test_an_answer_cut_inside_its_reasoning_is_closed_as_the_template_closes_it(tokenizer_of):
-    talk = Talk(tokenizer_of(test_thinking.TEMPLATE, tokens=THINK), [ASK])
+    talk = Talk(tokenizer_of(THINKING_CHATML, tokens=THINK), [ASK])
     talk.answer("Hm, ", stops=False)
     talk.messages[-1] = {"role": "assistant", "content": "", "reasoning_content": "Hm, "}
     prompt = talk.continued(NEXT)

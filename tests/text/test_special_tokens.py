@@ -26,9 +26,14 @@ from keepwarm.text.request import Request
 from keepwarm.text.template import Template, normalise, write
 from keepwarm.text.tools import canonical_tools
 from tests.kit import agent_model, scripted
-from tests.kit.checkpoints import CHATML, SPECIALS, make_tokenizer, tokenizer_config
+from tests.kit.checkpoints import (
+    CHATML,
+    SPECIALS,
+    THINKING_CHATML,
+    make_tokenizer,
+    tokenizer_config,
+)
 from tests.kit.tokenizers import WITH_TOOLS
-from tests.server import test_thinking
 from tests.text import test_template as shapes
 from tests.text.test_past_answers import MISTRAL, ROLES, STRIPS_THINKING
 
@@ -61,7 +66,7 @@ TEMPLATES = {
     "with_tools": WITH_TOOLS,
     "agent": agent_model.TOOLS_CHATML,
     "scripted": scripted.TEMPLATE,
-    "thinking": test_thinking.TEMPLATE,
+    "thinking": THINKING_CHATML,
     "alternating": shapes.ALTERNATING,
     "hoisting": shapes.HOISTING,
     "one_system": shapes.ONE_SYSTEM,

@@ -49,7 +49,6 @@ ROUTERS = (
     monitoring.router,
     openai.router,
     responses.router,
-    responses.conversations,
     anthropic.router,
     ollama.router,
     agents.router,

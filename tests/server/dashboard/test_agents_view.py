@@ -7,12 +7,11 @@ import tarfile
 import pytest
 
 from keepwarm import config
-from tests.kit.checkpoints import make_tokenizer, write_checkpoint
+from tests.kit.checkpoints import THINKING_CHATML, make_tokenizer, write_checkpoint
 from tests.kit.waiting import wait_until
 from tests.server.conftest import N_CONTEXT, serve
 from tests.server.dashboard.browsers import watched
 from tests.server.dashboard.test_dashboard import LONG, ask
-from tests.server.test_thinking import TEMPLATE
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def thinking(tmp_path):
 
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<think>", "</think>"])
-    options = {"tokenizer": tokenizer, "template": TEMPLATE, "n_context": N_CONTEXT}
+    options = {"tokenizer": tokenizer, "template": THINKING_CHATML, "n_context": N_CONTEXT}
     path = write_checkpoint(tmp_path / "model", **options)
     settings = config.load({"KEEPWARM_HOME": str(tmp_path / "home")})
     with serve(load(str(path), settings), settings) as live:

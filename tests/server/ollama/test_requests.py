@@ -9,26 +9,15 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from keepwarm import config
-from keepwarm.errors import BadField, EngineFailed
+from keepwarm.errors import BadField
 from keepwarm.prefix.policy import Policy
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.http.sse import LineStream
 from keepwarm.server.ollama import request as requests
-from keepwarm.server.ollama.events import AnswerLines, AnswerMeta, chat_part, generate_part, whole
+from keepwarm.server.ollama.events import AnswerLines, AnswerMeta, generate_part
 from keepwarm.server.ollama.shapes import OllamaChatRequest, OllamaGenerateRequest
 from keepwarm.server.openai.completions import FILL_INS, required_fill_in
-from keepwarm.text.request import (
-    Choice,
-    Delta,
-    Done,
-    Finished,
-    KVOptions,
-    Progress,
-    Result,
-    Started,
-    ToolCall,
-    ToolCalled,
-)
+from keepwarm.text.request import Done, Finished, KVOptions, Progress, Started
 from tests.kit.checkpoints import make_tokenizer
 from tests.server.http.test_sse import RECEIPT, USAGE, Client, scripted
 
@@ -58,13 +47,13 @@ def generate(settings=SETTINGS, fill_in=LACKING, **fields):
         *((-1, math.inf), ("-1", math.inf), ("-5m", math.inf), ("1.5s", 1.5), ("250ms", 0.25)),
     ],
 )
-def test_durations(given, seconds):
+def test_keep_alive_is_seconds_or_a_duration(given, seconds):
     body = OllamaChatRequest.model_validate({"model": "m", "keep_alive": given})
     assert requests.keep_alive_s(body) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("given", ["", "soon", "5 m", "m", "1e3s", "9" * 400 + "h"])
-def test_what_is_no_duration(given):
+def test_keep_alive_that_is_no_duration_is_refused(given):
     body = OllamaChatRequest.model_validate({"model": "m", "keep_alive": given})
     with pytest.raises(BadField, match="keep_alive"):
         requests.keep_alive_s(body)
@@ -114,7 +103,7 @@ def test_image_of_generate_is_refused_or_noted():
     assert generate(lenient, images=["aGk="]).unread == ("image",)
 
 
-def test_prompts():
+def test_prompt_of_generate_is_a_message_or_raw_or_filled_in():
     assert generate(raw=True).prompt == "Once"
     asked = generate(system="Be brief.")
     assert [message["role"] for message in asked.messages] == ["system", "user"]
@@ -132,48 +121,7 @@ def test_prompts():
 # Answers.
 
 
-def lines_of(events, part=chat_part, **options):
-    async def run():
-        client = Client()
-        answer, cancelled = scripted(events)
-        stream = LineStream(answer, AnswerLines(AnswerMeta("m", part)), **options)
-        await stream({"type": "http"}, client.receive, client.send)
-        return client, cancelled
-
-    client, _ = asyncio.run(run())
-    assert client.headers["content-type"] == "application/x-ndjson"
-    return [json.loads(each) for each in client.body.splitlines()]
-
-
-def test_lines_and_the_whole_say_the_same():
-    call = ToolCall("id", "f", '{"n": [1, "é"]}')
-    events = [
-        *(Started(RECEIPT), Delta(0, reasoning="Hm."), Delta(0, "Hel"), Delta(0, "lo")),
-        *(ToolCalled(0, call), Finished(0, "tool_calls"), Done(USAGE, RECEIPT)),
-    ]
-    *parts, last = lines_of(events)
-    choice = Choice("Hello", "Hm.", (call,), "tool_calls", None, ())
-    one = whole(AnswerMeta("m", chat_part), Result((choice,), USAGE, RECEIPT))
-    message = one["message"]
-    assert "".join(part["message"]["content"] for part in parts) == message["content"]
-    assert parts[0]["message"]["thinking"] == message["thinking"] == "Hm."
-    assert parts[3]["message"]["tool_calls"] == message["tool_calls"]
-    assert message["tool_calls"][0]["function"]["arguments"] == {"n": [1, "é"]}
-    assert [part["done"] for part in parts] == [False] * 4
-    for end in (last, one):
-        assert (end["done"], end["done_reason"]) == (True, "stop")
-        assert (end["prompt_eval_count"], end["eval_count"]) == (7, 2)
-        assert end["eval_duration"] == 100_000_000  # two tokens, twenty a second
-        assert end["keepwarm"]["recomputed"] == 2
-
-
-def test_an_error_is_the_last_line():
-    events = [Started(RECEIPT), Delta(0, "Hel"), EngineFailed("It broke; retry.")]
-    *_, last = lines_of(events, generate_part)
-    assert last == {"error": "It broke; retry."}
-
-
-def test_what_keeps_alive_is_json_too():
+def test_stream_of_lines_is_kept_alive_by_json_too():
     """Before the plan and after it: clients parse every line."""
 
     async def run():

@@ -98,19 +98,15 @@ def test_vectors_are_those_of_a_plain_forward_pass_alone_and_in_a_batch(client, 
     assert np.abs(expected - plain(embedder, TEXTS[0])).max() > 0.01  # control
 
 
-def test_tokens_may_be_sent_instead_of_text(client, embedder):
+def test_tokens_may_be_sent_and_base64_asked_for(live, client, embedder):
     lists = [embedder.tokenizer.encode(text) for text in TEXTS]
-    found = client.embeddings.create(model="any", input=lists)
-    one = client.embeddings.create(model="any", input=lists[1])
-    for text, each in zip(TEXTS, found.data, strict=True):
-        assert_close(each.embedding, plain(embedder, text))
-    assert_close(one.data[0].embedding, plain(embedder, TEXTS[1]))
-
-
-def test_base64_holds_the_same_numbers(live):
-    text = post(live, {"input": "a dog", "encoding_format": "base64"})["data"][0]["embedding"]
-    numbers = post(live, {"input": "a dog"})["data"][0]["embedding"]
-    assert_close(np.frombuffer(base64.b64decode(text), "<f4"), numbers)
+    for given in (lists, lists[1]):
+        found = client.embeddings.create(model="any", input=given).data
+        for text, each in zip(TEXTS if given is lists else TEXTS[1:2], found, strict=True):
+            assert_close(each.embedding, plain(embedder, text))
+    (coded,) = post(live, {"input": TEXTS[1], "encoding_format": "base64"})["data"]
+    numbers = np.frombuffer(base64.b64decode(coded["embedding"]), "<f4")
+    assert_close(numbers, plain(embedder, TEXTS[1]))
 
 
 def test_fewer_dimensions_have_length_1_again(client, embedder):

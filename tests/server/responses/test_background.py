@@ -160,13 +160,6 @@ def test_a_conversation_is_compacted_and_goes_on(client):
     assert with_summary.usage.input_tokens > without.usage.input_tokens
 
 
-@pytest.mark.parametrize("path", ["", "/conv_1", "/conv_1/items"])
-def test_conversations_are_refused_by_name(live, path):
-    answer = live.post(f"/v1/conversations{path}", {})
-    assert answer.status_code == 400
-    assert "previous_response_id" in answer.json()["error"]["message"]
-
-
 def test_background_responses_sent_at_once_are_no_more_than_the_limit_of_a_key(live, client):
     """Counted before the first `await` of a request, and given back when one fails or ends."""
     body = {"input": WORDS, "max_output_tokens": ENDLESS, "background": True}

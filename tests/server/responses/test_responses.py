@@ -1,59 +1,25 @@
-"""OpenAI's responses as pure functions: reasoning, tools, events to JSON."""
+"""What is special to OpenAI's responses: ids, items, namespaces, logprobs, encoded reasoning."""
 
-import json
-
+import openai
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
 
-from keepwarm import config
-from keepwarm.prefix.policy import Policy
 from keepwarm.server.http.problems import Problem
-from keepwarm.server.http.request_fields import RequestFields
-from keepwarm.server.responses.events import (
-    ResponseBuilder,
-    ResponseStream,
-    answer_options_of,
-    initial_response,
-)
-from keepwarm.server.responses.request import (
-    decode_reasoning,
-    encode_reasoning,
-    items_of,
-    offered_tools,
-    request_of,
-)
-from keepwarm.server.responses.shapes import ResponsesRequest, ResponseTool
-from keepwarm.text.request import (
-    Delta,
-    Done,
-    Finished,
-    KVOptions,
-    Progress,
-    Receipt,
-    Started,
-    ToolCall,
-    ToolCalled,
-    Usage,
-)
-from keepwarm.text.sampling_rules import DrawRules
+from keepwarm.server.responses.events import ResponseStream
+from keepwarm.server.responses.request import decode_reasoning, encode_reasoning, offered_tools
+from keepwarm.server.responses.shapes import ResponseTool
+from keepwarm.text.request import Delta, Done, Finished, Started, ToolCall, ToolCalled
+from tests.server.apis import RESPONSES
+from tests.server.conftest import N_CONTEXT
+from tests.server.test_event_contract import RECEIPT, USAGE, responses_builder
 
-SETTINGS = config.load({})
-CALLER = RequestFields("", None, Policy.READ_WRITE, False, KVOptions(), None)
-EVENTS = TypeAdapter(ResponseStreamEvent)
+WORDS = "What is the answer to the question?"
 READ = {"type": "function", "name": "read", "parameters": {"type": "object"}, "strict": True}
 SEARCH = {"type": "web_search"}
 PATCH = {"type": "custom", "name": "patch"}
 NAMESPACE = {"type": "namespace", "name": "files", "description": "Files", "tools": [READ, PATCH]}
 
 
-def body(**fields):
-    return ResponsesRequest.model_validate({"input": "Hello", **fields})
-
-
-@given(st.text())
+@pytest.mark.parametrize("text", ["Hm.", "Grüße, ☃\n", "\0=+/"])
 def test_encoded_reasoning_comes_back(text):
     assert decode_reasoning(encode_reasoning(text)) == text
 
@@ -61,19 +27,6 @@ def test_encoded_reasoning_comes_back(text):
 @pytest.mark.parametrize("foreign", [None, "", "gAAAAB", "keepwarm1:%%%", "keepwarm1:/w=="])
 def test_reasoning_of_another_server_is_ignored(foreign):
     assert decode_reasoning(foreign) == ""
-
-
-# Tools and options.
-
-
-def test_a_custom_tool_is_called_with_text():
-    made = builder(tools=[PATCH]).add(ToolCalled(0, ToolCall("c", "patch", '{"input": "+ x"}')))
-    item = made[-1]["item"]
-    assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "patch", "+ x")
-    kinds = [event["type"].removeprefix("response.") for event in made[1:3]]
-    assert kinds == ["custom_tool_call_input.delta", "custom_tool_call_input.done"]
-    for number, event in enumerate(made):
-        EVENTS.validate_python({**event, "sequence_number": number})
 
 
 def test_functions_are_offered_and_hosted_tools_left_out():
@@ -85,148 +38,52 @@ def test_functions_are_offered_and_hosted_tools_left_out():
     assert tools.ignored == ["web_search"]
 
 
-# Answers.
-
-RECEIPT = Receipt(20, {"live": 5}, 15, 1.0, scrubbed=("budget",))
-USAGE = Usage(20, 5, 8, 3, 1.0, 2.0)
-CALL = ToolCall("call_1", "files__read", '{"path": "a"}')
-ANSWER = [
-    Started(RECEIPT),
-    Progress(10, 20),
-    Delta(0, reasoning="Let "),
-    Delta(0, reasoning="me see"),
-    Delta(0, text="Hel"),
-    Delta(0, text="lo"),
-    ToolCalled(0, CALL),
-    Finished(0, "tool_calls"),
-    Done(USAGE, RECEIPT),
-]
-FIELDS = {
-    "tools": [NAMESPACE, SEARCH],
-    "include": ["reasoning.encrypted_content"],
-    "metadata": {"a": "b"},
-    "reasoning": {"effort": "low"},
-}
+# Answers
 
 
-def builder(kept=None, **fields):
-    given = body(**fields)
-    request = request_of(given, items_of(given.input), CALLER, SETTINGS)
-    options = answer_options_of(given, offered_tools(given.tools or ()), request)
-    keep = (kept if kept is not None else []).append
-    return ResponseBuilder(initial_response(given, "tiny", request, DrawRules()), options, keep)
+def streamed(events, builder):
+    stream = ResponseStream(builder)
+    return RESPONSES.events(b"".join(map(stream.event, events)).decode())
 
 
-def streamed(events, made):
-    stream = ResponseStream(made)
-    return parse(b"".join(stream.event(event) for event in events))
-
-
-def parse(data):
-    """Every event, its name checked against its type and its shape by the SDK's own types."""
-    parsed = []
-    for each in data.decode().split("\n\n")[:-1]:
-        name, line = each.split("\n")
-        value = json.loads(line.removeprefix("data: "))
-        assert name == f"event: {value['type']}"
-        EVENTS.validate_python(value)
-        parsed.append(value)
-    return parsed
-
-
-def test_the_whole_sequence_of_events():
-    events = streamed(ANSWER, builder(**FIELDS))
-    assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    assert [event["type"].removeprefix("response.") for event in events] == [
-        "created",
-        "in_progress",
-        "output_item.added",
-        "content_part.added",
-        "reasoning_text.delta",
-        "reasoning_text.delta",
-        "reasoning_text.done",
-        "content_part.done",
-        "output_item.done",
-        "output_item.added",
-        "content_part.added",
-        "output_text.delta",
-        "output_text.delta",
-        "output_text.done",
-        "content_part.done",
-        "output_item.done",
-        "output_item.added",
-        "function_call_arguments.delta",
-        "function_call_arguments.done",
-        "output_item.done",
-        "completed",
-    ]
-    places = [event["output_index"] for event in events if "output_index" in event]
-    assert places == [0] * 7 + [1] * 7 + [2] * 4
-    opened, closed = (
-        [e["item"]["id"] for e in events if e["type"] == f"response.output_item.{what}"]
-        for what in ("added", "done")
-    )
-    assert opened == closed == [item["id"] for item in events[-1]["response"]["output"]]
-
-
-def test_what_an_answer_holds():
+def test_response_holds_the_options_and_names_of_its_request():
     kept = []
-    made = builder(kept, **FIELDS)
-    answer = streamed(ANSWER, made)[-1]["response"]
-    Response.model_validate(answer)
-    thought, text, call = answer["output"]
-    assert thought["content"] == [{"type": "reasoning_text", "text": "Let me see"}]
-    assert decode_reasoning(thought["encrypted_content"]) == "Let me see"
-    assert text["content"][0]["text"] == "Hello"
-    assert (call["name"], call["namespace"], call["call_id"]) == ("read", "files", "call_1")
-    assert answer["usage"]["input_tokens_details"] == {
-        "cached_tokens": 5,
-        "cache_write_tokens": 15,
+    fields = {
+        "tools": [NAMESPACE, SEARCH],
+        "include": ["reasoning.encrypted_content"],
+        "metadata": {"a": "b"},
+        "reasoning": {"effort": "low"},
     }
-    assert answer["usage"]["total_tokens"] == 28
+    builder = responses_builder(kept.append, **fields)
+    calls = [ToolCall("c", "files__read", "{}"), ToolCall("d", "files__patch", '{"input": "+ x"}')]
+    events = [
+        *(Started(RECEIPT), Delta(0, reasoning="Let me see")),
+        *(ToolCalled(0, call) for call in calls),
+        *(Finished(0, "tool_calls"), Done(USAGE, RECEIPT)),
+    ]
+    frames = streamed(events, builder)
+    answer = frames[-1]["response"]
+    thought, read, patch = answer["output"]
+    assert decode_reasoning(thought["encrypted_content"]) == "Let me see"
+    assert (read["name"], read["namespace"], read["call_id"]) == ("read", "files", "c")
+    assert (patch["type"], patch["name"], patch["input"]) == ("custom_tool_call", "patch", "+ x")
+    custom = [frame["type"] for frame in frames if "custom_tool_call_input" in frame["type"]]
+    assert [name.rpartition(".")[2] for name in custom] == ["delta", "done"]
+    details = {"cached_tokens": 5, "cache_write_tokens": 15}
+    assert answer["usage"]["input_tokens_details"] == details
     assert answer["keepwarm"]["ignored_tools"] == ["web_search"]
-    assert answer["keepwarm"]["scrubbed"] == ["budget"]
     assert answer["tools"] == [NAMESPACE, SEARCH]
     assert (answer["metadata"], answer["reasoning"]["effort"]) == ({"a": "b"}, "low")
-    assert kept == [made.response]
+    assert kept == [builder.response]
 
 
-def test_whole_response_equals_the_streamed_one():
-    made = builder(**FIELDS)
-    for event in ANSWER:
-        made.add_whole(event)
-    stream = streamed(ANSWER, builder(**FIELDS))
-    assert without_ids(made.response) == without_ids(stream[-1]["response"])
-
-
-def without_ids(response):
-    items = [{k: v for k, v in item.items() if k != "id"} for item in response["output"]]
-    times = {"created_at": 0, "completed_at": 0}
-    return json.loads(json.dumps(response | times | {"id": "", "output": items}))
-
-
-def test_an_answer_that_had_no_room_is_incomplete():
-    events = [Started(RECEIPT), Delta(0, text="Hel"), Finished(0, "length"), Done(USAGE, RECEIPT)]
-    last = streamed(events, builder())[-1]
-    assert last["type"] == "response.incomplete"
-    assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert last["response"]["output"][0]["status"] == "incomplete"
-
-
-def test_signs_of_life_and_last_words():
-    kept = []
-    stream = ResponseStream(builder(kept))
-    stream.event(Started(RECEIPT))
-    (alive,) = parse(stream.keep_alive(Progress(5, 20)))
-    assert alive["type"] == "response.in_progress"
-    assert alive["sequence_number"] == 2
-    assert alive["keepwarm"] == {"prompt_tokens_done": 5, "prompt_tokens": 20}
-    stream.event(Delta(0, text="Hel"))
-    *_, last = parse(stream.problem(Problem(500, "It failed.")))
-    assert last["type"] == "response.failed"
-    assert last["response"]["error"] == {"code": "server_error", "message": "It failed."}
-    assert last["response"]["output"][0]["content"][0]["text"] == "Hel"
-    assert kept == []
+def test_response_that_fails_or_is_cancelled_is_not_kept_by_its_builder():
+    for end in ("fail", "cancel"):
+        kept = []
+        builder = responses_builder(kept.append)
+        streamed([Started(RECEIPT), Delta(0, text="Hel")], builder)
+        getattr(builder, end)(*([Problem(500, "It failed.")] if end == "fail" else []))
+        assert (kept, builder.response["output"][0]["status"]) == ([], "incomplete")
 
 
 @pytest.mark.parametrize(
@@ -238,5 +95,86 @@ def test_signs_of_life_and_last_words():
     ],
 )
 def test_failures_have_codes_that_clients_know(problem, code):
-    (event,) = parse(ResponseStream(builder()).problem(problem))
+    (event,) = RESPONSES.events(ResponseStream(responses_builder()).problem(problem).decode())
     assert event["response"]["error"]["code"] == code
+
+
+# By the official client
+
+
+@pytest.fixture(scope="module")
+def client(live):
+    return live.openai()
+
+
+def ask(client, given=WORDS, **options):
+    return client.responses.create(model="any", input=given, **{"max_output_tokens": 8, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "n_top"),
+    [({"top_logprobs": 2}, 2), ({"include": ["message.output_text.logprobs"]}, 0)],
+)
+def test_logprobs_are_alike_whole_in_pieces_and_at_the_end_of_a_stream(client, options, n_top):
+    (part,) = ask(client, **options).output[0].content
+    assert part.logprobs
+    assert all(each.logprob < 1e-4 for each in part.logprobs)
+    assert {len(each.top_logprobs) for each in part.logprobs} == {n_top}
+    events = list(ask(client, stream=True, **options))
+    pieces = [e.logprobs for e in events if e.type == "response.output_text.delta"]
+    (done,) = [e.logprobs for e in events if e.type == "response.output_text.done"]
+    named = [each.token for each in part.logprobs]
+    assert [each.token for each in done] == named
+    assert [each.token for piece in pieces for each in piece] == named[: sum(map(len, pieces))]
+    final = events[-1].response.output[0].content[0].logprobs
+    assert [(each.token, each.logprob) for each in final] == [(e.token, e.logprob) for e in done]
+    assert events[-1].response.top_logprobs == n_top
+    assert ask(client).output[0].content[0].logprobs == []
+
+
+def test_function_in_a_namespace_is_called_by_both_names(client):
+    weather = {"type": "function", "name": "weather", "parameters": {"const": {}}}
+    namespace = {"type": "namespace", "name": "sky", "description": "Sky", "tools": [weather]}
+    forced = {"tools": [namespace, SEARCH], "tool_choice": "required"}
+    answer = ask(client, max_output_tokens=300, **forced)
+    assert (answer.output[0].name, answer.output[0].namespace) == ("weather", "sky")
+    assert answer.model_extra["keepwarm"]["ignored_tools"] == ["web_search"]
+
+
+def test_answer_is_continued_by_its_id_or_by_those_of_its_items(client):
+    first = ask(client, "One, two.")
+    second = ask(client, "Three.", previous_response_id=first.id)
+    said, asked = {"role": "user", "content": "One, two."}, {"role": "user", "content": "Three."}
+    assert second.previous_response_id == first.id
+    assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
+    reference = {"type": "item_reference", "id": first.output[0].id}
+    for whole in ([said, *first.output, asked], [said, reference, asked]):
+        assert ask(client, whole).usage.input_tokens == second.usage.input_tokens
+    with pytest.raises(openai.NotFoundError) as error:
+        ask(client, previous_response_id="resp_gone")
+    assert error.value.body["type"] == "invalid_request_error"
+    assert "'resp_gone'" in error.value.body["message"]
+
+
+def test_answer_is_shown_streamed_or_not_and_deleted(client):
+    *_, last = ask(client, stream=True)
+    assert client.responses.retrieve(last.response.id).output == last.response.output
+    answer = ask(client)
+    assert client.responses.retrieve(answer.id).model_dump() == answer.model_dump()
+    items = client.responses.input_items.list(answer.id)
+    assert [item.content for item in items.data] == [WORDS]
+    client.responses.delete(answer.id)
+    unstored = ask(client, store=False)
+    assert unstored.model_extra["store"] is False
+    for gone in (answer, unstored):
+        with pytest.raises(openai.NotFoundError, match="not found; send the whole"):
+            client.responses.retrieve(gone.id)
+
+
+def test_stream_of_one_turn_over_the_context_fails_with_the_event_that_codex_knows(client):
+    """Codex compacts at this event and its code, and gives up at a status of 400."""
+    made = list(ask(client, "9" * (N_CONTEXT + 1), stream=True, truncation="auto"))
+    assert [event.type for event in made] == ["response.created", "response.failed"]
+    failed = made[-1].response
+    assert (failed.status, failed.error.code) == ("failed", "context_length_exceeded")
+    assert f"maximum context length is {N_CONTEXT - 1} tokens" in failed.error.message

@@ -152,7 +152,7 @@ def response_store(store, **options):
 def put(responses, name, items=ITEMS, n_input=1, tenant="", *, size=0, **options):
     """Store a response with this id and one message of this size."""
     message = {"type": "message", "id": f"msg_{name}", "role": "assistant", "content": "x" * size}
-    response = {"id": name, "created_at": time.time(), "output": [message]}
+    response = {"id": name, "created_at": int(time.time()), "output": [message]}
     since = options.pop("since", responses.generation())
     responses.put(tenant, response, items, n_input, since=since, **options)
 

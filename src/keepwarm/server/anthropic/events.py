@@ -62,7 +62,7 @@ def message(meta: MessageMeta, result: Result) -> Fields:
         "stop_reason": stop_reason(choice.reason, choice.stop),
         "stop_sequence": choice.stop,
         "usage": usage_of(result.receipt, meta.cached_prefixes, result.usage),
-        "keepwarm": _receipt(meta, result.receipt),
+        "keepwarm": receipt_dict(result.receipt, ignored_tools=meta.ignored_tools),
     }
 
 
@@ -137,13 +137,6 @@ def _signature(thinking: str) -> str:
     return base64.b64encode(hashlib.blake2b(thinking.encode(), digest_size=24).digest()).decode()
 
 
-def _receipt(meta: MessageMeta, receipt: Receipt) -> Fields:
-    fields: Fields = {**receipt_dict(receipt)}
-    if meta.ignored_tools:
-        fields["ignored_tools"] = list(meta.ignored_tools)
-    return fields
-
-
 class MessageStream:
     """Events: message start, content blocks, stop reason and usage, message stop."""
 
@@ -209,7 +202,7 @@ class MessageStream:
         ended = self._finished or Finished(0, "stop")
         delta = {"stop_reason": stop_reason(ended.reason, ended.stop), "stop_sequence": ended.stop}
         usage = usage_of(event.receipt, self._meta.cached_prefixes, event.usage)
-        receipt = _receipt(self._meta, event.receipt)
+        receipt = receipt_dict(event.receipt, ignored_tools=self._meta.ignored_tools)
         last = _frame("message_delta", delta=delta, usage=usage, keepwarm=receipt)
         return last + _frame("message_stop")
 

@@ -21,6 +21,7 @@ from keepwarm.server.anthropic.shapes import (
 from keepwarm.server.http.body import token_limit
 from keepwarm.server.http.content import SkippedContent, decode_text, titled
 from keepwarm.server.http.request_fields import RequestFields
+from keepwarm.server.http.tools import Mode, choose_tool, function_call, function_tool, names_of
 from keepwarm.text.request import (
     Breakpoint,
     Format,
@@ -32,7 +33,7 @@ from keepwarm.text.request import (
 )
 from keepwarm.text.tools import DEFERRED
 
-MODES = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
+MODES: Mapping[str, Mode] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 SEARCH = "tool_search_tool"  # type prefix of tool searches that run on Anthropic's servers
 ADDED = "From here on this tool can be called:\n{}"
 REMOVED = "The tool {} can no longer be called."
@@ -57,8 +58,9 @@ class EngineMessage(NamedTuple):
 def request_of(body: CountRequest, fields: RequestFields, settings: Settings) -> Request:
     if isinstance(body, MessagesRequest) and body.thread:
         raise NoThreads(NO_THREADS, "thread")
-    expanded = expand_tool_references(body)
-    unread = SkippedContent("" if settings.skip_unreadable else _newest(expanded))
+    tools = offered_tools(body)
+    expanded = expand_tool_references(body, tools)
+    unread = SkippedContent.of(settings, "messages", [_role(message) for message in expanded])
     converted = [*_system(body, unread)]
     converted += [each for i, m in enumerate(expanded) for each in _convert(m, i, unread)]
     messages, is_partial = _split_partial([each.message for each in converted])
@@ -68,8 +70,8 @@ def request_of(body: CountRequest, fields: RequestFields, settings: Settings) ->
         messages=messages,
         partial_answer=is_partial,
         unread=unread.kinds,
-        tools=offered_tools(body),
-        tool_choice=tool_choice_of(body),
+        tools=tools,
+        tool_choice=tool_choice_of(body, tools),
         thinking=THINKING.get(body.thinking.type) if body.thinking else None,
         template_options={"reasoning_effort": EFFORTS.get(effort, effort)} if effort else {},
         format=Format(json=True, schema=output.format.schema_)
@@ -118,14 +120,10 @@ def _split_partial(messages: Sequence[Message]) -> tuple[list[Message], bool]:
     return list(messages[:-1] if is_empty else messages), not is_empty
 
 
-def _newest(messages: Sequence[MessageIn]) -> str:
-    """Where the user's newest message is; with tool results it is the client's."""
-    turns = [i for i, message in enumerate(messages) if message.role != "system"]
-    last = messages[turns[-1]] if turns else None
-    if last is None or last.role != "user" or isinstance(last.content, str):
-        return ""
-    has_result = any(block.type == "tool_result" for block in last.content)
-    return "" if has_result else f"messages[{turns[-1]}]"
+def _role(message: MessageIn) -> str:
+    """Whose a message is; with tool results it is the client's."""
+    blocks = () if isinstance(message.content, str) else message.content
+    return "tool" if any(block.type == "tool_result" for block in blocks) else message.role
 
 
 def _system(body: CountRequest, unread: SkippedContent) -> Iterator[EngineMessage]:
@@ -215,12 +213,7 @@ def _assistant(
 def _tool_call(block: ContentBlock, where: str) -> Mapping[str, Any]:
     if block.id is None or block.name is None:
         raise BadField(f"{where} needs both id and name.", where)
-    arguments = json.dumps(block.input or {}, ensure_ascii=False)
-    return {
-        "id": block.id,
-        "type": "function",
-        "function": {"name": block.name, "arguments": arguments},
-    }
+    return function_call(block.id, block.name, json.dumps(block.input or {}, ensure_ascii=False))
 
 
 def _joined(
@@ -288,7 +281,7 @@ def offered_tools(body: CountRequest) -> list[Tool]:
     offered = [
         _tool(t, bool(t.defer_loading) and not searched) for t in tools if _is_client_tool(t)
     ]
-    names = {tool["function"]["name"] for tool in offered}
+    names = names_of(offered)
     added = {tool.name: _tool(tool, deferred=True) for tool in _added_tools(body)}
     return offered + [tool for name, tool in added.items() if name not in names]
 
@@ -297,30 +290,18 @@ def ignored_tools(body: CountRequest) -> list[str]:
     return [tool.name for tool in body.tools or () if not _is_client_tool(tool)]
 
 
-def tool_choice_of(body: CountRequest) -> ToolChoice:
+def tool_choice_of(body: CountRequest, tools: Sequence[Tool]) -> ToolChoice:
     wanted = body.tool_choice
     if wanted is None:
         return ToolChoice()
-    names = {tool["function"]["name"] for tool in offered_tools(body)}
-    if wanted.type == "any" and not names:
-        raise BadField(
-            "tool_choice is any, but tools is empty; send tools or omit tool_choice.", "tool_choice"
-        )
-    if wanted.type == "tool" and wanted.name not in names:
-        raise BadField(
-            "tool_choice names a tool that is not in tools; add it or choose another.",
-            "tool_choice.name",
-        )
-    return ToolChoice(
-        mode=MODES[wanted.type],  # type: ignore[arg-type]
-        name=wanted.name if wanted.type == "tool" else None,
-        parallel=not wanted.disable_parallel_tool_use,
-    )
+    name = wanted.name or "" if wanted.type == "tool" else None
+    parallel, where = not wanted.disable_parallel_tool_use, "tool_choice.name"
+    return choose_tool(tools, MODES[wanted.type], name, parallel=parallel, where=where)
 
 
-def expand_tool_references(body: CountRequest) -> list[MessageIn]:
+def expand_tool_references(body: CountRequest, tools: Sequence[Tool]) -> list[MessageIn]:
     """The messages, with tool references replaced by text."""
-    known = {tool["function"]["name"]: _tool_text(tool) for tool in offered_tools(body)}
+    known = {tool["function"]["name"]: _tool_text(tool) for tool in tools}
     return [
         message.model_copy(update={"content": _blocks(message.content, known)})
         for message in body.messages
@@ -376,10 +357,7 @@ def _tool(tool: AnthropicTool, deferred: bool) -> Tool:
     if tool.input_schema is None:
         where = "tools.input_schema"
         raise BadField(f"The tool {tool.name!r} has no input_schema; add one.", where)
-    function = {"name": tool.name, "parameters": tool.input_schema}
-    if tool.description is not None:
-        function["description"] = tool.description
-    offer = {"type": "function", "function": function}
+    offer = function_tool(tool.name, tool.description, tool.input_schema)
     return {**offer, DEFERRED: True} if deferred else offer
 
 

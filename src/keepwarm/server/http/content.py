@@ -6,12 +6,14 @@ import base64
 import binascii
 import mimetypes
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 from pydantic import Field
 
+from keepwarm.config import Settings
 from keepwarm.errors import BadField
 from keepwarm.server.http.body import JsonInput
+from keepwarm.text.request import SYSTEM_ROLES
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 FILE_PARTS = frozenset({"file", "input_file"})
@@ -62,6 +64,13 @@ class SkippedContent:
         """`newest`, as `messages[2]`, is the message of the user whose parts are refused."""
         self._newest = newest
         self._kinds: set[str] = set()
+
+    @classmethod
+    def of(cls, settings: Settings, name: str, roles: Sequence[str | None]) -> Self:
+        """Of messages in the list of this name; behind the newest may be some of the system."""
+        turns = [i for i, role in enumerate(roles) if role not in SYSTEM_ROLES]
+        is_users = bool(turns) and roles[turns[-1]] == "user"
+        return cls(f"{name}[{turns[-1]}]" if is_users and not settings.skip_unreadable else "")
 
     @property
     def kinds(self) -> tuple[str, ...]:

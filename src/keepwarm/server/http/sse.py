@@ -60,11 +60,13 @@ class ReceiptOut(TypedDict):
     continued: NotRequired[int]  # known tokens of the agent, if only new messages were sent
 
 
-def receipt_dict(receipt: Receipt) -> ReceiptOut:
+def receipt_dict(receipt: Receipt, **more: object) -> ReceiptOut:
+    """`more` is what one API adds, where there is any of it."""
     fields = asdict(receipt)
     fields |= {"exact": receipt.exact, "saved_ms": round(receipt.saved_ms, 3)}
     given = {name: value for name, value in fields.items() if value not in ABSENT}
-    return {"scrubbed": [], **given}  # type: ignore[typeddict-item]
+    added = {name: value for name, value in more.items() if value}
+    return {"scrubbed": [], **given, **added}  # type: ignore[typeddict-item]
 
 
 def receipt_headers(receipt: Receipt) -> dict[str, str]:

@@ -71,7 +71,8 @@ class AnswerMeta:
 
     def end(self, reason: str, usage: Usage, receipt: Receipt) -> Fields:
         """What the end of an answer says besides its text."""
-        decode_s = usage.completion_tokens / usage.tokens_per_second if _decoded(usage) else 0.0
+        rate = usage.tokens_per_second
+        decode_s = usage.completion_tokens / rate if rate > 0 else 0.0
         return {
             "done_reason": "length" if reason == "length" else "stop",
             "total_duration": _ns(time.perf_counter() - self.began),
@@ -80,18 +81,8 @@ class AnswerMeta:
             "prompt_eval_duration": _ns(usage.ttft_ms / 1000),
             "eval_count": usage.completion_tokens,
             "eval_duration": _ns(decode_s),
-            "keepwarm": self._receipt(receipt),
+            "keepwarm": receipt_dict(receipt, dropped_messages=self.n_dropped),
         }
-
-    def _receipt(self, receipt: Receipt) -> Fields:
-        fields: Fields = {**receipt_dict(receipt)}
-        if self.n_dropped:
-            fields["dropped_messages"] = self.n_dropped
-        return fields
-
-
-def _decoded(usage: Usage) -> bool:
-    return usage.tokens_per_second > 0
 
 
 def _ns(seconds: float) -> int:
@@ -125,11 +116,6 @@ def embedded(meta: AnswerMeta, dimensions: int | None, found: Embeddings) -> Fie
         "prompt_eval_count": found.n_tokens,
         "keepwarm": receipt_dict(found.receipt),
     }
-
-
-def embedded_one(found: Embeddings) -> Fields:
-    (vector,) = found.vectors
-    return {"embedding": vector.tolist()}
 
 
 def unanswered(model: str, part: Part, reason: str) -> Fields:

@@ -96,6 +96,10 @@ class ModelFacts(NamedTuple):
     def architecture(self) -> str:
         return str(self.config.get("model_type", ""))
 
+    def summary(self) -> Fields:
+        named = {"name": self.name, "model": self.name}
+        return {**named, "digest": self.digest, "details": self.details()}
+
     def details(self) -> Fields:
         n = self.n_parameters
         is_gguf = any(file.suffix == ".gguf" for file in self.files)
@@ -151,14 +155,7 @@ class ModelFacts(NamedTuple):
 
 def listed_models(models: Models) -> list[Fields]:
     return [
-        {
-            "name": facts.name,
-            "model": facts.name,
-            "modified_at": facts.modified_at,
-            "size": facts.size,
-            "digest": facts.digest,
-            "details": facts.details(),
-        }
+        {**facts.summary(), "modified_at": facts.modified_at, "size": facts.size}
         for facts in _all(models)
     ]
 
@@ -166,12 +163,9 @@ def listed_models(models: Models) -> list[Fields]:
 def loaded_models(models: Models) -> list[Fields]:
     return [
         {
-            "name": facts.name,
-            "model": facts.name,
+            **facts.summary(),
             "size": facts.engine.model.n_bytes,
             "size_vram": facts.engine.model.n_bytes,
-            "digest": facts.digest,
-            "details": facts.details(),
             "expires_at": _expires_at(models, facts.listed.name),
             "context_length": facts.engine.model.n_context,
         }

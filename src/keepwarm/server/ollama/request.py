@@ -12,6 +12,7 @@ from keepwarm.config import Settings
 from keepwarm.errors import BadField
 from keepwarm.server.http.content import SkippedContent
 from keepwarm.server.http.request_fields import RequestFields
+from keepwarm.server.http.tools import function_call
 from keepwarm.server.ollama.shapes import (
     BaseOllamaRequest,
     NamedOllamaRequest,
@@ -21,7 +22,7 @@ from keepwarm.server.ollama.shapes import (
     OllamaOptions,
     OllamaToolCall,
 )
-from keepwarm.server.openai.common import SEEDS
+from keepwarm.server.openai.common import SEEDS, top_logprobs_of
 from keepwarm.server.openai.completions import FillIn
 from keepwarm.text.request import Format, Message, Request, Sampling, Tool
 
@@ -39,7 +40,7 @@ def chat_request(
     settings: Settings,
 ) -> Request:
     """`messages` are those of the body, or the newer ones of them."""
-    unread = SkippedContent("" if settings.skip_unreadable else _newest(messages))
+    unread = SkippedContent.of(settings, "messages", [message.role for message in messages])
     return Request(
         messages=list(_messages(messages, unread)),
         partial_answer=_is_partial(messages),
@@ -120,17 +121,9 @@ def _sampling(body: BaseOllamaRequest) -> Sampling:
         presence_penalty=(options.presence_penalty or 0.0) * is_penalised,
         frequency_penalty=(options.frequency_penalty or 0.0) * is_penalised,
         seed=None if seed is None or seed == -1 else seed % SEEDS,
-        top_logprobs=_top_logprobs(body),
+        top_logprobs=top_logprobs_of(body),
         stop=tuple(filter(None, stop)),
     )
-
-
-def _top_logprobs(body: BaseOllamaRequest) -> int | None:
-    if body.logprobs:
-        return body.top_logprobs or 0
-    if body.top_logprobs:
-        raise BadField("top_logprobs needs logprobs; set logprobs to true.", "top_logprobs")
-    return None
 
 
 def keep_alive_s(body: NamedOllamaRequest) -> float | None:
@@ -166,12 +159,6 @@ def _seconds(text: str) -> float | None:
 def _tools(body: OllamaChatRequest) -> list[Tool]:
     functions = [tool.function.model_dump(exclude_none=True) for tool in body.tools or ()]
     return [{"type": "function", "function": function} for function in functions]
-
-
-def _newest(messages: Sequence[OllamaMessage]) -> str:
-    """Where the newest message is, if it is the user's."""
-    is_users = bool(messages) and messages[-1].role == "user"
-    return f"messages[{len(messages) - 1}]" if is_users else ""
 
 
 def _is_partial(messages: Sequence[OllamaMessage]) -> bool:
@@ -210,11 +197,7 @@ def _notes(images: Sequence[str], where: str, unread: SkippedContent) -> list[st
 def _call(call: OllamaToolCall, number: int) -> dict[str, Any]:
     """Ids of nine letters and digits, because some templates refuse all others."""
     arguments = json.dumps(call.function.arguments, ensure_ascii=False)
-    return {
-        "id": call.id or f"call{number:05d}",
-        "type": "function",
-        "function": {"name": call.function.name, "arguments": arguments},
-    }
+    return function_call(call.id or f"call{number:05d}", call.function.name, arguments)
 
 
 def _result_of(message: OllamaMessage, waiting: list[tuple[str, str]]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,6 @@ from keepwarm.server.ollama.events import (
     Part,
     chat_part,
     embedded,
-    embedded_one,
     generate_part,
     unanswered,
     whole,
@@ -91,37 +90,53 @@ router = api_router(prefix="/api", tags=["Ollama"], errors=OllamaErrorOut, route
 @router.post("/chat", responses=ANSWER)
 async def chat(body: OllamaChatRequest, call: Call) -> Response:
     """Answer a conversation; without messages, load the model, or unload it."""
-    began = time.perf_counter()
-    host = await _host_to_ask(body, call, wants_answer=bool(body.messages))
-    if host is None or not body.messages:
-        return _unanswered(body, chat_part, host)
-    load_s = time.perf_counter() - began
-    fields = call.fields(body)
 
-    def build(some: Sequence[OllamaMessage]) -> engine_request.Request:
-        return call.scrubbed(requests.chat_request(body, some, fields, call.settings))
+    def make(_: EngineHost, some: Sequence[OllamaMessage]) -> engine_request.Request:
+        return requests.chat_request(body, some, call.fields(body), call.settings)
 
-    request = await call.slot.build(lambda: build(body.messages))
-    droppable = () if body.truncate is False else body.messages
-    answer, n_dropped = await submit_shortened(host, call.slot, request, build, droppable)
-    meta = AnswerMeta(host.name, chat_part, began, load_s, n_dropped, _pieces(host, body))
-    return _sent(body, answer, meta)
+    can_drop = body.truncate is not False
+    return await _answer(body, call, chat_part, body.messages, make, can_drop=can_drop)
 
 
 @router.post("/generate", responses=ANSWER)
 async def generate(body: OllamaGenerateRequest, call: Call) -> Response:
     """Answer a prompt; without one, load the model, or unload it."""
+
+    def make(host: EngineHost, _: Sequence[OllamaMessage]) -> engine_request.Request:
+        fill_in = partial(required_fill_in, host.engine.model.tokenizer, call.settings)
+        return requests.generate_request(body, call.fields(body), call.settings, fill_in)
+
+    asked = [OllamaMessage(role="user", content=body.prompt)] if body.prompt else []
+    return await _answer(body, call, generate_part, asked, make, can_drop=False)
+
+
+async def _answer(
+    body: BaseOllamaRequest,
+    call: ApiCall,
+    part: Part,
+    asked: Sequence[OllamaMessage],
+    make: Callable[[EngineHost, Sequence[OllamaMessage]], engine_request.Request],
+    *,
+    can_drop: bool,
+) -> Response:
+    """The answer to what is asked, or to the newer part of it that fits if some can be dropped."""
     began = time.perf_counter()
-    host = await _host_to_ask(body, call, wants_answer=bool(body.prompt))
-    if host is None or not body.prompt:
-        return _unanswered(body, generate_part, host)
+    host = await _host_to_ask(body, call, wants_answer=bool(asked))
+    if host is None or not asked:
+        return JSONResponse(unanswered(body.model, part, "unload" if host is None else "load"))
     load_s = time.perf_counter() - began
-    fill_in = partial(required_fill_in, host.engine.model.tokenizer, call.settings)
-    make = partial(requests.generate_request, body, call.fields(body), call.settings, fill_in)
-    request = await call.slot.build(lambda: call.scrubbed(make()))
-    answer = await host.submit(request, call.slot)
-    meta = AnswerMeta(host.name, generate_part, began, load_s, 0, _pieces(host, body))
-    return _sent(body, answer, meta)
+
+    def build(some: Sequence[OllamaMessage]) -> engine_request.Request:
+        return call.scrubbed(make(host, some))
+
+    request = await call.slot.build(lambda: build(asked))
+    droppable = asked if can_drop else ()
+    answer, n_dropped = await submit_shortened(host, call.slot, request, build, droppable)
+    pieces = Pieces(host.engine.model.tokenizer) if body.logprobs else None
+    meta = AnswerMeta(host.name, part, began, load_s, n_dropped, pieces)
+    if body.stream is False:
+        return WholeAnswer(answer, partial(whole, meta))
+    return LineStream(answer, AnswerLines(meta))
 
 
 @router.post("/embed", responses={200: {"model": Fields}})
@@ -141,7 +156,7 @@ async def create_vector(body: OllamaOldEmbedRequest, call: Call) -> Response:
     """The vector of one text, for clients that do not know `/api/embed`."""
     host = await _host(body, call)
     answer = await embed(host, [body.prompt], call.fields(body), call.slot, truncate=True)
-    return WholeEmbeddings(answer, embedded_one)
+    return WholeEmbeddings(answer, lambda found: {"embedding": found.vectors[0].tolist()})
 
 
 async def _host(body: NamedOllamaRequest, call: ApiCall) -> EngineHost:
@@ -180,21 +195,6 @@ async def _unload(models: Models, name: str) -> None:
 def _require_admin(request: Request, what: str) -> None:
     if request.app.state.keys.in_use and not request.state.admin:
         raise Forbidden(f"{what}, and there are API keys; send the admin key.")
-
-
-def _unanswered(body: BaseOllamaRequest, part: Part, host: EngineHost | None) -> Response:
-    reason = "unload" if host is None else "load"
-    return JSONResponse(unanswered(body.model, part, reason))
-
-
-def _pieces(host: EngineHost, body: BaseOllamaRequest) -> Pieces | None:
-    return Pieces(host.engine.model.tokenizer) if body.logprobs else None
-
-
-def _sent(body: BaseOllamaRequest, answer: Any, meta: AnswerMeta) -> Response:
-    if body.stream is False:
-        return WholeAnswer(answer, partial(whole, meta))
-    return LineStream(answer, AnswerLines(meta))
 
 
 # Models

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from keepwarm.server.http.body import IGNORED, Checked, JsonInput, Members, TopK, TopP, Whole
 from keepwarm.server.http.request_fields import PromptBody
-from keepwarm.server.openai.shapes import MAX_STOPS, Function
+from keepwarm.server.openai.shapes import MAX_STOPS, Function, ShowsLogprobs
 
 
 def _lower(role: object) -> object:
@@ -74,7 +74,7 @@ class NamedOllamaRequest(PromptBody):
     )
 
 
-class BaseOllamaRequest(NamedOllamaRequest):
+class BaseOllamaRequest(NamedOllamaRequest, ShowsLogprobs):
     """The fields that chat and generate share."""
 
     stream: bool | None = Field(default=None, description="Lines of JSON, unless false.")
@@ -83,8 +83,6 @@ class BaseOllamaRequest(NamedOllamaRequest):
     )
     options: OllamaOptions | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
     truncate: bool | None = Field(
         default=None, description="False: a conversation that is too long is an error."
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,13 +9,22 @@ from keepwarm.config import Settings
 from keepwarm.errors import BadField
 from keepwarm.server.http.content import SkippedContent, content_of
 from keepwarm.server.http.request_fields import RequestFields
-from keepwarm.server.http.sse import receipt_dict
+from keepwarm.server.http.tools import (
+    TEXT_INPUT,
+    allowed_tools,
+    choose_tool,
+    custom_arguments,
+    custom_input,
+    function_call,
+    function_tool,
+)
 from keepwarm.server.openai.common import (
     Chunks,
     CompletionMeta,
     format_of,
     sampling_of,
-    usage_dict,
+    top_logprobs_of,
+    whole,
 )
 from keepwarm.server.openai.logprobs import Pieces, chat_logprobs
 from keepwarm.server.openai.shapes import (
@@ -26,13 +34,13 @@ from keepwarm.server.openai.shapes import (
     ChatTool,
     CustomChatTool,
     CustomToolCallIn,
+    Function,
     FunctionName,
     NamedCustomTool,
     NamedTool,
     ToolCallIn,
 )
 from keepwarm.text.request import (
-    SYSTEM_ROLES,
     Choice,
     Delta,
     Done,
@@ -51,13 +59,6 @@ from keepwarm.text.request import (
 )
 
 NOT_THINKING = frozenset({"none", "minimal"})
-# A custom tool, whose input is text, is a function with this one argument.
-TEXT_INPUT = {
-    "type": "object",
-    "properties": {"input": {"type": "string"}},
-    "required": ["input"],
-    "additionalProperties": False,
-}
 
 
 # Request
@@ -71,7 +72,9 @@ def request_of(body: ChatRequest, fields: RequestFields, settings: Settings) -> 
     if body.reasoning_effort is not None:
         options["reasoning_effort"] = body.reasoning_effort
         thinking = body.reasoning_effort not in NOT_THINKING if thinking is None else thinking
-    unread = SkippedContent("" if settings.skip_unreadable else _newest(body.messages))
+    limit = body.max_completion_tokens
+    max_tokens = body.max_tokens if limit is None else limit
+    unread = SkippedContent.of(settings, "messages", [message.role for message in body.messages])
     return Request(
         messages=[_message(message, i, unread) for i, message in enumerate(body.messages)],
         partial_answer=is_partial,
@@ -81,7 +84,7 @@ def request_of(body: ChatRequest, fields: RequestFields, settings: Settings) -> 
         thinking=None if thinking is None else bool(thinking),
         template_options=options,
         format=format_of(body),
-        sampling=sampling_of(body, _max_tokens(body), _top_logprobs(body)),
+        sampling=sampling_of(body, max_tokens, top_logprobs_of(body)),
         n=body.n or 1,
         **fields._asdict(),
     )
@@ -100,25 +103,6 @@ def _is_partial(body: ChatRequest, in_options: object) -> bool:
             name,
         )
     return continues
-
-
-def _max_tokens(body: ChatRequest) -> int | None:
-    limit = body.max_completion_tokens
-    return body.max_tokens if limit is None else limit
-
-
-def _top_logprobs(body: ChatRequest) -> int | None:
-    if body.logprobs:
-        return body.top_logprobs or 0
-    if body.top_logprobs:
-        raise BadField("top_logprobs needs logprobs; set logprobs to true.", "top_logprobs")
-    return None
-
-
-def _newest(messages: Sequence[ChatMessage]) -> str:
-    """Where the newest message is, if it is the user's; system messages may follow it."""
-    turns = [i for i, message in enumerate(messages) if message.role not in SYSTEM_ROLES]
-    return f"messages[{turns[-1]}]" if turns and messages[turns[-1]].role == "user" else ""
 
 
 def _message(message: ChatMessage, index: int, unread: SkippedContent) -> Message:
@@ -141,63 +125,31 @@ def _message(message: ChatMessage, index: int, unread: SkippedContent) -> Messag
 def offered_tools(body: ChatRequest) -> list[Tool]:
     if body.functions is not None and body.tools:
         raise BadField("functions and tools cannot be combined; send tools.", "functions")
-    functions = [function.model_dump(exclude_none=True) for function in body.functions or ()]
-    functions += [_function(tool) for tool in body.tools or ()]
-    choice = body.tool_choice
-    if isinstance(choice, AllowedTools):
-        allowed = {_name_of(tool) for tool in choice.allowed_tools.tools}
-        _check_known(allowed, {function["name"] for function in functions})
-        functions = [function for function in functions if function["name"] in allowed]
-    return [{"type": "function", "function": function} for function in functions]
+    tools = [_offer(function) for function in body.functions or ()]
+    tools += [_tool(tool) for tool in body.tools or ()]
+    if isinstance(body.tool_choice, AllowedTools):
+        return allowed_tools(tools, [_name_of(t) for t in body.tool_choice.allowed_tools.tools])
+    return tools
+
+
+def _tool(tool: ChatTool | CustomChatTool) -> Tool:
+    if isinstance(tool, ChatTool):
+        return _offer(tool.function)
+    return function_tool(tool.custom.name, tool.custom.description, TEXT_INPUT)
+
+
+def _offer(function: Function) -> Tool:
+    return {"type": "function", "function": function.model_dump(exclude_none=True)}
 
 
 def tool_choice_of(body: ChatRequest, tools: Sequence[Tool]) -> ToolChoice:
-    names = {tool["function"]["name"] for tool in tools}
     parallel = body.parallel_tool_calls is not False and body.functions is None
     choice = body.tool_choice or body.function_call or "auto"
     if isinstance(choice, AllowedTools):
-        return ToolChoice(choice.allowed_tools.mode, None, parallel)
-    if not isinstance(choice, str):
-        name = _name_of(choice)
-        _check_known({name}, names)
-        return ToolChoice("required", name, parallel)
-    if choice == "required" and not names:
-        raise BadField(
-            "tool_choice is required, but tools is empty; send tools or omit tool_choice.",
-            "tool_choice",
-        )
-    return ToolChoice(choice, None, parallel)
-
-
-def past_calls(message: ChatMessage) -> dict[str, Any]:
-    """What a message of the history says about calls; older functions get ids by their names."""
-    if message.role == "function":
-        return {"role": "tool", "tool_call_id": _legacy_id(message.name)}
-    calls = [_past_call(call) for call in message.tool_calls or ()]
-    if message.function_call is not None:
-        named = message.function_call
-        calls.append(_function_call(_legacy_id(named.name), named.model_dump()))
-    return {"tool_calls": calls} if calls else {}
-
-
-def _legacy_id(name: str | None) -> str:
-    return f"call_{name or 'function'}"
-
-
-def _past_call(call: ToolCallIn | CustomToolCallIn) -> dict[str, Any]:
-    if isinstance(call, ToolCallIn):
-        return call.model_dump()
-    return _function_call(call.id, custom_call(call.custom.name, call.custom.input))
-
-
-def _function_call(call_id: str, function: dict[str, Any]) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": function}
-
-
-def _function(tool: ChatTool | CustomChatTool) -> dict[str, Any]:
-    if isinstance(tool, ChatTool):
-        return tool.function.model_dump(exclude_none=True)
-    return custom_function(tool.custom.name, tool.custom.description)
+        choice = choice.allowed_tools.mode
+    if isinstance(choice, str):
+        return choose_tool(tools, choice, parallel=parallel)
+    return choose_tool(tools, "required", _name_of(choice), parallel=parallel)
 
 
 def _name_of(tool: NamedTool | NamedCustomTool | FunctionName) -> str:
@@ -209,12 +161,24 @@ def _name_of(tool: NamedTool | NamedCustomTool | FunctionName) -> str:
     return tool.name
 
 
-def _check_known(named: set[str], known: set[str]) -> None:
-    if not named <= known:
-        raise BadField(
-            "tool_choice names a tool that is not in tools; add it or choose another.",
-            "tool_choice",
-        )
+def past_calls(message: ChatMessage) -> dict[str, Any]:
+    """What a message of the history says about calls; older functions get ids by their names."""
+    if message.role == "function":
+        return {"role": "tool", "tool_call_id": _legacy_id(message.name)}
+    calls = [_past_call(call) for call in message.tool_calls or ()]
+    if called := message.function_call:
+        calls.append(function_call(_legacy_id(called.name), called.name, called.arguments))
+    return {"tool_calls": calls} if calls else {}
+
+
+def _legacy_id(name: str | None) -> str:
+    return f"call_{name or 'function'}"
+
+
+def _past_call(call: ToolCallIn | CustomToolCallIn) -> dict[str, Any]:
+    if isinstance(call, ToolCallIn):
+        return call.model_dump()
+    return function_call(call.id, call.custom.name, custom_arguments(call.custom.input))
 
 
 class CallStyle(NamedTuple):
@@ -232,26 +196,27 @@ class CallStyle(NamedTuple):
     def reason(self, reason: str) -> str:
         return "function_call" if self.legacy and reason == "tool_calls" else reason
 
-    def begin(self, index: int, call_id: str, name: str) -> dict[str, Any]:
+    def begin(self, index: int, call: ToolCall) -> dict[str, Any]:
         """The delta that begins a call: its name without arguments, as clients expect."""
         if self.legacy:
-            return {"function_call": {"name": name, "arguments": ""}}
-        return {"tool_calls": [{"index": index, **self._call(ToolCall(call_id, name, ""))}]}
+            return {"function_call": {"name": call.name, "arguments": ""}}
+        return {"tool_calls": [{"index": index, **self._call(call._replace(arguments=""))}]}
 
-    def piece(self, index: int, name: str, arguments: str) -> dict[str, Any]:
+    def piece(self, index: int, call: ToolCall) -> dict[str, Any]:
         """A delta of the arguments; of a custom tool they must be whole."""
+        arguments = {"arguments": call.arguments}
         if self.legacy:
-            return {"function_call": {"arguments": arguments}}
-        piece: dict[str, Any] = {"function": {"arguments": arguments}}
-        if name in self.custom:
-            piece = {"custom": {"input": custom_input(arguments)}}
-        return {"tool_calls": [{"index": index, **piece}]}
+            return {"function_call": arguments}
+        if call.name in self.custom:
+            custom = {"input": custom_input(call.arguments)}
+            return {"tool_calls": [{"index": index, "custom": custom}]}
+        return {"tool_calls": [{"index": index, "function": arguments}]}
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
         if call.name in self.custom:
             custom = {"name": call.name, "input": custom_input(call.arguments)}
             return {"id": call.id, "type": "custom", "custom": custom}
-        return _function_call(call.id, {"name": call.name, "arguments": call.arguments})
+        return function_call(*call)
 
 
 FUNCTIONS = CallStyle()
@@ -262,26 +227,6 @@ def call_style_of(body: ChatRequest) -> CallStyle:
     return CallStyle(frozenset(custom), body.functions is not None)
 
 
-def custom_input(arguments: str) -> str:
-    """The text in the arguments of a custom tool."""
-    try:
-        text = json.loads(arguments)["input"]
-    except (ValueError, LookupError, TypeError):
-        return arguments
-    return text if isinstance(text, str) else arguments
-
-
-def custom_call(name: str, text: str) -> dict[str, str]:
-    """The call of a custom tool, as the call of a function."""
-    return {"name": name, "arguments": json.dumps({"input": text}, ensure_ascii=False)}
-
-
-def custom_function(name: str, description: str | None) -> dict[str, Any]:
-    """A custom tool, as a function."""
-    about = {} if description is None else {"description": description}
-    return {"name": name, **about, "parameters": TEXT_INPUT}
-
-
 # Answer
 
 
@@ -289,16 +234,8 @@ def completion(
     meta: CompletionMeta, result: Result, pieces: Pieces | None, calls: CallStyle = FUNCTIONS
 ) -> dict[str, Any]:
     """A complete answer. `pieces` is given if the client asked for logprobs."""
-    return {
-        "id": meta.id,
-        "object": "chat.completion",
-        "created": meta.created,
-        "model": meta.model,
-        "system_fingerprint": meta.fingerprint,
-        "choices": [_choice(i, choice, pieces, calls) for i, choice in enumerate(result.choices)],
-        "usage": usage_dict(result.usage),
-        "keepwarm": receipt_dict(result.receipt),
-    }
+    choices = [_choice(i, choice, pieces, calls) for i, choice in enumerate(result.choices)]
+    return whole(meta, "chat.completion", choices, result)
 
 
 def _choice(index: int, choice: Choice, pieces: Pieces | None, calls: CallStyle) -> dict[str, Any]:
@@ -377,26 +314,17 @@ class ChatStream(Chunks):
         if isinstance(event, ToolCallDelta):
             if event.name in self._calls.custom:
                 return b""
-            begun = self._begin_call(choice, event.id, event.name)
-            return begun + self._arguments(choice, event.name, event.arguments)
-        call = event.call
-        if call.id in self._begun[choice]:
+            return self._write_call(choice, ToolCall(event.id, event.name, event.arguments))
+        if event.call.id in self._begun[choice]:
             return self._chunk(choice, {}, event.tokens) if self._pieces else b""
-        begun = self._begin_call(choice, call.id, call.name, event.tokens)
-        return begun + self._arguments(choice, call.name, call.arguments)
+        return self._write_call(choice, event.call, event.tokens)
 
-    def _begin_call(
-        self, choice: int, call_id: str, name: str, tokens: Sequence[TokenInfo] = ()
-    ) -> bytes:
-        begun = self._begun[choice]
-        if call_id in begun:
-            return b""
-        begun.append(call_id)
-        return self._chunk(choice, self._calls.begin(len(begun) - 1, call_id, name), tokens)
-
-    def _arguments(self, choice: int, name: str, arguments: str) -> bytes:
-        index = len(self._begun[choice]) - 1
-        return self._chunk(choice, self._calls.piece(index, name, arguments))
+    def _write_call(self, choice: int, call: ToolCall, tokens: Sequence[TokenInfo] = ()) -> bytes:
+        begun, first = self._begun[choice], b""
+        if call.id not in begun:
+            begun.append(call.id)
+            first = self._chunk(choice, self._calls.begin(len(begun) - 1, call), tokens)
+        return first + self._chunk(choice, self._calls.piece(len(begun) - 1, call))
 
     def _chunk(self, index: int, delta: dict[str, Any], tokens: Sequence[TokenInfo] = ()) -> bytes:
         return self._framed({"choices": [self._choice(index, delta, tokens)]})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +19,10 @@ from keepwarm.server.openai.shapes import (
     BaseCompletionRequest,
     ChatRequest,
     ResponseFormat,
+    ShowsLogprobs,
     StructuredOutputs,
 )
-from keepwarm.text.request import Done, Format, Progress, Sampling, Usage
+from keepwarm.text.request import Done, Format, Progress, Result, Sampling, Usage
 
 SEEDS = 1 << 63
 MAX_DIGITS = 9  # of a token's id
@@ -50,6 +52,14 @@ def sampling_of(
         top_logprobs=top_logprobs,
         stop=tuple(filter(None, stop)),
     )
+
+
+def top_logprobs_of(body: ShowsLogprobs) -> int | None:
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise BadField("top_logprobs needs logprobs; set logprobs to true.", "top_logprobs")
+    return None
 
 
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
@@ -146,14 +156,28 @@ class CompletionMeta:
     model: str
     fingerprint: str = ""
 
+    def fields(self, kind: str) -> dict[str, Any]:
+        fields = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return fields | {"system_fingerprint": self.fingerprint}
+
+
+def whole(
+    meta: CompletionMeta, kind: str, choices: Sequence[dict[str, Any]], result: Result
+) -> dict[str, Any]:
+    """A complete answer."""
+    return {
+        **meta.fields(kind),
+        "choices": list(choices),
+        "usage": usage_dict(result.usage),
+        "keepwarm": receipt_dict(result.receipt),
+    }
+
 
 class Chunks:
     """Holds back each finish reason, because the last one carries the receipt."""
 
     def __init__(self, kind: str, meta: CompletionMeta, usage: bool) -> None:
-        fields = {"id": meta.id, "object": kind, "created": meta.created}
-        fields |= {"model": meta.model, "system_fingerprint": meta.fingerprint}
-        self._head = json.dumps(fields)[:-1]
+        self._head = json.dumps(meta.fields(kind))[:-1]
         self._usage = usage
         self._held: dict[str, Any] | None = None
 

@@ -12,14 +12,14 @@ from keepwarm.engine.answer import sum_receipts, sum_usages
 from keepwarm.errors import BadField, KeepwarmError
 from keepwarm.prefix.policy import Policy
 from keepwarm.server.http.request_fields import RequestFields
-from keepwarm.server.http.sse import receipt_dict, wait_for_start
+from keepwarm.server.http.sse import wait_for_start
 from keepwarm.server.models.host import ObservedAnswer
 from keepwarm.server.openai.common import (
     Chunks,
     CompletionMeta,
     format_of,
     sampling_of,
-    usage_dict,
+    whole,
 )
 from keepwarm.server.openai.logprobs import (
     Pieces,
@@ -146,20 +146,11 @@ def completion(
     meta: CompletionMeta, result: Result, echoed: Sequence[str], pieces: Pieces | None
 ) -> dict[str, Any]:
     """A complete answer; `echoed` is the text that each choice begins with."""
-    choices = zip(result.choices, echoed, strict=True)
-    return {
-        "id": meta.id,
-        "object": "text_completion",
-        "created": meta.created,
-        "model": meta.model,
-        "system_fingerprint": meta.fingerprint,
-        "choices": [
-            _choice(i, choice, echo, pieces, _scored(result, i))
-            for i, (choice, echo) in enumerate(choices)
-        ],
-        "usage": usage_dict(result.usage),
-        "keepwarm": receipt_dict(result.receipt),
-    }
+    choices = [
+        _choice(i, choice, echo, pieces, _scored(result, i))
+        for i, (choice, echo) in enumerate(zip(result.choices, echoed, strict=True))
+    ]
+    return whole(meta, "text_completion", choices, result)
 
 
 def _scored(result: Result, choice: int) -> Sequence[TokenInfo]:

@@ -188,12 +188,15 @@ class BaseCompletionRequest(PromptBody):
         return ("stream_options",) if self.wants_usage and not self.stream else ()
 
 
-class ChatRequest(BaseCompletionRequest):
+class ShowsLogprobs(JsonInput):
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+
+
+class ChatRequest(BaseCompletionRequest, ShowsLogprobs):
     messages: Members[ChatMessage] = Field(min_length=1)
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: ResponseFormat | None = None
     tools: Members[ChatTool | CustomChatTool] | None = None
     tool_choice: (

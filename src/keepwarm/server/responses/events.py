@@ -5,22 +5,16 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from keepwarm.errors import BadInput
 from keepwarm.server.http.problems import Problem
 from keepwarm.server.http.sse import frame, new_id, progress_json, receipt_dict
-from keepwarm.server.openai.chat import custom_input
+from keepwarm.server.http.tools import custom_input
 from keepwarm.server.openai.logprobs import Pieces, chat_logprobs
-from keepwarm.server.responses.request import OfferedTools, QualifiedName, encode_reasoning
-from keepwarm.server.responses.shapes import (
-    ENCRYPTED_REASONING,
-    Item,
-    ResponsesRequest,
-    Status,
-)
+from keepwarm.server.responses.request import QualifiedName, encode_reasoning
+from keepwarm.server.responses.shapes import Item, ResponsesRequest, Status
 from keepwarm.text.request import (
     Delta,
     Done,
@@ -58,30 +52,17 @@ ONLY_AT_OPENAI = (
     *("conversation", "prompt", "prompt_cache_retention", "access_programs", "image"),
     *("moderation", "prompt_cache_diagnostics", "prompt_cache_options", "tool_usage"),
 )
-PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
-@dataclass(frozen=True)
-class AnswerOptions:
+class AnswerOptions(NamedTuple):
     """The parts of a request that its answer depends on."""
 
-    names: Mapping[str, QualifiedName]
-    ignored_tools: Sequence[str]
-    encrypted: bool  # include reasoning for the client to send back
-    writes: bool  # whether the policy stores what is computed
+    names: Mapping[str, QualifiedName] = {}
+    ignored_tools: Sequence[str] = ()
+    encrypted: bool = False  # include reasoning for the client to send back
+    writes: bool = False  # whether the policy stores what is computed
     n_dropped: int = 0  # items dropped by truncation
     pieces: Pieces | None = None  # if the client asked for logprobs
-
-
-def answer_options_of(
-    body: ResponsesRequest,
-    offered: OfferedTools,
-    request: Request,
-    n_dropped: int = 0,
-    pieces: Pieces | None = None,
-) -> AnswerOptions:
-    encrypted, writes = ENCRYPTED_REASONING in (body.include or ()), request.policy.writes
-    return AnswerOptions(offered.names, offered.ignored, encrypted, writes, n_dropped, pieces)
 
 
 def initial_response(
@@ -135,110 +116,80 @@ def _shown_tool(tool: Fields) -> Fields:
     return dict.fromkeys(optional) | tool
 
 
-# Calls of tools
+# Output items
 
 
-class CallShape(NamedTuple):
-    """How a kind of call is written: as an item, and as events."""
+class ItemShape(NamedTuple):
+    """How a kind of output item is written: as an item, and as events."""
 
-    item: str
     prefix: str  # of ids
-    field: str  # what it is called with
-    event: str
+    event: str  # of its text
+    field: str  # of the text: in the item, or in its one part
+    part: str = ""  # type of the part; a call has none
 
 
-FUNCTION_CALL = CallShape("function_call", "fc_", "arguments", "response.function_call_arguments")
-CUSTOM_CALL = CallShape("custom_tool_call", "ctc_", "input", "response.custom_tool_call_input")
+SHAPES = {
+    "message": ItemShape("msg_", "response.output_text", "text", "output_text"),
+    "reasoning": ItemShape("rs_", "response.reasoning_text", "text", "reasoning_text"),
+    "function_call": ItemShape("fc_", "response.function_call_arguments", "arguments"),
+    "custom_tool_call": ItemShape("ctc_", "response.custom_tool_call_input", "input"),
+}
 
 
-class CallItems:
-    """Adds calls to the output of a response; at most one is open."""
+class OpenItem:
+    """An output item while it is written, and its events."""
 
-    def __init__(self, names: Mapping[str, QualifiedName], response: Fields) -> None:
-        self._names = names
-        self._response_id: str = response["id"]
-        self._output: list[Fields] = response["output"]
-        self._open: _OpenCall | None = None
-        self._begun: set[str] = set()  # ids
-
-    def add(self, event: ToolCallDelta | ToolCalled) -> Frames:
-        """A part of a call, or a whole one. The input of a custom tool is known at its end."""
-        if isinstance(event, ToolCalled):
-            return self._call(event.call)
-        if self._name(event.name).custom:
-            return []
-        begun = [] if self._is_open(event.id) else self._begin(event.id, event.name)
-        return begun + self._write(event.arguments)
-
-    def _call(self, call: ToolCall) -> Frames:
-        if self._is_open(call.id):
-            return self.close("completed")
-        if call.id in self._begun:
-            return []
-        custom = self._name(call.name).custom
-        text = custom_input(call.arguments) if custom else call.arguments
-        return self._begin(call.id, call.name) + self._write(text) + self.close("completed")
-
-    def close(self, status: Status = "incomplete") -> Frames:
-        """End the open call, if any; unless it is completed it was cut off or malformed."""
-        if self._open is None:
-            return []
-        frames = self._open.end(status)
-        self._output.append(self._open.item)
-        if status == "incomplete":
-            self._begun.discard(self._open.item["call_id"])
-        self._open = None
-        return frames
-
-    def _begin(self, call_id: str, name: str) -> Frames:
-        before = self.close("completed")  # another begins only behind a whole one
-        self._begun.add(call_id)
-        self._open = _OpenCall(self._response_id, call_id, self._name(name), len(self._output))
-        return [*before, self._open.item_event("added")]
-
-    def _write(self, text: str) -> Frames:
-        return [self._open.add(text)] if self._open else []
-
-    def _is_open(self, call_id: str) -> bool:
-        return self._open is not None and self._open.item["call_id"] == call_id
-
-    def _name(self, name: str) -> QualifiedName:
-        return self._names.get(name, QualifiedName(name))
-
-
-class _OpenCall:
-    def __init__(self, response_id: str, call_id: str, name: QualifiedName, index: int) -> None:
-        self._shape = CUSTOM_CALL if name.custom else FUNCTION_CALL
+    def __init__(self, item: Fields, index: int) -> None:
+        self.item = item
+        self.kind: str = item["type"]
+        self.shape = SHAPES[self.kind]
         self._index = index
         self._text: list[str] = []
-        self.item: Fields = {
-            "type": self._shape.item,
-            "id": item_id(self._shape.prefix, response_id, index),
-            "call_id": call_id,
-            "name": name.name,
-            self._shape.field: "",
-            "status": "in_progress",
-        }
-        if name.namespace:
-            self.item["namespace"] = name.namespace
+        self.logprobs: list[Fields] = []
 
-    def add(self, text: str) -> Fields:
+    @property
+    def text(self) -> str:
+        return "".join(self._text)
+
+    def begin(self) -> Frames:
+        return [self._item_event("added"), *self._part_events("added")]
+
+    def add(self, text: str, logprobs: Sequence[Fields] = ()) -> Fields:
         self._text.append(text)
-        return {"type": f"{self._shape.event}.delta", **self._position(), "delta": text}
+        self.logprobs += logprobs
+        return self._text_event("delta", logprobs, delta=text)
 
     def end(self, status: Status) -> Frames:
-        text = "".join(self._text)
-        self.item |= {self._shape.field: text, "status": status}
-        named = {"name": self.item["name"]} if self._shape is FUNCTION_CALL else {}
-        whole = {**self._position(), **named, self._shape.field: text}
-        return [{"type": f"{self._shape.event}.done", **whole}, self.item_event("done")]
+        written = {self.shape.field: self.text}
+        named = {"name": self.item["name"]} if self.kind == "function_call" else {}
+        whole = self._text_event("done", self.logprobs, **named, **written)
+        self.item |= {"status": status}
+        self.item |= {"content": [self._part()]} if self.shape.part else written
+        return [whole, *self._part_events("done"), self._item_event("done")]
 
-    def item_event(self, what: str) -> Fields:
+    def _item_event(self, what: str) -> Fields:
         shown = dict(self.item)
         return {"type": f"response.output_item.{what}", "output_index": self._index, "item": shown}
 
+    def _part_events(self, what: str) -> Frames:
+        if not self.shape.part:
+            return []
+        kind = f"response.content_part.{what}"
+        return [{"type": kind, **self._position(), "part": self._part()}]
+
+    def _text_event(self, what: str, logprobs: Sequence[Fields], **fields: str) -> Fields:
+        event = {"type": f"{self.shape.event}.{what}", **self._position(), **fields}
+        return event | {"logprobs": list(logprobs)} if self.kind == "message" else event
+
+    def _part(self) -> Fields:
+        part: Fields = {"type": self.shape.part, "text": self.text}
+        if self.kind == "message":
+            part |= {"annotations": [], "logprobs": list(self.logprobs)}
+        return part
+
     def _position(self) -> Fields:
-        return {"item_id": self.item["id"], "output_index": self._index}
+        position = {"item_id": self.item["id"], "output_index": self._index}
+        return position | {"content_index": 0} if self.shape.part else position
 
 
 # Answers
@@ -254,10 +205,8 @@ class ResponseBuilder:
         self.response = response
         self._options = options
         self._on_done = on_done
-        self._item: Fields | None = None  # the open item
-        self._text: list[str] = []  # of the open item
-        self._logprobs: list[Fields] = []  # of the open item; empty for reasoning
-        self._calls = CallItems(options.names, response)
+        self._open: OpenItem | None = None
+        self._begun: set[str] = set()  # ids of calls
         self._cut = False  # the answer reached its length limit
 
     def add(self, event: Event) -> Frames:
@@ -269,11 +218,9 @@ class ResponseBuilder:
                 thought = self._write("reasoning", event.reasoning)
                 return thought + self._write("message", event.text, event.tokens)
             case ToolCallDelta() | ToolCalled():
-                return self._close_text() + self._calls.add(event)
+                return self._call(event)
             case Finished():
-                self._cut = event.reason == "length"
-                self._add_logprobs(event.tokens)
-                return self._close("incomplete" if self._cut else "completed")
+                return self._finish(event)
             case Done():
                 return [self._done(event)]
         return []
@@ -299,6 +246,12 @@ class ResponseBuilder:
         """An event with the response as it is now."""
         return {"type": f"response.{name}", "response": dict(self.response)}
 
+    def _finish(self, event: Finished) -> Frames:
+        self._cut = event.reason == "length"
+        if self._open and self._open.kind == "message":
+            self._open.logprobs += self._logprobs(event.tokens)
+        return self._close("incomplete" if self._cut or self._in_call else "completed")
+
     def _done(self, event: Done) -> Fields:
         status: Status = "incomplete" if self._cut else "completed"
         if self._cut:
@@ -306,91 +259,97 @@ class ResponseBuilder:
         self.response["status"] = status
         self.response["completed_at"] = int(time.time())
         self.response["usage"] = usage_of(event, self._options.writes)
-        self.response["keepwarm"] = _receipt(event, self._options)
+        self.response["keepwarm"] = receipt_dict(
+            event.receipt,
+            ignored_tools=list(self._options.ignored_tools),
+            dropped_items=self._options.n_dropped,
+        )
         self._on_done(self.response)
         return self.state(status)
 
-    def _new_id(self, prefix: str) -> str:
-        return item_id(prefix, self.response["id"], self._index)
-
-    @property
-    def _index(self) -> int:
-        return len(self.response["output"])
+    # Text
 
     def _write(self, kind: str, text: str, tokens: Sequence[TokenInfo] = ()) -> Frames:
         if not text:
             return []
-        opened = [] if self._item and self._item["type"] == kind else self._open(kind)
-        self._text.append(text)
-        return [*opened, self._piece("delta", self._add_logprobs(tokens), delta=text)]
+        begun: Frames = []
+        if self._open is None or self._open.kind != kind:
+            # Text behind a call that is open is the call itself, which was malformed.
+            begun = self._close("incomplete" if self._in_call else "completed")
+            fields: Fields = {"role": "assistant"} if kind == "message" else {"summary": []}
+            begun += self._begin(kind, fields | {"content": []})
+        return [*begun, *self._add(text, self._logprobs(tokens))]
 
-    def _add_logprobs(self, tokens: Sequence[TokenInfo]) -> list[Fields]:
-        """Logprobs of new tokens of a message, also added to those of the whole message."""
-        if self._options.pieces is None or self._item is None or self._kind != "message":
-            return []
-        new = chat_logprobs(self._options.pieces, tokens)
-        self._logprobs += new
-        return new
+    def _logprobs(self, tokens: Sequence[TokenInfo]) -> list[Fields]:
+        pieces = self._options.pieces
+        return [] if pieces is None else chat_logprobs(pieces, tokens)
 
-    def _open(self, kind: str) -> Frames:
-        closed = self._close()
-        if kind == "message":
-            fields = {"id": self._new_id("msg_"), "role": "assistant", "content": []}
-        else:
-            fields = {"id": self._new_id("rs_"), "summary": [], "content": []}
-        self._item = {"type": kind, "status": "in_progress", **fields}
-        return [*closed, self._item_event("added"), self._part_event("added", "")]
-
-    def _close(self, status: str = "completed") -> Frames:
-        return self._calls.close() + self._close_text(status)
-
-    def _close_text(self, status: str = "completed") -> Frames:
-        """End the open message or reasoning."""
-        item = self._item
-        if item is None:
-            return []
-        text = "".join(self._text)
-        item |= {"status": status, "content": [self._part(text)]}
-        if item["type"] == "reasoning" and self._options.encrypted:
-            item["encrypted_content"] = encode_reasoning(text)
-        whole = self._piece("done", self._logprobs, text=text)
-        written = [whole, self._part_event("done", text)]
-        frames = [*written, self._item_event("done")]
-        self.response["output"].append(item)
-        self._item, self._text, self._logprobs = None, [], []
-        return frames
-
-    def _item_event(self, what: str) -> Fields:
-        shown = dict(self._item or {})
-        return {"type": f"response.output_item.{what}", "output_index": self._index, "item": shown}
-
-    def _part_event(self, what: str, text: str) -> Fields:
-        return {
-            "type": f"response.content_part.{what}",
-            **self._position(),
-            "part": self._part(text),
-        }
-
-    def _piece(self, what: str, logprobs: list[Fields], **fields: str) -> Fields:
-        """A delta of the text, or the whole text."""
-        kind = PARTS[self._kind]
-        extra: Fields = {"logprobs": logprobs} if kind == "output_text" else {}
-        return {"type": f"response.{kind}.{what}", **self._position(), **fields, **extra}
-
-    def _part(self, text: str) -> Fields:
-        kind = PARTS[self._kind]
-        part: Fields = {"type": kind, "text": text}
-        if kind == "output_text":
-            part |= {"annotations": [], "logprobs": self._logprobs}
-        return part
-
-    def _position(self) -> Fields:
-        item_id = self._item["id"] if self._item else ""
-        return {"item_id": item_id, "output_index": self._index, "content_index": 0}
+    # Calls. The input of a custom tool is known at its end.
 
     @property
-    def _kind(self) -> str:
-        return self._item["type"] if self._item else "message"
+    def _in_call(self) -> bool:
+        return self._open is not None and not self._open.shape.part
+
+    def _call(self, event: ToolCallDelta | ToolCalled) -> Frames:
+        """A part of a call, or a whole one."""
+        if isinstance(event, ToolCalled):
+            return self._whole_call(event.call)
+        if self._name(event.name).custom:
+            return []
+        begun = [] if self._is_open(event.id) else self._begin_call(event.id, event.name)
+        return begun + self._add(event.arguments)
+
+    def _whole_call(self, call: ToolCall) -> Frames:
+        if self._is_open(call.id):
+            return self._close("completed")
+        if call.id in self._begun:
+            return []
+        text = custom_input(call.arguments) if self._name(call.name).custom else call.arguments
+        return [
+            *self._begin_call(call.id, call.name),
+            *self._add(text),
+            *self._close("completed"),
+        ]
+
+    def _begin_call(self, call_id: str, name: str) -> Frames:
+        closed = self._close("completed")  # another begins only behind a whole one
+        self._begun.add(call_id)
+        called = self._name(name)
+        kind = "custom_tool_call" if called.custom else "function_call"
+        fields = {"call_id": call_id, "name": called.name, SHAPES[kind].field: ""}
+        if called.namespace:
+            fields["namespace"] = called.namespace
+        return closed + self._begin(kind, fields)
+
+    def _is_open(self, call_id: str) -> bool:
+        return self._open is not None and self._open.item.get("call_id") == call_id
+
+    def _name(self, name: str) -> QualifiedName:
+        return self._options.names.get(name, QualifiedName(name))
+
+    # The open item
+
+    def _begin(self, kind: str, fields: Fields) -> Frames:
+        index = len(self.response["output"])
+        own_id = item_id(SHAPES[kind].prefix, self.response["id"], index)
+        item = {"type": kind, "id": own_id, "status": "in_progress", **fields}
+        self._open = OpenItem(item, index)
+        return self._open.begin()
+
+    def _add(self, text: str, logprobs: Sequence[Fields] = ()) -> Frames:
+        return [self._open.add(text, logprobs)] if self._open else []
+
+    def _close(self, status: Status) -> Frames:
+        """End the open item, if any; a call that is not completed was cut off or malformed."""
+        ended, self._open = self._open, None
+        if ended is None:
+            return []
+        if ended.kind == "reasoning" and self._options.encrypted:
+            ended.item["encrypted_content"] = encode_reasoning(ended.text)
+        if status == "incomplete":
+            self._begun.discard(ended.item.get("call_id", ""))
+        self.response["output"].append(ended.item)
+        return ended.end(status)
 
 
 class ResponseStream:
@@ -430,8 +389,7 @@ def numbered_frames(events: Frames, first: int = 0) -> list[bytes]:
 
 def failed_stream(response: Fields, problem: Problem) -> bytes:
     """The whole stream of a response that fails before it starts."""
-    options = AnswerOptions({}, (), encrypted=False, writes=False)
-    stream = ResponseStream(ResponseBuilder(response, options, lambda _: None))
+    stream = ResponseStream(ResponseBuilder(response, AnswerOptions(), lambda _: None))
     return stream.created() + stream.problem(problem)
 
 
@@ -457,19 +415,9 @@ def usage_of(event: Done, writes: bool) -> Fields:
     }
 
 
-def _receipt(event: Done, options: AnswerOptions) -> Fields:
-    fields: Fields = {**receipt_dict(event.receipt)}
-    if options.ignored_tools:
-        fields["ignored_tools"] = list(options.ignored_tools)
-    if options.n_dropped:
-        fields["dropped_items"] = options.n_dropped
-    return fields
-
-
 # Stored responses as events
 
-CALLS = {shape.item: shape for shape in (FUNCTION_CALL, CUSTOM_CALL)}
-LAST = {"completed": "completed", "incomplete": "incomplete", "failed": "failed"}
+ENDS = ("completed", "incomplete", "failed")
 
 
 def replayed(response: Fields) -> Frames:
@@ -480,35 +428,20 @@ def replayed(response: Fields) -> Frames:
     ]
     for index, item in enumerate(response["output"]):
         events += _item_events(index, item)
-    last = LAST.get(response["status"], "incomplete")
+    last = response["status"] if response["status"] in ENDS else "incomplete"
     return [*events, {"type": f"response.{last}", "response": dict(response)}]
 
 
-def _item_events(index: int, item: Mapping[str, Any]) -> Iterator[Fields]:
-    shape = CALLS.get(item["type"])
-    empty: Fields = {shape.field: ""} if shape else {"content": []}
-    position = {"output_index": index}
-    begun = {**item, **empty, "status": "in_progress"}
-    yield {"type": "response.output_item.added", **position, "item": begun}
-    if shape:
-        at = {"item_id": item["id"], **position}
-        yield {"type": f"{shape.event}.delta", **at, "delta": item[shape.field]}
-        named = {"name": item["name"]} if shape is FUNCTION_CALL else {}
-        yield {"type": f"{shape.event}.done", **at, **named, shape.field: item[shape.field]}
-    else:
-        yield from _part_events(item, position)
-    yield {"type": "response.output_item.done", **position, "item": dict(item)}
-
-
-def _part_events(item: Mapping[str, Any], position: Mapping[str, int]) -> Iterator[Fields]:
-    for number, part in enumerate(item.get("content") or ()):
-        at = {"item_id": item["id"], **position, "content_index": number}
-        logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-        yield {"type": "response.content_part.added", **at, "part": {**part, "text": ""}}
-        kind, text = f"response.{part['type']}", part["text"]
-        yield {"type": f"{kind}.delta", **at, "delta": text, **logprobs}
-        yield {"type": f"{kind}.done", **at, "text": text, **logprobs}
-        yield {"type": "response.content_part.done", **at, "part": dict(part)}
+def _item_events(index: int, item: Fields) -> Frames:
+    shape = SHAPES[item["type"]]
+    empty: Fields = {"content": []} if shape.part else {shape.field: ""}
+    written = item["content"][0] if shape.part else item
+    opened = OpenItem({**item, **empty, "status": "in_progress"}, index)
+    return [
+        *opened.begin(),
+        opened.add(written[shape.field], written.get("logprobs", ())),
+        *opened.end(item["status"]),
+    ]
 
 
 # Compaction

@@ -11,9 +11,22 @@ from typing import Any, NamedTuple
 from keepwarm.config import Settings
 from keepwarm.errors import BadField
 from keepwarm.server.http.body import token_limit
-from keepwarm.server.http.content import ContentPart, SkippedContent, content_of, text_of
+from keepwarm.server.http.content import (
+    ContentPart,
+    SkippedContent,
+    content_of,
+    text_of,
+)
 from keepwarm.server.http.request_fields import RequestFields
-from keepwarm.server.openai.chat import NOT_THINKING, custom_call, custom_function
+from keepwarm.server.http.tools import (
+    TEXT_INPUT,
+    allowed_tools,
+    choose_tool,
+    custom_arguments,
+    function_call,
+    function_tool,
+)
+from keepwarm.server.openai.chat import NOT_THINKING
 from keepwarm.server.responses.shapes import (
     LOGPROBS,
     InputRequest,
@@ -30,6 +43,7 @@ NAMESPACE_SEPARATOR = "__"  # between namespace and function name
 
 # The order of items within one assistant turn; an item of a lower rank begins a new turn.
 RANKS = {"reasoning": 0, "message": 1, "compaction": 1, "function_call": 2, "custom_tool_call": 2}
+CALLED = ("function", "custom")  # types of tools that the client runs
 OUTPUT = "_output"  # types of tool results end with it
 READ_OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output"})
 
@@ -58,16 +72,16 @@ def request_of(
 ) -> Request:
     """The engine request; `items` includes those of previous responses."""
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    unread = SkippedContent("" if settings.skip_unreadable else _newest(items))
+    unread = SkippedContent.of(settings, "input", [_role(item) for item in items])
     messages = [*instructions, *messages_of(items, unread)]
     if not messages:
         raise BadField("input is empty; send at least one item.", "input")
-    tools = _allowed(body.tool_choice, offered_tools(body.tools or ()))
+    tools = _allowed(body.tool_choice, offered_tools(body.tools or ()).tools)
     effort = body.reasoning.effort if body.reasoning else None
     return Request(
         messages=messages,
         unread=unread.kinds,
-        tools=tools.tools,
+        tools=tools,
         tool_choice=_tool_choice(body, tools),
         thinking=None if effort is None else effort not in NOT_THINKING,
         template_options={} if effort is None else {"reasoning_effort": effort},
@@ -91,7 +105,7 @@ def offered_tools(tools: Sequence[ResponseTool]) -> OfferedTools:
         inner = tool.tools or () if tool.type == "namespace" else (tool,)
         namespace = tool.name if tool.type == "namespace" else None
         for function in inner:
-            if function.name and function.type in ("function", "custom"):
+            if function.name and function.type in CALLED:
                 name = QualifiedName(function.name, namespace, function.type == "custom")
                 names[name.flat] = name
                 found.tools.append(_tool(function, name.flat))
@@ -118,12 +132,10 @@ def decode_reasoning(text: str | None) -> str:
 # Items
 
 
-def _newest(items: Sequence[Item]) -> str:
-    """Where the newest item is, unless the assistant or a tool wrote it."""
-    turns = [i for i, item in enumerate(items) if item.role not in SYSTEM_ROLES]
-    last = items[turns[-1]] if turns else None
-    is_own = last is None or _rank(last) is not None or _kind(last).endswith(OUTPUT)
-    return "" if is_own else f"input[{turns[-1]}]"
+def _role(item: Item) -> str | None:
+    """Whose an item is, if not the user's."""
+    is_own = _rank(item) is not None or _kind(item).endswith(OUTPUT)
+    return "assistant" if is_own else item.role if item.role in SYSTEM_ROLES else "user"
 
 
 def messages_of(items: Sequence[Item], unread: SkippedContent) -> list[Message]:
@@ -190,10 +202,9 @@ def _call(item: Item, where: str) -> Mapping[str, Any]:
         raise BadField(f"{where} needs both call_id and name.", where)
     name = QualifiedName(item.name, item.namespace).flat
     arguments = item.arguments if isinstance(item.arguments, str) else dumps(item.arguments or {})
-    function = {"name": name, "arguments": arguments or "{}"}
     if _kind(item) == "custom_tool_call":
-        function = custom_call(name, item.input or "")
-    return {"id": item.call_id, "type": "function", "function": function}
+        arguments = custom_arguments(item.input or "")
+    return function_call(item.call_id, name, arguments or "{}")
 
 
 def _other(item: Item, where: str, unread: SkippedContent) -> dict[str, Any]:
@@ -228,46 +239,31 @@ def _output(item: Item, where: str, unread: SkippedContent) -> str:
 # Tools and options
 
 
-def _unknown_tool() -> BadField:
-    return BadField(
-        "tool_choice names a tool that is not in tools; add it or choose another.", "tool_choice"
-    )
-
-
-def _allowed(choice: object, tools: OfferedTools) -> OfferedTools:
+def _allowed(choice: object, tools: Sequence[Tool]) -> Sequence[Tool]:
     """The tools that `allowed_tools` leaves, if it is chosen."""
     if not isinstance(choice, NamedChoice) or choice.type != "allowed_tools":
         return tools
-    flat = {QualifiedName(t.name, t.namespace).flat for t in choice.tools or () if t.name}
-    if not flat <= tools.names.keys():
-        raise _unknown_tool()
-    return tools._replace(tools=[t for t in tools.tools if t["function"]["name"] in flat])
+    return allowed_tools(tools, [_flat(tool) for tool in choice.tools or () if tool.name])
+
+
+def _flat(tool: NamedChoice) -> str:
+    return QualifiedName(tool.name or "", tool.namespace).flat
 
 
 def _tool(tool: ResponseTool, name: str) -> Tool:
-    if tool.type == "custom":
-        return {"type": "function", "function": custom_function(name, tool.description)}
-    fields = {"name": name, "description": tool.description, "parameters": tool.parameters}
-    function = {key: value for key, value in fields.items() if value is not None}
-    return {"type": "function", "function": function}
+    parameters = TEXT_INPUT if tool.type == "custom" else tool.parameters
+    return function_tool(name, tool.description, parameters)
 
 
-def _tool_choice(body: InputRequest, tools: OfferedTools) -> ToolChoice:
+def _tool_choice(body: InputRequest, tools: Sequence[Tool]) -> ToolChoice:
     parallel = body.parallel_tool_calls is not False
     choice = body.tool_choice or "auto"
     if isinstance(choice, NamedChoice) and choice.type == "allowed_tools":
         choice = choice.mode or "auto"
-    if isinstance(choice, NamedChoice):
-        name = QualifiedName(choice.name or "", choice.namespace).flat
-        if choice.type not in ("function", "custom") or name not in tools.names:
-            raise _unknown_tool()
-        return ToolChoice("required", name, parallel)
-    if choice == "required" and not tools.tools:
-        raise BadField(
-            "tool_choice is required, but tools is empty; send tools or omit tool_choice.",
-            "tool_choice",
-        )
-    return ToolChoice(choice, None, parallel)
+    if not isinstance(choice, NamedChoice):
+        return choose_tool(tools, choice, parallel=parallel)
+    name = _flat(choice) if choice.type in CALLED else ""
+    return choose_tool(tools, "required", name, parallel=parallel)
 
 
 def _format(wanted: TextFormat) -> Format | None:

@@ -20,10 +20,10 @@ from keepwarm.server.models.truncation import submit_shortened
 from keepwarm.server.openai.logprobs import Pieces
 from keepwarm.server.responses.background import BackgroundResponses, RunningResponse
 from keepwarm.server.responses.events import (
+    AnswerOptions,
     Fields,
     ResponseBuilder,
     ResponseStream,
-    answer_options_of,
     compacted,
     failed_stream,
     initial_response,
@@ -33,6 +33,7 @@ from keepwarm.server.responses.events import (
 )
 from keepwarm.server.responses.request import items_of, offered_tools, request_of
 from keepwarm.server.responses.shapes import (
+    ENCRYPTED_REASONING,
     CompactRequest,
     InputRequest,
     Item,
@@ -51,7 +52,6 @@ UNSUPPORTED = {
 }
 
 router = api_router(prefix="/v1/responses", tags=["OpenAI responses"])
-conversations = api_router("/v1/conversations", tags=["OpenAI responses"])
 
 
 class TenantResponses:
@@ -165,8 +165,10 @@ async def create_response(body: ResponsesRequest, call: Call, answers: Answers) 
         # Clients that stream learn from its event that they must shorten the conversation.
         return _event_stream(failed_stream(response, problem_of(error)))
     wants_logprobs = request.sampling.top_logprobs is not None
-    pieces = Pieces(host.engine.model.tokenizer) if wants_logprobs else None
-    options = answer_options_of(body, offered_tools(body.tools or ()), request, n_dropped, pieces)
+    options = options_of(body, request)._replace(
+        n_dropped=n_dropped,
+        pieces=Pieces(host.engine.model.tokenizer) if wants_logprobs else None,
+    )
     save = partial(answers.save, request, items, len(items_of(body.input)), since)
     builder = ResponseBuilder(response, options, save)
     if body.background:
@@ -178,6 +180,12 @@ async def create_response(body: ResponsesRequest, call: Call, answers: Answers) 
     if body.stream:
         return EventStream(answer, ResponseStream(builder))
     return WholeAnswer(answer, lambda _: builder.response, builder.add_whole)
+
+
+def options_of(body: ResponsesRequest, request: engine_request.Request) -> AnswerOptions:
+    _, names, ignored = offered_tools(body.tools or ())
+    encrypted = ENCRYPTED_REASONING in (body.include or ())
+    return AnswerOptions(names, ignored, encrypted, request.policy.writes)
 
 
 def _followed(running: RunningResponse, after: int = -1) -> Response:
@@ -270,16 +278,6 @@ async def delete_response(response_id: str, answers: Answers) -> Fields:
     """Delete a stored response."""
     await answers.delete(response_id)
     return {"id": response_id, "object": "response", "deleted": True}
-
-
-@conversations.post("{path:path}", include_in_schema=False)
-async def refuse_conversations() -> None:
-    """OpenAI's conversations are refused by name."""
-    raise BadField(
-        "Conversations are not supported, because this server stores responses; continue with "
-        "previous_response_id, or with an agent of /v1/agents.",
-        "conversation",
-    )
 
 
 def _reject_unsupported(body: ResponsesRequest) -> None:

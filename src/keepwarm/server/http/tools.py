@@ -1,0 +1,84 @@
+"""Tools and calls as the engine takes them, whatever an API calls them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from typing import Any, Literal
+
+from keepwarm.errors import BadField
+from keepwarm.text.request import Tool, ToolChoice
+
+Mode = Literal["auto", "none", "required"]
+# A custom tool, whose input is text, is a function with this one argument.
+TEXT_INPUT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+
+
+def function_tool(name: str, description: str | None, parameters: object) -> Tool:
+    fields = {"name": name, "description": description, "parameters": parameters}
+    function = {key: value for key, value in fields.items() if value is not None}
+    return {"type": "function", "function": function}
+
+
+def names_of(tools: Sequence[Tool]) -> set[str]:
+    return {tool["function"]["name"] for tool in tools}
+
+
+def allowed_tools(tools: Sequence[Tool], names: Collection[str]) -> list[Tool]:
+    """Those with these names, all of which must be there."""
+    for name in names:
+        _check_known(name, tools, "tool_choice")
+    return [tool for tool in tools if tool["function"]["name"] in names]
+
+
+def choose_tool(
+    tools: Sequence[Tool],
+    mode: Mode,
+    name: str | None = None,
+    *,
+    parallel: bool,
+    where: str = "tool_choice",
+) -> ToolChoice:
+    """The choice of a request, which must be possible; `where` is the field of the name."""
+    if name is not None:
+        _check_known(name, tools, where)
+    if mode == "required" and not tools:
+        raise BadField(
+            "tool_choice asks for a call, but tools is empty; send tools or omit tool_choice.",
+            "tool_choice",
+        )
+    return ToolChoice(mode, name, parallel)
+
+
+def _check_known(name: str, tools: Sequence[Tool], where: str) -> None:
+    if name not in names_of(tools):
+        raise BadField(
+            "tool_choice names a tool that is not in tools; add it or choose another.", where
+        )
+
+
+# Calls
+
+
+def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def custom_arguments(text: str) -> str:
+    """The arguments by which a custom tool is called as a function."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
+def custom_input(arguments: str) -> str:
+    """The text in such arguments."""
+    try:
+        text = json.loads(arguments)["input"]
+    except (ValueError, LookupError, TypeError):
+        return arguments
+    return text if isinstance(text, str) else arguments
