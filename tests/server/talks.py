@@ -2,7 +2,6 @@
 
 import asyncio
 
-import openai
 from tokenizers import Tokenizer
 
 N_TOKENS = 40
@@ -27,7 +26,9 @@ def plain_bias(checkpoint):
 
 
 def client_of(url):
-    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=300)
+    from openai import AsyncOpenAI  # takes a second
+
+    return AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=300)
 
 
 def begun(number):

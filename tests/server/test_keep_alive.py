@@ -7,8 +7,6 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-import anthropic
-import openai
 import pytest
 
 from keepwarm import config
@@ -66,6 +64,8 @@ def slow(served_model, tmp_path_factory, heard):
 
 
 def chat(url, prompt):
+    import openai
+
     with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
         chunks = client.chat.completions.create(
             model="m",
@@ -78,12 +78,16 @@ def chat(url, prompt):
 
 
 def responses(url, prompt):
+    import openai
+
     with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
         events = client.responses.create(model="m", input=prompt, max_output_tokens=16, stream=True)
         return list(events)[-1].response.usage.input_tokens
 
 
 def messages(url, prompt):
+    import anthropic
+
     with (
         anthropic.Anthropic(base_url=url, api_key="any", max_retries=0) as client,
         client.messages.stream(

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 import httpx
-import openai
 import pytest
 
 from keepwarm import config
@@ -47,6 +46,8 @@ async def no_longer_ready(client):
 
 async def cut_off(server, talks, plain):
     """Begin an endless answer in all talks, kill the server; what each client had by then."""
+    import openai
+
     texts = [""] * len(talks)
 
     async def read(number, client):
@@ -166,6 +167,8 @@ def test_stream_whose_model_fails_has_an_error_event_and_others_go_on(
     served_model, live, plain, tmp_path
 ):
     """The model breaks under one of three streams, which are one batch."""
+    import openai
+
     token = 50
     others = {**plain, str(token): -100}
     poisoned = {**plain, str(token): 100}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import uuid
 
-import anthropic
-import openai
 import pytest
 
 from tests.server.talks import plain_bias
@@ -39,6 +37,8 @@ def gpt(live, agent):
 
 @pytest.fixture
 def claude(live, agent):
+    import anthropic
+
     url = f"{live.url}/v1/agents/{agent}"
     with anthropic.Anthropic(base_url=url, api_key="any", max_retries=0) as client:
         yield client
@@ -133,6 +133,9 @@ def test_after_a_fork_a_rewind_and_an_import(live, agent, gpt):
 
 
 def test_who_is_not_there_is_refused_in_the_words_of_the_api(live):
+    import anthropic
+    import openai
+
     url = f"{live.url}/v1/agents/nobody"
     gpt, claude = live.openai(base_url=url), anthropic.Anthropic(base_url=url, api_key="any")
     with gpt, pytest.raises(openai.NotFoundError, match="no agent 'nobody'"):

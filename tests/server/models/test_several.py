@@ -2,7 +2,6 @@
 
 import threading
 
-import anthropic
 import pytest
 
 from keepwarm import config
@@ -122,6 +121,8 @@ def test_all_that_can_be_had_is_listed(both):
 
 
 def test_anthropics_client_lists_in_pages(both):
+    import anthropic
+
     with anthropic.Anthropic(base_url=both.url, api_key="any", max_retries=0) as client:
         assert [model.id for model in client.models.list(limit=1)] == ["big", "small", "haiku"]
         first = client.models.list(limit=2)
