@@ -451,10 +451,12 @@ def test_a_pinned_agent_outlives_pressure_and_an_unpinned_does_not(small_store):
     assert not small_store.disk.have(lost.blocks)
 
 
-@pytest.mark.parametrize(("n_bytes", "n_kept"), [(250_000, 2), (None, 0)])
-def test_a_quota_covers_the_first_blocks(n_bytes, n_kept, small_store):
+@pytest.mark.parametrize(("too_few", "n_kept"), [(0, 2), (1, 1), (None, 0)])
+def test_a_quota_covers_the_first_blocks_that_fit(too_few, n_kept, small_store):
     agent = large_agent(small_store, "a", 1024)
-    small_store.agents.update("a", quota_bytes=n_bytes)
+    first = small_store.disk.have(agent.blocks[:2]).values()
+    exact = sum(block.n_bytes for block in first)
+    small_store.agents.update("a", quota_bytes=None if too_few is None else exact - too_few)
     press(small_store)
     assert set(small_store.disk.have(agent.blocks)) == set(agent.blocks[:n_kept])
 

@@ -42,11 +42,12 @@ def merged(*prompts, **how):
 def test_a_conversation_is_one_run():
     """Blocks that follow each other and do not differ are drawn as one."""
     tokens = tokens_of(5 * BLOCK_TOKENS + 7)
-    (run,) = build_forest({"disk": blocks(tokens, used=3.0)}, [agent("a", tokens)]).runs
+    stored = [block._replace(used=float(n)) for n, block in enumerate(blocks(tokens), start=1)]
+    (run,) = build_forest({"disk": stored}, [agent("a", tokens)]).runs
     assert (run.number, run.n_blocks, run.n_tokens, run.n_bytes) == (0, 6, len(tokens), 60)
     assert run.parent is None
     assert (run.agents, run.ends) == (("a",), ("a",))
-    assert (run.tiers, run.oldest, run.used) == (frozenset({"disk"}), 3.0, 3.0)
+    assert (run.tiers, run.oldest, run.used) == (frozenset({"disk"}), 1.0, 6.0)
 
 
 def test_a_fork_splits_and_says_who_shares():
