@@ -19,9 +19,6 @@ from tests.kit.runs import FedCounter, prompt_of
 # Smaller than a block, larger, and no multiple of one.
 WINDOWS = [("gpt_oss", 32), ("gemma3_text", 512), ("gpt_oss", 300)]
 wide = pytest.mark.parametrize("made", WINDOWS[1:], indirect=True)
-one_of_each = pytest.mark.parametrize(
-    "made", [("gemma3_text", 32), ("gpt_oss", 300)], indirect=True
-)
 
 
 @pytest.fixture(scope="module", params=WINDOWS, ids=str)
@@ -86,12 +83,14 @@ def test_after_a_restart_all_is_found_that_was_asked(made, tmp_path):
     exam.check()
 
 
-@one_of_each
-def test_a_long_answer_is_found_again(made, tmp_path):
+@pytest.mark.parametrize(
+    ("made", "n_answer"), [(("gpt_oss", 32), 400), (("gpt_oss", 300), 700)], indirect=["made"]
+)
+def test_a_long_answer_is_found_again(made, tmp_path, n_answer):
     """Its rows went to memory as it grew; those before its end are on disk nevertheless."""
     exam, prompt = Exam(made.module.model), prompt_of(300)
     with engine_on(made, tmp_path) as engine:
-        talk = said(engine, prompt, 700)
+        talk = said(engine, prompt, n_answer)
         assert held(engine, "disk") < held(engine, "memory")
     with engine_on(made, tmp_path) as engine:
         result = engine.submit(ask([*talk, 5], 4, policy=Policy.READ_ONLY)).result()
@@ -102,7 +101,9 @@ def test_a_long_answer_is_found_again(made, tmp_path):
     exam.check()
 
 
-@pytest.mark.parametrize("n_common", [700, 768])
+@pytest.mark.parametrize(
+    ("made", "n_common"), [*zip(WINDOWS, (768, 700, 768), strict=True)], indirect=["made"]
+)
 def test_a_place_after_rows_that_were_in_memory_only(made, tmp_path, n_common):
     """A prompt that differs from another far from its restore points is stored itself."""
     exam, first = Exam(made.module.model), prompt_of(1500)
