@@ -224,6 +224,7 @@ class ChatApi(Api):
                 message[name] += delta.get(name, "")
             for piece in delta.get("tool_calls", ()):
                 if "id" in piece:
+                    assert piece["index"] == len(message["tool_calls"])
                     message["tool_calls"].append(piece)
                 else:
                     function = message["tool_calls"][piece["index"]]["function"]
