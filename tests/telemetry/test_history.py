@@ -31,6 +31,8 @@ def test_percentiles_of_saved_and_unsaved_latencies_add_up(path):
     amounts = again.timeline.total
     assert percentile_ms(amounts, 0.5) == pytest.approx(100, rel=0.1)
     assert percentile_ms(amounts, 0.95) == pytest.approx(5000, rel=0.1)
+    halves = {latency_name(100.0): 1, latency_name(5000.0): 1}
+    assert percentile_ms(halves, 0.5) == pytest.approx(100, rel=0.1)
     assert percentile_ms({"ttft_x": 3, "prompt": 5}, 0.5) is None
     assert latency_name(0.0) == latency_name(1.0)  # nothing is faster than a millisecond
 
