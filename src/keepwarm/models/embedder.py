@@ -25,6 +25,7 @@ class Embedder:
     prompts: Mapping[str, str] = field(default_factory=dict)  # texts to put first, by name
     default_prompt: str | None = None  # a name among them
     refusal: str | None = None  # why the model cannot embed
+    is_declared: bool = False  # the model was made to embed
 
     def check(self) -> None:
         if self.refusal is not None:
@@ -45,10 +46,11 @@ class Embedder:
 def read_embedder(path: Path, config: Mapping[str, Any]) -> Embedder:
     """Of a model directory; a .gguf file has none of these files."""
     try:
-        options = _read(path / "config_sentence_transformers.json") or {}
+        found = _read(path / "config_sentence_transformers.json")
+        options = found or {}
         refusal = _refusal(path, config)
         default = options.get("default_prompt_name")
-        return Embedder(dict(options.get("prompts") or {}), default, refusal)
+        return Embedder(dict(options.get("prompts") or {}), default, refusal, found is not None)
     except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         return Embedder(
             refusal=f"How {path} embeds cannot be read ({error}); download the model again."

@@ -1,5 +1,7 @@
 """Two models on one server: both stay loaded and warm, each answers as it would alone."""
 
+import json
+import shutil
 import threading
 
 import pytest
@@ -109,6 +111,29 @@ def test_an_unknown_name_is_the_first_or_refused(both, several, big, small):
         refused = strict.post(CHAT, asked(str(small)))
         assert refused.status_code == 404  # a path is no name
         assert chat(strict, "small")["model"] == "small"
+
+
+def test_vectors_of_an_unknown_name_are_the_only_embedders_or_refused(
+    both, several, big, small, tmp_path
+):
+    """Vectors of another model would spoil an index, silently."""
+    bodies = {
+        "/v1/embeddings": {"input": "the fox"},
+        "/api/embed": {"input": "the fox"},
+        "/api/embeddings": {"prompt": "the fox"},
+    }
+    made = shutil.copytree(small, tmp_path / "embedder")
+    (made / "config_sentence_transformers.json").write_text("{}")
+    with several(f"big={big}", f"vectors={made}") as one:
+        for path, body in bodies.items():
+            asks = {**body, "model": "nomic-embed-text"}
+            refused = both.post(path, asks)
+            assert refused.status_code == 404
+            assert "this server has 'big', 'small'" in refused.text
+            assert both.post(path, {**asks, "model": "small"}).status_code == 200
+            found = one.post(path, asks)
+            assert found.status_code == 200, found.text
+            assert json.loads(found.headers["x-keepwarm-receipt"])["model"] == "vectors"
 
 
 def test_all_that_can_be_had_is_listed(both):

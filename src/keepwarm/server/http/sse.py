@@ -58,6 +58,7 @@ class ReceiptOut(TypedDict):
     shared: NotRequired[int]  # prompt tokens that another machine would restore, when it is done
     scored: NotRequired[int]  # prompt tokens with logprobs, for which nothing is reused
     continued: NotRequired[int]  # known tokens of the agent, if only new messages were sent
+    model: NotRequired[str]  # whose vectors they are
 
 
 def receipt_dict(receipt: Receipt, **more: object) -> ReceiptOut:
@@ -69,8 +70,8 @@ def receipt_dict(receipt: Receipt, **more: object) -> ReceiptOut:
     return {"scrubbed": [], **given, **added}  # type: ignore[typeddict-item]
 
 
-def receipt_headers(receipt: Receipt) -> dict[str, str]:
-    return {RECEIPT_HEADER: json.dumps(receipt_dict(receipt), separators=(",", ":"))}
+def receipt_headers(receipt: Receipt, **more: object) -> dict[str, str]:
+    return {RECEIPT_HEADER: json.dumps(receipt_dict(receipt, **more), separators=(",", ":"))}
 
 
 KEEP_ALIVE_S = 1.0

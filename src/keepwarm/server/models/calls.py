@@ -36,9 +36,9 @@ class ApiCall:
         self.slot: PrepareSlot = request.state.slot
         self._rules = scrub.rules_for(self.settings.scrub, request.headers)
 
-    async def host(self, model: str | None) -> EngineHost:
+    async def host(self, model: str | None, *, to_embed: bool = False) -> EngineHost:
         """The model with this name, loaded."""
-        return await self.models.use(model, self.slot)
+        return await self.models.use(model, self.slot, to_embed=to_embed)
 
     def fields(self, body: PromptBody, hint: str | None = None) -> RequestFields:
         return request_fields(self.request, body.keepwarm, hint, body)

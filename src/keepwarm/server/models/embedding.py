@@ -146,6 +146,7 @@ class EmbeddingAnswer:
 
     def __init__(self, host: EngineHost, plan: EmbeddingPlan, slot: PrepareSlot) -> None:
         self._host = host
+        self.model = host.name
         self._slot = slot
         self.on_thread = slot.on_thread
         self._plan = plan
@@ -231,4 +232,6 @@ class WholeEmbeddings(Response):
         await response(scope, receive, send)
 
     def _response(self, found: Embeddings) -> Response:
-        return JSONResponse(self._build(found), headers=receipt_headers(found.receipt))
+        return JSONResponse(
+            self._build(found), headers=receipt_headers(found.receipt, model=self._answer.model)
+        )

@@ -221,9 +221,15 @@ class Models:
 
     # requests
 
-    async def use(self, name: str | None, slot: PrepareSlot) -> EngineHost:
-        """The model that a request names, which stays loaded until the request has ended."""
-        found = await self._find(name, slot.on_thread)
+    async def use(
+        self, name: str | None, slot: PrepareSlot, *, to_embed: bool = False
+    ) -> EngineHost:
+        """The model that a request names, which stays loaded until the request has ended.
+
+        An unknown name is the default, but where vectors are wanted the only embedder, or refused:
+        vectors of two models cannot be compared.
+        """
+        found = await self._find(name, slot.on_thread, to_embed)
         if not self._lease(found, slot.held):
             async with slot.paused():
                 await self._wait_for(found, slot.held)
@@ -237,14 +243,21 @@ class Models:
             await self._wait_for(slot, held)
             yield slot.host
 
-    async def _find(self, name: str | None, on_thread: OnThread) -> Slot:
+    async def _find(self, name: str | None, on_thread: OnThread, to_embed: bool = False) -> Slot:
         found = self.known(name)
         short = plain(name or "")
         if found is None and self._on_demand.allows(short):
             found = await on_thread(self._find_on_demand, short)
-        if found is None and self._settings.strict_model and name is not None:
-            raise self.unknown(name)
+        if found is None and name is not None:
+            is_strict = self._settings.strict_model
+            found = None if is_strict else self._only_embedder() if to_embed else self.default
+            if found is None:
+                raise self.unknown(name)
         return found or self.default
+
+    def _only_embedder(self) -> Slot | None:
+        found = [slot for slot in self.slots.all if _is_embedder(slot.host.loaded)]
+        return found[0] if len(found) == 1 else None
 
     def unknown(self, name: str) -> UnknownModel:
         known = ", ".join(repr(each) for slot in self.slots.all for each in slot.names)
@@ -398,6 +411,10 @@ class Models:
     def close(self) -> None:
         """Stop all engines after flushing everything they computed."""
         self.slots.close()
+
+
+def _is_embedder(engine: Engine | None) -> bool:
+    return engine is not None and engine.model.embedder.is_declared
 
 
 def _note_error(loading: asyncio.Future[None]) -> None:

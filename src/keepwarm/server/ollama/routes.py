@@ -143,7 +143,7 @@ async def _answer(
 async def create_vectors(body: OllamaEmbedRequest, call: Call) -> Response:
     """A vector for each text, of length 1; texts that are too long are shortened."""
     began = time.perf_counter()
-    host = await _host(body, call)
+    host = await _host(body, call, to_embed=True)
     meta = AnswerMeta(host.name, generate_part, began, time.perf_counter() - began)
     texts = [body.input] if isinstance(body.input, str) else body.input
     truncate = body.truncate is not False
@@ -154,17 +154,17 @@ async def create_vectors(body: OllamaEmbedRequest, call: Call) -> Response:
 @router.post("/embeddings", responses={200: {"model": Fields}})
 async def create_vector(body: OllamaOldEmbedRequest, call: Call) -> Response:
     """The vector of one text, for clients that do not know `/api/embed`."""
-    host = await _host(body, call)
+    host = await _host(body, call, to_embed=True)
     answer = await embed(host, [body.prompt], call.fields(body), call.slot, truncate=True)
     return WholeEmbeddings(answer, lambda found: {"embedding": found.vectors[0].tolist()})
 
 
-async def _host(body: NamedOllamaRequest, call: ApiCall) -> EngineHost:
+async def _host(body: NamedOllamaRequest, call: ApiCall, *, to_embed: bool = False) -> EngineHost:
     """The model, loaded, and kept so as the request says."""
     seconds = requests.keep_alive_s(body)
     if seconds == 0:
         _require_admin(call.request, UNLOADS)
-    host = await call.host(body.model)
+    host = await call.host(body.model, to_embed=to_embed)
     if seconds is not None:
         call.models.keep(host, seconds)
     return host

@@ -85,7 +85,7 @@ def completion_requests(
 @router.post("/embeddings", responses={200: {"model": Fields}})
 async def create_embeddings(body: EmbeddingRequest, call: Call) -> Response:
     """A vector for each text or list of tokens, of length 1."""
-    host = await call.host(body.model)
+    host = await call.host(body.model, to_embed=True)
     inputs = prompts_of(body.input, "input")
     answer = await embed(host, inputs, call.fields(body), call.slot, prompt_name=body.prompt_name)
     return WholeEmbeddings(answer, partial(embedding_list, body, host.name))
@@ -124,7 +124,7 @@ def embedding_list(body: EmbeddingRequest, model: str, found: Embeddings) -> Fie
         ],
         "model": model,
         "usage": {"prompt_tokens": found.n_tokens, "total_tokens": found.n_tokens},
-        "keepwarm": receipt_dict(found.receipt),
+        "keepwarm": receipt_dict(found.receipt, model=model),
     }
 
 
