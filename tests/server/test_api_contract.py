@@ -155,6 +155,57 @@ def test_two_calls_of_one_answer_and_their_results_go_back(scripted, api):
     assert api.read(after.json()).text == "It rains."
 
 
+@pytest.fixture(scope="module")
+def beginner(tmp_path_factory):
+    """A server whose model begins a call, and then JSON; it ends neither."""
+    home = tmp_path_factory.mktemp("beginner")
+    settings = config.load({"KEEPWARM_HOME": str(home)})
+    path = write_scripted(home / "model", ["<tool_call", '{"place'])
+    with serve(load(str(path), settings), settings) as live:
+        yield live
+
+
+@TALKERS
+def test_beside_a_format_tools_are_called_and_then_the_format_holds(beginner, api):
+    asks = {"tool": "one", "schema": SCHEMA}
+    answer = ask(beginner, api, ASK, 100, **asks).json()
+    streamed = api.read(api.whole(stream(beginner, api, ASK, 100, **asks).text))
+    for read in (api.read(answer), streamed):
+        _, name, arguments = read.calls[0]
+        assert (name, arguments["place"] in PLACES) == ("weather", True)
+    said = api.follow_up(ASK, answer, "Rain.")
+    talk = {name: said[name] for name in ("messages", "input") if name in said}
+    last = api.read(send(beginner, api, api.body(ASK, 100, **asks) | talk).json())
+    assert last.calls == []
+    assert json.loads(last.text)["place"] in PLACES
+
+
+@pytest.fixture(scope="module")
+def careless(tmp_path_factory):
+    """A server whose model says a little and begins a call, which it does not go on with."""
+    home = tmp_path_factory.mktemp("careless")
+    settings = config.load({"KEEPWARM_HOME": str(home)})
+    path = write_scripted(home / "model", ["Well: <tool_call>"])
+    with serve(load(str(path), settings), settings) as live:
+        yield live
+
+
+@CALLERS
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_strict_tool_is_called_by_its_schema(careless, api, strict):
+    body = api.body(ASK, 100, tool="one")
+    for tool in body["tools"]:
+        tool.get("function", tool)["strict"] = strict
+    read = api.read(send(careless, api, body).json())
+    assert "ignored_fields" not in read.receipt
+    if strict:
+        ((_, name, arguments),) = read.calls
+        assert (name, arguments["place"] in PLACES) == ("weather", True)
+        assert read.text.strip() == "Well:"
+    else:
+        assert (read.calls, read.text) == ([], "Well: <tool_call>")
+
+
 @CALLERS
 def test_only_one_call_is_made_where_calls_are_not_parallel(scripted, api):
     whole = ask(scripted, api, ASK, 100, tool="one").json()

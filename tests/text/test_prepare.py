@@ -1,5 +1,7 @@
 """A prepared request: what it refuses, and the effect of tool_choice."""
 
+import json
+
 import pytest
 from tokenizers import AddedToken
 
@@ -8,20 +10,26 @@ from keepwarm.errors import BadInput, ContextTooLong
 from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.text.prepare import Preparer
 from keepwarm.text.request import Format, Request, Sampling, ToolChoice
+from keepwarm.text.tools import call_text
 from tests.kit.checkpoints import make_tokenizer, write_checkpoint
 from tests.kit.tokenizers import WITH_TOOLS
-from tests.text.formats import HARMONY_TOKENS, WEATHER
+from tests.text.formats import CALLS, HARMONY_TOKENS, WEATHER, special_tokens
 
+AUTO = ToolChoice("auto")
 TALK = [{"role": "user", "content": "Oslo?"}]
 NONE = ToolChoice("none")
 CHANNELS = [f"<|{name}|>" for name in HARMONY_TOKENS]
 THOUGHT = "<|channel|>analysis<|message|>It is to= them.<|end|><|start|>assistant"
 
 
-def model_with(directory, template=WITH_TOOLS, special=()):
+def model_with(directory, template=WITH_TOOLS, special=(), parser=None):
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     path = write_checkpoint(directory, tokenizer=tokenizer, template=template)
+    if parser:
+        described = path / "tokenizer_config.json"
+        config = json.loads(described.read_text()) | {"tool_parser_type": parser}
+        described.write_text(json.dumps(config))
     return keepwarm.load(str(path))
 
 
@@ -123,3 +131,85 @@ def test_a_format_holds_where_no_call_may_come(channels):
     wanted = Format(schema={"enum": [1, 2]})
     assert may_say(channels, "<|channel|>final<|message|>2", format=wanted)
     assert not may_say(channels, "<|channel|>final<|message|>3", format=wanted)
+
+
+# A format beside tools
+
+
+YES = Format(schema={"type": "object", "properties": {"ok": {"const": 1}}, "required": ["ok"]})
+ANSWER = '{"ok":1}'
+CALL = call_text("get_weather", '{"city": "Oslo"}')
+
+
+@pytest.mark.parametrize(
+    ("choice", "may_answer", "may_call"),
+    [
+        (AUTO, True, True),
+        (ToolChoice("required"), False, True),
+        (ToolChoice(name="get_weather"), False, True),
+        (NONE, True, False),
+    ],
+)
+def test_beside_tools_the_grammar_is_calls_or_the_format(plain, choice, may_answer, may_call):
+    wishes = {"format": YES, "tool_choice": choice}
+    assert may_say(plain, ANSWER, **wishes) is may_answer
+    assert may_say(plain, CALL, **wishes) is may_call
+    assert not may_say(plain, "Hm.", **wishes)
+    assert not may_say(plain, CALL.replace("city", "town"), **wishes)
+    assert not may_say(plain, ANSWER + CALL, **wishes)
+
+
+def test_several_calls_beside_a_format_if_they_are_wanted(plain):
+    one = ToolChoice("auto", parallel=False)
+    assert may_say(plain, f"{CALL}\n{CALL}", format=YES, tool_choice=AUTO)
+    assert not may_say(plain, f"{CALL}\n{CALL}", format=YES, tool_choice=one)
+
+
+def test_a_grammar_is_the_whole_answer(plain):
+    wanted = Format(grammar='start: "yes"')
+    assert may_say(plain, "yes", format=wanted, tool_choice=AUTO)
+    assert not may_say(plain, CALL, format=wanted, tool_choice=AUTO)
+
+
+def test_a_format_or_a_call_after_reasoning_in_channels(channels):
+    wishes = {"format": YES, "tool_choice": AUTO}
+    call = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+    for begin in ("", THOUGHT):
+        assert may_say(channels, f"{begin}<|channel|>final<|message|>{ANSWER}", **wishes)
+        assert may_say(channels, f'{begin}{call}{{"city": "Oslo"}}', **wishes)
+        assert not may_say(channels, f'{begin}{call}{{"town": "Oslo"}}', **wishes)
+        assert not may_say(channels, f"{begin}<|channel|>final<|message|>Hm.", **wishes)
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_format_or_a_call_after_reasoning(tmp_path, opened):
+    """Also where the prompt has opened it."""
+    start = "{{ '<think>' }}" if opened else ""
+    special = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    model = model_with(tmp_path, WITH_TOOLS + start, special)
+    wishes = {"format": YES, "tool_choice": AUTO}
+    thought = "Hm.</think>" if opened else "<think>Hm.</think>"
+    assert may_say(model, thought + ANSWER, **wishes)
+    assert may_say(model, f"{thought}\n\n{CALL}", **wishes)
+    assert not may_say(model, f"{thought}Hm.", **wishes)
+
+
+def test_a_call_in_a_format_that_cannot_be_forced_is_free(tmp_path):
+    """Beside a format: it is read as ever."""
+    call = CALLS["function_gemma"]
+    model = model_with(tmp_path, special=special_tokens(call), parser="function_gemma")
+    assert may_say(model, call, format=YES, tool_choice=AUTO)
+    assert not may_say(model, "Hm.", format=YES, tool_choice=AUTO)
+
+
+# Strict tools
+
+
+def test_a_strict_tool_binds_its_calls_and_is_offered_like_any_other(plain):
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    wishes = {"tools": [strict], "tool_choice": AUTO}
+    assert may_say(plain, f"Let me see. {CALL}", **wishes)
+    assert not may_say(plain, f"Let me see. {CALL.replace('city', 'town')}", **wishes)
+    loose = prepared_by(plain, tool_choice=AUTO)
+    assert loose.new_matcher() is None
+    assert loose.tokens == prepared_by(plain, **wishes).tokens

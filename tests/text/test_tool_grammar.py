@@ -8,8 +8,8 @@ from keepwarm.errors import BadInput
 from keepwarm.text.parsing import AnswerReader, Markup
 from keepwarm.text.partial_calls import CallPiece
 from keepwarm.text.request import ToolChoice
-from keepwarm.text.tool_grammar import call_grammar
-from keepwarm.text.tools import CallReader, call_text
+from keepwarm.text.tool_grammar import call_grammar, strict_grammar
+from keepwarm.text.tools import STRICT, CallReader, call_text
 from tests.kit.checkpoints import CHATML
 from tests.kit.tokenizers import make
 from tests.text.formats import (
@@ -29,10 +29,15 @@ IN_JSON = {  # formats whose parser also accepts JSON between its delimiters
     "</longcat_tool_call>",
 }
 FORCED = {
-    **{name: CALLS[name] for name in ("json_tools", "kimi_k2", "mistral", "qwen3_coder")},
+    **{name: CALLS[name] for name in sorted(set(CALLS) - {"function_gemma"})},
     **IN_JSON,
     "laguna": IN_JSON["glm47"],
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
+    f'<|open|>json type="object"<|sep|>{ARGUMENTS}<|close|>json<|sep|><|close|>call<|sep|>'
+    "<|close|>tools<|sep|>",
 }
+NO_START = {"function_gemma", "kimi_k3"}  # calls that cannot be read or told from other text
+STRICT_WEATHER = {**WEATHER, "function": {**WEATHER["function"], STRICT: True}}
 
 
 def fits(markup, grammar, text, whole=True) -> bool:
@@ -70,11 +75,15 @@ def test_where_the_model_may_choose_there_is_no_grammar(ours):
     assert call_grammar([WEATHER], ToolChoice("none"), ours) is None
 
 
+def markup_of(directory, parser, text) -> Markup:
+    special = special_tokens(text) if parser != "qwen3_coder" else ["<tool_call>", "</tool_call>"]
+    return Markup.of(make(directory, special=special, parser=parser))
+
+
 @pytest.mark.parametrize("parser", FORCED)
 def test_a_call_is_forced_in_the_models_own_format(tmp_path, parser):
     text = FORCED[parser]
-    special = special_tokens(text) if parser != "qwen3_coder" else ["<tool_call>", "</tool_call>"]
-    markup = Markup.of(make(tmp_path, special=special, parser=parser))
+    markup = markup_of(tmp_path, parser, text)
     grammar = call_grammar([WEATHER, CLOCK], REQUIRED, markup)
     assert fits(markup, grammar, text)
     assert not fits(markup, grammar, "It rains.", whole=False)
@@ -217,3 +226,74 @@ def test_a_function_without_parameters_gets_none(ours, schema, fit):
     grammar = call_grammar([tool], REQUIRED, ours)
     assert fits(ours, grammar, call_text("find", "{}"))
     assert fits(ours, grammar, call_text("find", '{"invented": 1}')) is fit
+
+
+# Strict tools: free text, and calls by their schemas
+
+
+def test_without_a_strict_tool_there_is_no_grammar(ours):
+    assert strict_grammar([WEATHER, CLOCK], ours) is None
+    assert strict_grammar([], ours) is None
+
+
+@pytest.mark.parametrize("parser", sorted(set(CALLS) - NO_START))
+@pytest.mark.parametrize("is_token", [True, False])
+def test_a_strict_call_follows_its_schema_and_text_is_free(tmp_path, parser, is_token):
+    """Be its start one token or plain text."""
+    text = CALLS[parser]
+    if not is_token and parser == "mistral":
+        text = f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {ARGUMENTS}}}]'
+    markup = markup_of(tmp_path, parser, text if is_token else "")
+    grammar = strict_grammar([STRICT_WEATHER, CLOCK], markup)
+    for answer in ("It rains <b>.", text, f"Let me see.\n{text}", f"{text}\n{text} So."):
+        assert fits(markup, grammar, answer), answer
+    assert names_read(markup, text) == ["get_weather"]
+    for wrong in ("get_whatever", "clock"):
+        assert not fits(markup, grammar, "So: " + text.replace("get_weather", wrong))
+    assert not fits(markup, grammar, "So: " + text.replace("3", '"three"'))
+    assert not fits(markup, grammar, text.replace("city", "town"))
+
+
+def test_strict_calls_after_reasoning_in_channels(tmp_path):
+    markup = Markup.of(make(tmp_path, special=[f"<|{name}|>" for name in HARMONY_TOKENS]))
+    grammar = strict_grammar([STRICT_WEATHER], markup)
+    assert fits(markup, grammar, "<|channel|>final<|message|>Rain.")
+    assert fits(markup, grammar, HARMONY_CALL)
+    assert not fits(markup, grammar, HARMONY_CALL.replace("3", '"three"'))
+
+
+@pytest.mark.parametrize("parser", sorted(NO_START))
+def test_where_a_call_cannot_be_told_it_is_free(tmp_path, parser):
+    assert strict_grammar([STRICT_WEATHER], markup_of(tmp_path, parser, CALLS[parser])) is None
+
+
+@pytest.mark.parametrize("parser", ["gemma4", "pythonic", "minimax_m2"])
+def test_arguments_that_are_not_required_may_be_left_out(tmp_path, parser):
+    """Wherever they are; separators are only between those that are there."""
+    text = CALLS[parser]
+    markup = markup_of(tmp_path, parser, text)
+    properties = {name: {"type": "integer"} for name in ("a", "days", "z")}
+    for required in ([], ["days"]):
+        schema = {"type": "object", "properties": properties, "required": required}
+        tool = {"type": "function", "function": {"name": "get_weather", "parameters": schema}}
+        grammar = call_grammar([tool], REQUIRED, markup)
+        call = {
+            "gemma4": "<|tool_call>call:get_weather{%s}<tool_call|>",
+            "pythonic": "<|tool_call_start|>[get_weather(%s)]<|tool_call_end|>",
+            "minimax_m2": '<minimax:tool_call>\n<invoke name="get_weather">\n%s</invoke>\n'
+            "</minimax:tool_call>",
+        }[parser]
+        written = {"gemma4": "{}:1", "pythonic": "{}=1"}.get(
+            parser, '<parameter name="{}">1</parameter>\n'
+        )
+        separator = {"gemma4": ",", "pythonic": ", "}.get(parser, "")
+
+        def said(*names, call=call, written=written, separator=separator):
+            return call % separator.join(written.format(name) for name in names)
+
+        assert fits(markup, grammar, said("a", "days", "z"))
+        assert fits(markup, grammar, said("days"))
+        assert fits(markup, grammar, said("days", "z"))
+        assert fits(markup, grammar, said()) is (not required)
+        assert fits(markup, grammar, said("a", "z")) is (not required)
+        assert not fits(markup, grammar, said("z", "days"))

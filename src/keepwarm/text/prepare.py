@@ -16,7 +16,7 @@ from keepwarm.prefix.blocks import common_prefix
 from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.text.detokenize import decode
 from keepwarm.text.grammar import GrammarMatcher, Grammars, Trial
-from keepwarm.text.parsing import NORMAL, REASONING, Markup
+from keepwarm.text.parsing import NORMAL, REASONING, Markup, Preamble
 from keepwarm.text.past_answers import Continuations, Splicer
 from keepwarm.text.prompt import Prompt, Prompter, RenderedPrompt
 from keepwarm.text.prompt_limits import PromptLimits, check_counts, is_heavy
@@ -27,7 +27,7 @@ from keepwarm.text.sandbox.process import ProcessGone, SandboxProcess
 from keepwarm.text.sandboxed import Sandbox, SandboxRecipe
 from keepwarm.text.template import Template, opens_thinking, text_of
 from keepwarm.text.tokenize_incremental import TokenCache
-from keepwarm.text.tool_grammar import call_grammar, no_call_grammar, preamble_grammar
+from keepwarm.text.tool_grammar import answer_grammar, call_grammar, no_call_grammar, strict_grammar
 from keepwarm.text.tools import CallReader
 
 MAX_CHOICES = 16
@@ -325,10 +325,11 @@ class Preparer:
         if calls is not None:
             return compile_(Format(grammar=calls), after)
         if request.format is not None:
-            preamble = "" if after else self._preamble(request)
-            return compile_(request.format, after, preamble)
-        no_call = no_call_grammar(self.markup) if _forbids_calls(request) else None
-        return compile_(Format(grammar=no_call))
+            around = self._around_answer(request, request.format, bool(after))
+            return compile_(request.format, after, around)
+        if _forbids_calls(request):
+            return compile_(Format(grammar=no_call_grammar(self.markup)))
+        return compile_(Format(grammar=strict_grammar(request.tools, self.markup)))
 
     def _trial(self, deadline: PrepareDeadline) -> Trial | None:
         isolation = self._sandbox
@@ -341,14 +342,22 @@ class Preparer:
 
         return trial
 
-    def _preamble(self, request: Request) -> str:
-        """A grammar for the reasoning and header that the model writes before its answer."""
+    def _around_answer(self, request: Request, wanted: Format, thinks: bool) -> str:
+        """A grammar for what comes before an answer that has a format, or in its place.
+
+        Before it the model's reasoning and header; in the place of JSON calls that the model may
+        make. A grammar of the caller's own is the whole answer.
+        """
         if request.messages is None or request.partial_answer:
             return ""
-        preamble = self.markup.preamble
+        preamble, choice = self.markup.preamble, request.tool_choice
         if request.thinking is False:
             preamble = preamble._replace(think_start="", think_end="")
-        return preamble_grammar(self._model.tokenizer, preamble)
+        if thinks:  # the prompt has begun it
+            preamble = Preamble()
+        may_call = choice.mode != "none" and wanted.grammar is None
+        tools = request.tools if may_call else ()
+        return answer_grammar(self.markup, preamble, tools, choice.parallel)
 
 
 def _forbids_calls(request: Request) -> bool:

@@ -1,4 +1,4 @@
-"""Grammars that Keepwarm writes: a forced call, an answer without calls, reasoning before it.
+"""Grammars that Keepwarm writes: calls, an answer with or without them, reasoning before it.
 
 They are Lark as llguidance reads it: delimiters as tokens, the arguments of a call by the tool's
 JSON schema. A call has the format that the model itself writes. Spaces are those that templates
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from keepwarm.errors import BadInput
 from keepwarm.text.parsing import Markup, Preamble
 from keepwarm.text.request import Tool, ToolChoice
-from keepwarm.text.tools import HARMONY, ToolFormat, parses
+from keepwarm.text.tools import HARMONY, STRICT, parses
 
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _GUIDANCE = {**_SPACES, "lenient": True}  # unknown schema keywords are ignored, not refused
@@ -28,30 +28,86 @@ _OPEN_KEYS = {
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
 
 
+class Parameters(NamedTuple):
+    """Arguments that are written one by one: strings bare or quoted, all else as JSON."""
+
+    before: str  # the name of one
+    between: str
+    after: str  # its value
+    separator: str = ""  # between two
+    quote: str = ""  # on both sides of a string
+
+
 class CallSyntax(NamedTuple):
-    """The text around the name and the JSON arguments of a call."""
+    """The text of a call between the delimiters of its format, around name and arguments."""
 
     before: str
     between: str
     after: str
+    parameters: Parameters | None = None  # None: the arguments are one JSON object
     separator: str | None = "\n"  # between two calls; None: one call only
-    open: str = ""  # before the first call
-    close: str = ""
+    lead: str = ""  # before the first delimiter
+    is_list: bool = False  # several calls between two delimiters
 
 
-_SYNTAXES = {
-    "[TOOL_CALLS]": CallSyntax("[TOOL_CALLS]", "[ARGS]", "", separator=""),
+_JSON = CallSyntax('\n{"name": "', '", "arguments": ', "}\n")
+_LIST = CallSyntax('{"name": "', '", "arguments": ', "}", separator=None, is_list=True)
+_SYNTAXES = {  # by the delimiter that begins a call
+    "[TOOL_CALLS]": CallSyntax("", "[ARGS]", "", separator=""),
     "<|tool_calls_section_begin|>": CallSyntax(
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.",
+        "<|tool_call_begin|>functions.",
         ":0<|tool_call_argument_begin|>",
-        "<|tool_call_end|><|tool_calls_section_end|>",
+        "<|tool_call_end|>",
         separator=None,  # the number after the name counts the calls
     ),
+    "<|open|>tools<|sep|>": CallSyntax(
+        '<|open|>call tool="',
+        '" index="1"<|sep|><|open|>json type="object"<|sep|>',
+        "<|close|>json<|sep|><|close|>call<|sep|>",
+        separator=None,
+    ),
     HARMONY.start: CallSyntax(
-        "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "", separator=None
+        "",
+        " <|constrain|>json<|message|>",
+        "",
+        separator=None,
+        lead="<|channel|>commentary ",
+    ),
+    "<|tool_call>": CallSyntax("call:", "{", "}", Parameters("", ":", "", ",", '<|"|>')),
+    "<|tool_call_start|>": CallSyntax("[", "(", ")]", Parameters("", "=", "", ", ", '"')),
+    "<function name=": CallSyntax('"', '">', "", Parameters('<param name="', '">', "</param>")),
+    "<minimax:tool_call>": CallSyntax(
+        '\n<invoke name="',
+        '">\n',
+        "</invoke>\n",
+        Parameters('<parameter name="', '">', "</parameter>\n"),
+    ),
+    "<atem:function_calls>": CallSyntax(
+        '\n<atem:invoke name="',
+        '">\n',
+        "</atem:invoke>\n",
+        Parameters('<atem:parameter name="', '">', "</atem:parameter>\n"),
+    ),
+    "<longcat_tool_call>": CallSyntax(
+        "",
+        "",
+        "",
+        Parameters(
+            "<longcat_arg_key>",
+            "</longcat_arg_key><longcat_arg_value>",
+            "</longcat_arg_value>",
+        ),
     ),
 }
-_LIST = CallSyntax('{"name": "', '", "arguments": ', "}", ", ", open="[TOOL_CALLS][", close="]")
+_IN_TOOL_CALL = (  # what else begins with <tool_call>: GLM's, Qwen3-Coder's
+    CallSyntax("", "", "", Parameters("<arg_key>", "</arg_key><arg_value>", "</arg_value>")),
+    CallSyntax(
+        "\n<function=",
+        ">\n",
+        "</function>\n",
+        Parameters("<parameter=", ">\n", "\n</parameter>\n"),
+    ),
+)
 
 
 def call_grammar(tools: Sequence[Tool], choice: ToolChoice, markup: Markup) -> str | None:
@@ -67,111 +123,65 @@ def call_grammar(tools: Sequence[Tool], choice: ToolChoice, markup: Markup) -> s
     wanted = [tool for tool in tools if choice.name in (None, tool["function"]["name"])]
     if not wanted:
         raise BadInput(f"tool_choice names {choice.name!r}, which is not in tools; add it.")
-    writer = LarkWriter(markup.tokenizer)
+    writer = CallWriter(markup, is_forced=True)
+    if writer.syntax is None:
+        raise BadInput(
+            f"tool_choice cannot force a call in the format of this model "
+            f"({markup.tool_format.start} …); use tool_choice auto."
+        )
     several = choice.parallel and choice.name is None
-    blanks = "/[ \\n]{0,4}/" if markup.preamble.think_start else ""
-    rules = [
-        *_calls(writer, markup.tool_format, wanted, several),
-        *writer.thoughts(markup.preamble),
-    ]
-    return "\n".join([f"start: thoughts {blanks} calls", *rules]) + "\n"
+    rules = [*writer.calls(wanted, several), *writer.thoughts(markup.preamble)]
+    return "\n".join([f"start: thoughts {_blanks(markup.preamble)} calls", *rules]) + "\n"
+
+
+def answer_grammar(
+    markup: Markup, preamble: Preamble, tools: Sequence[Tool] = (), several: bool = True
+) -> str:
+    """A grammar for a preamble and then `@answer`, which is another grammar, or calls of tools.
+
+    Empty if there is nothing but the answer.
+    """
+    if preamble == Preamble() and not tools:
+        return ""
+    writer = CallWriter(markup)
+    ways = [f"{writer.literal(preamble.header)} @answer"]
+    rules = [*writer.thoughts(preamble)]
+    if tools:
+        ways.append(f"{_blanks(markup.preamble)} calls")
+        rules += writer.calls(tools, several)
+    return "\n".join([f"start: thoughts ({' | '.join(ways)})", *rules]) + "\n"
 
 
 def no_call_grammar(markup: Markup) -> str | None:
     """A grammar for an answer without calls; None if calls do not start with plain text."""
-    writer = LarkWriter(markup.tokenizer)
-    call_start = markup.tool_format.start
-    if writer.has_token(call_start):
+    writer = CallWriter(markup)
+    if writer.has_token(markup.tool_format.start):
         return None
-    stops = markup.tokenizer.eos_token_ids
-    added = [str(token) for token in sorted(writer.added.values()) if token not in stops]
-    rules = [f"added: <[{','.join(added)}]>"] if added else []
-    start = "start: TEXT? (added TEXT?)*" if added else "start: TEXT?"
-    return "\n".join([start, *rules, f"TEXT: {writer.without(call_start)}"]) + "\n"
+    return "\n".join(["start: free", *writer.free_text()]) + "\n"
 
 
-def _calls(
-    writer: LarkWriter, tool_format: ToolFormat, tools: Sequence[Tool], several: bool
-) -> Iterator[str]:
-    """The rule `calls`, one call or several if allowed, and the rules it needs."""
-    syntax = _syntax(writer, tool_format)
-    if syntax is None and not _parses_xml(tool_format):
-        raise BadInput(
-            f"tool_choice cannot force a call in the format of this model ({tool_format.start} …); "
-            "use tool_choice auto."
-        )
-    around = syntax or CallSyntax("", "", "")
-    more = f"({writer.literal(around.separator or '')} call)*"
-    more = more if several and around.separator is not None else ""
-    yield f"calls: {writer.literal(around.open)} call {more} {writer.literal(around.close)}"
-    yield "call: " + " | ".join(f"call_{index}" for index in range(len(tools)))
-    for index, tool in enumerate(tools):
-        if syntax is not None:
-            yield _json_call(writer, syntax, index, tool["function"])
-        else:
-            yield from _xml_call(writer, tool_format, index, tool["function"])
+def strict_grammar(tools: Sequence[Tool], markup: Markup) -> str | None:
+    """A grammar for free text, and calls by their schemas wherever one begins in it.
+
+    None if no tool is strict, or where the start of a call cannot be told from other text.
+    """
+    writer, start = CallWriter(markup), markup.tool_format.start
+    if not any(tool["function"].get(STRICT) for tool in tools) or writer.syntax is None:
+        return None
+    if writer.has_token(start) and start not in writer.added:
+        return None
+    rules = [
+        "start: (before_call body)* free",
+        *writer.free_up_to("before_call", start),
+        *writer.free_text(),
+        *writer.body(tools),
+    ]
+    return "\n".join(rules) + "\n"
 
 
-def _syntax(writer: LarkWriter, tool_format: ToolFormat) -> CallSyntax | None:
-    """The JSON syntax that this format's parser accepts, if there is one."""
-    plain = CallSyntax(
-        f'{tool_format.start}\n{{"name": "', '", "arguments": ', f"}}\n{tool_format.end}"
-    )
-    syntax = _SYNTAXES.get(tool_format.start, plain)
-    if tool_format.start == "[TOOL_CALLS]" and "[ARGS]" not in writer.added:
-        syntax = _LIST
-    call = f'{syntax.before}f{syntax.between}{{"a": 1}}{syntax.after}'
-    text = f"{syntax.open}{call}{syntax.close}"
-    return syntax if _parses(tool_format, text) else None
-
-
-def _parses_xml(tool_format: ToolFormat) -> bool:
-    call = "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>"
-    return _parses(tool_format, f"{tool_format.start}\n{call}\n{tool_format.end}")
-
-
-def _parses(tool_format: ToolFormat, text: str) -> bool:
-    """Whether the format's parser reads this text, delimiters included, as f(a=1)."""
-    body = text.partition(tool_format.start)[2].removesuffix(tool_format.end)
-    return parses(tool_format.parse, body)
-
-
-def _json_call(
-    writer: LarkWriter, syntax: CallSyntax, index: int, function: Mapping[str, Any]
-) -> str:
-    before = writer.literal(syntax.before + function["name"] + syntax.between)
-    schema = function.get("parameters") or _NO_PARAMETERS
-    if schema.get("properties") == {} and not _OPEN_KEYS & schema.keys():
-        schema = _NO_PARAMETERS  # as a function without any is commonly written
-    arguments = _json_rule(_closed({**schema, "type": "object"}))
-    return f"call_{index}: {before} {arguments} {writer.literal(syntax.after)}"
-
-
-def _xml_call(
-    writer: LarkWriter, tool_format: ToolFormat, index: int, function: Mapping[str, Any]
-) -> Iterator[str]:
-    """Parameters in the order of the schema; strings bare, all else as JSON."""
-    schema: Mapping[str, Any] = function.get("parameters") or _NO_PARAMETERS
-    required = schema.get("required", ())
-    parts = []
-    for number, (name, wanted) in enumerate(schema.get("properties", {}).items()):
-        rule = f"call_{index}_{number}"
-        parts.append(rule if name in required else f"{rule}?")
-        yield f"{rule}: {writer.literal(f'<parameter={name}>' + chr(10))} {rule}_value"
-        yield _xml_value(writer, f"{rule}_value", _resolved(wanted, schema))
-    before = writer.literal(f"{tool_format.start}\n<function={function['name']}>\n")
-    after = writer.literal(f"</function>\n{tool_format.end}")
-    yield f"call_{index}: {before} {' '.join(parts)} {after}"
-
-
-def _xml_value(writer: LarkWriter, rule: str, schema: Mapping[str, Any]) -> str:
-    end = "\n</parameter>\n"
-    if "enum" in schema:
-        texts = [v if isinstance(v, str) else json.dumps(v) for v in schema["enum"]]
-        return f"{rule}: ({' | '.join(map(json.dumps, texts))}) {writer.literal(end)}"
-    if schema.get("type", "string") == "string":  # its parser takes untyped values as text
-        return f"{rule}[lazy]: {writer.until(end)}"
-    return f"{rule}: {_json_rule(_closed(schema))} {writer.literal(end)}"
+def _blanks(preamble: Preamble) -> str:
+    """Between reasoning and a call."""
+    return "/[ \\n]{0,4}/" if preamble.think_start else ""
 
 
 def _resolved(part: Any, root: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,31 +244,135 @@ class LarkWriter:
         return f"/(?s:.+)/ & ~/(?s:.*){_escape(excluded)}(?s:.*)/"
 
     def until(self, end: str) -> str:
-        """The body of a rule: any text, then `end`. Make the rule lazy if `end` is plain text."""
+        """The body of a rule: any text, then `end`. The rule is `lazy` if `end` is plain text."""
         if self.starts_with_token(end):
             return f"/(?s:.*)/ {self.literal(end)}"  # a regex never matches such a token
         return f"/(?s:.*){_escape(end)}/"
+
+    def lazy(self, end: str) -> str:
+        return "" if self.starts_with_token(end) else "[lazy]"
 
     def thoughts(self, preamble: Preamble) -> Iterator[str]:
         """The rule `thoughts`, optional reasoning, and the rules it needs."""
         if not preamble.think_start:
             yield 'thoughts: ""'
             return
-        lazy = "" if self.starts_with_token(preamble.think_end) else "[lazy]"
-        yield f"thought{lazy}: {self.until(preamble.think_end)}"
+        end = preamble.think_end
+        yield f"thought{self.lazy(end)}: {self.until(end)}"
         yield f"thoughts: ({self.literal(preamble.think_start)} thought)?"
 
 
-def preamble_grammar(tokenizer: Any, preamble: Preamble) -> str:
-    """A grammar for a preamble and then `@answer`, which is another grammar.
+class CallWriter(LarkWriter):
+    """Writes the rules of calls in a model's format, and of the text around them."""
 
-    Empty for an empty preamble.
-    """
-    if preamble == Preamble():
-        return ""
-    writer = LarkWriter(tokenizer)
-    start = f"start: thoughts {writer.literal(preamble.header)} @answer"
-    return "\n".join([start, *writer.thoughts(preamble)]) + "\n"
+    def __init__(self, markup: Markup, *, is_forced: bool = False) -> None:
+        super().__init__(markup.tokenizer)
+        self._format = markup.tool_format
+        self.syntax = self._find_syntax(is_forced)  # None: its parser reads none that is known
+        ends = set(markup.tokenizer.eos_token_ids)
+        around = [each for each in (self._format.start, self._format.end) if each]
+        self._others = [  # tokens that free text may have, which no regex matches
+            token
+            for name, token in sorted(self.added.items())
+            if token not in ends and not any(each in name for each in around)
+        ]
+
+    def _find_syntax(self, is_forced: bool) -> CallSyntax | None:
+        """The model's own; a forced call is JSON where its parser reads that too: it streams."""
+        start = self._format.start
+        own = _SYNTAXES.get(start)
+        if own is None:
+            candidates = [_JSON, *_IN_TOOL_CALL]
+        elif start == "[TOOL_CALLS]" and "[ARGS]" not in self.added:
+            candidates = [_LIST]
+        else:
+            candidates = [_JSON, own]
+        found = [each for each in candidates if parses(self._format.parse, _example(each))]
+        return found[0 if is_forced else -1] if found else None
+
+    def calls(self, tools: Sequence[Tool], several: bool) -> Iterator[str]:
+        """The rule `calls`, one call or several if allowed, and the rules it needs."""
+        syntax = self.syntax
+        start = self.literal((syntax.lead if syntax else "") + self._format.start)
+        separator = syntax.separator if syntax else None
+        more = f"({self.literal(separator)} {start} body)*" if separator is not None else ""
+        yield f"calls: {start} body {more if several else ''}"
+        yield from self.body(tools, several)
+
+    def body(self, tools: Sequence[Tool], several: bool = True) -> Iterator[str]:
+        """The rule `body`, what follows the start of a call; of an unknown syntax any text."""
+        syntax, end = self.syntax, self._format.end
+        if syntax is None:
+            yield from self.free_up_to("body", end)
+            yield from self.free_text()
+            return
+        more = '(", " call)*' if several else ""
+        call = f'"[" call {more} "]"' if syntax.is_list else "call"
+        yield f"body: {call} {self.literal(end)}"
+        yield "call: " + " | ".join(f"call_{index}" for index in range(len(tools)))
+        for index, tool in enumerate(tools):
+            yield from self._call(f"call_{index}", syntax, tool["function"])
+
+    def _call(self, rule: str, syntax: CallSyntax, function: Mapping[str, Any]) -> Iterator[str]:
+        before = self.literal(syntax.before + function["name"] + syntax.between)
+        schema = function.get("parameters") or _NO_PARAMETERS
+        yield f"{rule}: {before} {rule}_arguments {self.literal(syntax.after)}"
+        if syntax.parameters is not None:
+            yield from self._parameters(f"{rule}_arguments", syntax.parameters, schema)
+            return
+        if schema.get("properties") == {} and not _OPEN_KEYS & schema.keys():
+            schema = _NO_PARAMETERS  # as a function without any is commonly written
+        yield f"{rule}_arguments: {_json_rule(_closed({**schema, 'type': 'object'}))}"
+
+    def _parameters(self, rule: str, form: Parameters, schema: Mapping[str, Any]) -> Iterator[str]:
+        """Those of the schema in its order; one that is not required may be left out."""
+        properties = schema.get("properties", {})
+        required = [name in schema.get("required", ()) for name in properties]
+        rules = [f"{rule}_{number}" for number in range(len(properties))]
+        separated = [f"({self.literal(form.separator)} {each})" for each in rules]
+        later = [f"{r}{'' if must else '?'}" for r, must in zip(separated, required, strict=True)]
+        n_firsts = required.index(True) + 1 if any(required) else len(rules)
+        ways = [" ".join([rules[i], *later[i + 1 :]]) for i in range(n_firsts)]
+        yield f"{rule}: " + " | ".join(ways if any(required) else [*ways, '""'])
+        for each, (name, wanted) in zip(rules, properties.items(), strict=True):
+            yield f"{each}: {self.literal(form.before + name + form.between)} {each}_value"
+            yield self._value(f"{each}_value", form, _resolved(wanted, schema))
+
+    def _value(self, rule: str, form: Parameters, schema: Mapping[str, Any]) -> str:
+        end, quote = form.after, form.quote
+        is_text = schema.get("type", "string") == "string"  # parsers take untyped values as text
+        if quote == '"' or not (is_text or "enum" in schema):
+            return f"{rule}: {_json_rule(_closed(schema))} {self.literal(end)}"
+        if "enum" in schema:
+            texts = [
+                f"{quote}{v}{quote}" if isinstance(v, str) else json.dumps(v)
+                for v in schema["enum"]
+            ]
+            return f"{rule}: ({' | '.join(map(self.literal, texts))}) {self.literal(end)}"
+        if quote:
+            text = self._value(f"{rule}_text", form._replace(after=quote + end, quote=""), schema)
+            return f"{rule}: {self.literal(quote)} {rule}_text\n{text}"
+        return f"{rule}{self.lazy(end)}: {self.until(end)}"
+
+    def free_text(self) -> Iterator[str]:
+        """The rule `free`, text without the start of a call, and the rules it needs."""
+        yield "free: TEXT? (added TEXT?)*"
+        tokens = ",".join(map(str, self._others))
+        yield f"added: <[{tokens}]>" if tokens else "added: TEXT"
+        yield f"TEXT: {self.without(self._format.start)}"
+
+    def free_up_to(self, rule: str, end: str) -> Iterator[str]:
+        """A rule for free text and then `end`."""
+        yield f"{rule}: (TEXT? added)* {rule}_end"
+        yield f"{rule}_end{self.lazy(end)}: {self.until(end)}"
+
+
+def _example(syntax: CallSyntax) -> str:
+    """The call f(a=1), without delimiters."""
+    form = syntax.parameters
+    arguments = '{"a": 1}' if form is None else f"{form.before}a{form.between}1{form.after}"
+    call = f"{syntax.before}f{syntax.between}{arguments}{syntax.after}"
+    return f"[{call}]" if syntax.is_list else call
 
 
 def _quote(text: str) -> str:

@@ -45,6 +45,7 @@ What it returns comes back between <tool_response> and </tool_response>."""
 DEFERRED = (
     "deferred"  # a tool with this key can be called, but the client itself shows it to the model
 )
+STRICT = "strict"  # of a function: the arguments of its calls follow its schema
 _HARMONY = {"<|channel|>", "<|message|>", "<|call|>"}
 _HARMONY_CALL = re.compile(r"([\w.-]+).*?<\|message\|>(.*)", re.DOTALL)
 
@@ -169,12 +170,12 @@ def adapt_to_template(
     tools = [tool for tool in tools if not tool.get(DEFERRED)]
     if not markers.native:
         return TemplateInput(write_tools_as_text(messages, tools, tools_first), None)
-    return TemplateInput(list(messages), canonical_tools(tools) or None)
+    return TemplateInput(list(messages), _as_offered(tools) or None)
 
 
 def tool_block(tools: Iterable[Tool]) -> str:
     """The part of the system message that offers tools where the template does not."""
-    return BLOCK.format(tools="\n".join(_json(tool) for tool in canonical_tools(tools)))
+    return BLOCK.format(tools="\n".join(_json(tool) for tool in _as_offered(tools)))
 
 
 def write_tools_as_text(
@@ -232,6 +233,15 @@ def _checked(tool: Tool) -> Tool:
     if not isinstance(function.get("parameters") or {}, Mapping):
         raise BadInput(f"The parameters of tool {function['name']!r} must be a JSON schema.")
     return tool
+
+
+def _as_offered(tools: Iterable[Tool]) -> list[Tool]:
+    return [{**tool, "function": described(tool["function"])} for tool in canonical_tools(tools)]
+
+
+def described(function: Mapping[str, Any]) -> dict[str, Any]:
+    """A function as a prompt shows it: whether it is strict is no matter of the model."""
+    return {key: value for key, value in function.items() if key != STRICT}
 
 
 def _json(value: Any) -> str:

@@ -31,7 +31,7 @@ from keepwarm.text.request import (
     Tool,
     ToolChoice,
 )
-from keepwarm.text.tools import DEFERRED
+from keepwarm.text.tools import DEFERRED, described
 
 MODES: Mapping[str, Mode] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 SEARCH = "tool_search_tool"  # type prefix of tool searches that run on Anthropic's servers
@@ -357,11 +357,11 @@ def _tool(tool: AnthropicTool, deferred: bool) -> Tool:
     if tool.input_schema is None:
         where = "tools.input_schema"
         raise BadField(f"The tool {tool.name!r} has no input_schema; add one.", where)
-    offer = function_tool(tool.name, tool.description, tool.input_schema)
+    offer = function_tool(tool.name, tool.description, tool.input_schema, tool.strict)
     return {**offer, DEFERRED: True} if deferred else offer
 
 
 def _tool_text(tool: Tool) -> str:
     """A tool as it appears in a message."""
-    text = json.dumps(tool["function"], ensure_ascii=False, sort_keys=True)
+    text = json.dumps(described(tool["function"]), ensure_ascii=False, sort_keys=True)
     return f"<function>{text}</function>"

@@ -34,6 +34,7 @@ class AnthropicTool(JsonInput):
     name: str = Field(min_length=1, max_length=128)
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = Field(default=None, description="Arguments follow the schema.")
     defer_loading: bool | None = Field(
         default=None, description="Not shown until a message refers to it."
     )

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from keepwarm.errors import BadField
 from keepwarm.text.request import Tool, ToolChoice
+from keepwarm.text.tools import STRICT
 
 Mode = Literal["auto", "none", "required"]
 # A custom tool, whose input is text, is a function with this one argument.
@@ -19,8 +20,10 @@ TEXT_INPUT = {
 }
 
 
-def function_tool(name: str, description: str | None, parameters: object) -> Tool:
-    fields = {"name": name, "description": description, "parameters": parameters}
+def function_tool(
+    name: str, description: str | None, parameters: object, strict: bool | None = None
+) -> Tool:
+    fields = {"name": name, "description": description, "parameters": parameters, STRICT: strict}
     function = {key: value for key, value in fields.items() if value is not None}
     return {"type": "function", "function": function}
 

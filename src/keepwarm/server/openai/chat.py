@@ -139,7 +139,7 @@ def _tool(tool: ChatTool | CustomChatTool) -> Tool:
 
 
 def _offer(function: Function) -> Tool:
-    return {"type": "function", "function": function.model_dump(exclude_none=True)}
+    return function_tool(function.name, function.description, function.parameters, function.strict)
 
 
 def tool_choice_of(body: ChatRequest, tools: Sequence[Tool]) -> ToolChoice:

@@ -67,9 +67,7 @@ class Function(JsonInput):
     name: str = Field(min_length=1, max_length=128)
     description: str | None = None
     parameters: dict[str, Any] | None = Field(default=None, description="JSON schema.")
-    strict: Annotated[bool | None, IGNORED] = Field(
-        default=None, description="Arguments follow the schema where a tool is forced."
-    )
+    strict: bool | None = Field(default=None, description="Arguments follow the schema.")
 
 
 class ChatTool(JsonInput):

@@ -252,7 +252,7 @@ def _flat(tool: NamedChoice) -> str:
 
 def _tool(tool: ResponseTool, name: str) -> Tool:
     parameters = TEXT_INPUT if tool.type == "custom" else tool.parameters
-    return function_tool(name, tool.description, parameters)
+    return function_tool(name, tool.description, parameters, tool.strict)
 
 
 def _tool_choice(body: InputRequest, tools: Sequence[Tool]) -> ToolChoice:

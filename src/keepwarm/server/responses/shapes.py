@@ -57,6 +57,7 @@ class ResponseTool(JsonInput):
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(default=None, description="Arguments follow the schema.")
     format: Any = Field(default=None, description="A grammar is not enforced.")
     tools: Members[ResponseTool] | None = None
 
