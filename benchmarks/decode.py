@@ -1,8 +1,11 @@
-"""What decode steps of quantised models cost, by rows, and where the time goes.
+"""What decode steps of quantised models cost, by rows and by the way to multiply.
 
-`python -m benchmarks.decode --json FILE` takes under five minutes on a CUDA machine; `--tiny`
-checks on any machine that it runs. Ways to multiply are measured in turn. A stage that fails is
-reported whole, and the others go on.
+`python -m benchmarks.decode --json docs/results/decode.json` on a CUDA machine, then
+`benchmarks.decode_page` for the tables; `--tiny` checks on any machine that it runs.
+
+What counts is the pipelined step, as the engine runs them: the next is built and begun before the
+tokens of this one are read. Ways are measured in turn, the figures that matter most first. A stage
+that fails is reported whole, and the others go on.
 """
 
 from __future__ import annotations
@@ -12,9 +15,9 @@ import json
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,15 +34,15 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
-from benchmarks.kernels import AlikeKernel, ExpertKernel, FourWarps, SixteenWarps
+from benchmarks.kernels import ExpertKernel
 from benchmarks.shapes import SHAPES, build
 from keepwarm.models import row_products
-from keepwarm.models.product_kernels import Kernel, TensorKernel
+from keepwarm.models.product_kernels import AlikeKernel, Kernel, RowKernel, TensorKernel
 from keepwarm.models.row_products import (
+    MATRIX_ROWS,
     REPLACED,
     ROW_COUNTS,
     Names,
-    Product,
     ProductByRows,
     Products,
     by_shape,
@@ -47,13 +50,11 @@ from keepwarm.models.row_products import (
 )
 
 CONTEXT = 1024
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
-DRAFTS = (1, 2, 3, 4, 5, 8)  # tokens of one row
+BATCHES = (16, 4, 64, 1, 2, 8, 32)  # those with goals first
+DRAFTS = (1, 2, 4, 7, 8)  # tokens of one row
 PAIRS = (8, 16, 32, 64, 128, 256, 512)  # of rows and experts
 STEPS = 15
-ENOUGH_S = 0.6  # of steps of one kind
-COMPILED = ("today", "tensor", "tensor and experts")
-ALSO_UNMASKED = ("today", "flat", "tensor", "tensor and experts", "chosen")
+ENOUGH_S = 0.25  # of steps of one kind
 
 
 class RowSwitch(QuantizedSwitchLinear):  # type: ignore[misc]
@@ -75,32 +76,42 @@ class Report:
     """Results by stage; written after each, so that a time limit loses one stage only."""
 
     def __init__(self, file: Path | None, budget_s: float) -> None:
+        device = mx.device_info()
         self.found: dict[str, Any] = {
+            "date": time.strftime("%Y-%m-%d"),
             "mlx": version("mlx"),
-            "device": str(mx.default_device()),
-            "device_info": {name: str(value) for name, value in mx.device_info().items()},
+            "device": str(device.get("device_name", mx.default_device())),
         }
+        self.failed: list[str] = []
         self._file = file
         self._end = time.perf_counter() + budget_s
 
-    def stage(self, name: str, measure: Callable[[], Any]) -> None:
-        if time.perf_counter() > self._end:
-            self.found[name] = "skipped: no time left"
-            print(name, "skipped: no time left", flush=True)
-            return
+    def stage(self, name: str, measure: Callable[[], Any], n_rows: int | None = None) -> None:
+        label = name if n_rows is None else f"{name}, rows {n_rows}"
         started = time.perf_counter()
-        try:
-            self.found[name] = measure()
-        except Exception:
-            self.found[name] = {"error": traceback.format_exc()}
-            print(f"{name} FAILED\n{traceback.format_exc()}", flush=True)
-        print(f"--- {name}: {time.perf_counter() - started:.1f} s", flush=True)
+        if started > self._end:
+            found: Any = note(label, "skipped: no time left")
+        else:
+            found = self._attempt(label, measure)
+            print(f"--- {label}: {time.perf_counter() - started:.1f} s", flush=True)
+        if n_rows is None:
+            self.found[name] = found
+        else:
+            self.found.setdefault(name, {})[str(n_rows)] = found
         if self._file:
-            self._file.write_text(json.dumps(self.found, indent=1))
+            self._file.write_text(json.dumps(self.found, indent=1) + "\n")
+
+    def _attempt(self, label: str, measure: Callable[[], Any]) -> Any:
+        try:
+            return measure()
+        except Exception:
+            self.failed.append(label)
+            print(f"{label} FAILED\n{traceback.format_exc()}", flush=True)
+            return {"error": traceback.format_exc()}
 
 
 def note(label: str, value: Any) -> Any:
-    print(f"{label:<64} {value}", flush=True)
+    print(f"{label:<56} {value}", flush=True)
     return value
 
 
@@ -108,17 +119,21 @@ def median_ms(work: Callable[[], object]) -> float:
     for _ in range(2):  # compile kernels, fill caches
         work()
     times: list[float] = []
-    while len(times) < STEPS and (len(times) < 3 or sum(times) < 1000 * ENOUGH_S):
+    while not _are_enough(times):
         started = time.perf_counter()
         work()
         times.append(1000 * (time.perf_counter() - started))
     return round(median(times), 3)
 
 
+def _are_enough(times: Sequence[float]) -> bool:
+    return len(times) >= STEPS or (len(times) >= 3 and sum(times) > 1000 * ENOUGH_S)
+
+
 # Ways to multiply
 
 
-ROW_KERNELS = (TensorKernel, FourWarps, SixteenWarps, AlikeKernel)
+ROW_KERNELS: tuple[type[RowKernel], ...] = (AlikeKernel, TensorKernel)
 
 
 class StandIn:
@@ -126,9 +141,10 @@ class StandIn:
 
     def __init__(self, kernel: Any) -> None:
         self.name = kernel.name
-        self.max_rows = getattr(kernel, "max_rows", 0)
+        self.row_counts = getattr(kernel, "row_counts", range(0))
+        self.is_exact = False
 
-    def can_multiply(self, _dtype: mx.Dtype, _module: Any) -> bool:
+    def can_multiply(self, _module: Any) -> bool:
         return True
 
     def __call__(self, x: mx.array, module: Any, experts: mx.array | None = None) -> mx.array:
@@ -142,12 +158,10 @@ def made(kernel: type[Kernel]) -> Any:
     return kernel() if mx.cuda.is_available() else StandIn(kernel)
 
 
-FLAT: Names = {1: "plain", **dict.fromkeys(range(2, 8), "padded"), 8: "flat"}
 FORCED: dict[str, Names] = {
-    "flat": FLAT,
-    "tensor": {32: TensorKernel.name, 64: "flat"},
-    "tensor to 8": {8: TensorKernel.name, 9: "flat"},
-    "alike": {**FLAT, **dict.fromkeys(range(1, 8), AlikeKernel.name)},
+    "flat": {MATRIX_ROWS: "flat"},
+    "alike": {2: AlikeKernel.name, MATRIX_ROWS: "flat"},
+    "tensor": {2: TensorKernel.name, TensorKernel.row_counts.stop: "flat"},
 }
 
 
@@ -160,13 +174,12 @@ class Ways:
         self.expert_kernel = made(ExpertKernel)
         self.shapes = by_shape(model)
         linears = {path: m for modules in self.shapes.values() for path, m in modules.items()}
-        self._today = linears | self._switches()
+        self._today = linears | self.switches()
         self.ways: dict[str, dict[str, Any]] = {"today": self._today}
         for name, names in FORCED.items():
             self.ways[name] = {**self._today, **self._replaced(dict.fromkeys(self.shapes, names))}
-        self._add_experts()
 
-    def _switches(self) -> dict[str, Any]:
+    def switches(self) -> dict[str, Any]:
         leaves: Any = tree_flatten(
             self.model.leaf_modules(), is_leaf=lambda leaf: hasattr(leaf, "leaf_modules")
         )
@@ -177,146 +190,38 @@ class Ways:
             path: REPLACED[type(m)](m, self._product(m, names[shape]))
             for shape, modules in self.shapes.items()
             for path, m in modules.items()
+            if set(names[shape].values()) != {"plain"}
         }
 
     def _product(self, module: Any, names: Names) -> ProductByRows:
         return ProductByRows(module["scales"].dtype, self.products.named, names)
 
-    def _add_experts(self) -> None:
-        switches = self._switches()
-        if not switches:
-            return
-        experts = {path: RowSwitch(m, self.expert_kernel, 512) for path, m in switches.items()}
-        self.ways["tensor and experts"] = {**self.ways["tensor"], **experts}
-        self.ways["flat and experts"] = {**self.ways["flat"], **experts}
-
     def add_chosen(self) -> dict[str, Any]:
-        """By what is measured, as at load."""
-        production = Products([made(TensorKernel)])
+        """By what is measured, as at load; and the same with the kernel for experts."""
         started = time.perf_counter()
         names = {
-            shape: row_products.fastest(production, [*modules.values()])
+            shape: row_products.faster_ways(self.products, [*modules.values()])
             for shape, modules in self.shapes.items()
         }
-        took = time.perf_counter() - started
+        took = note("measuring at load, s", round(time.perf_counter() - started, 2))
+        for shape, chosen in names.items():
+            note(f"chosen, {shape}", chosen)
         self.ways["chosen"] = {**self._today, **self._replaced(names)}
-        return {"seconds": note("measuring at load, s", round(took, 2)), "names": names}
+        if switches := self.switches():
+            kernel, most = self.expert_kernel, PAIRS[-1]
+            experts = {path: RowSwitch(m, kernel, most) for path, m in switches.items()}
+            self.ways["chosen and experts"] = {**self.ways["chosen"], **experts}
+        return {"seconds": took, "names": names}
+
+    def for_rows(self, n_rows: int) -> list[str]:
+        """Without those that are another one of them at so many rows."""
+        same = {"alike"} if n_rows >= MATRIX_ROWS else {"flat"}
+        if n_rows == 1:
+            same = set(FORCED)
+        return [name for name in self.ways if name not in same]
 
     def use(self, name: str) -> None:
         self.model.update_modules(tree_unflatten(list(self.ways[name].items())))
-
-
-# Single products
-
-
-def product_times(ways: Ways, row_counts: Sequence[int]) -> dict[str, Any]:
-    """Microseconds of one product, in a chain where each waits for the one before."""
-    found: dict[str, Any] = {}
-    for shape, by_path in ways.shapes.items():
-        modules = [*by_path.values()]
-        found[shape] = {"chain alone": us_of(nothing, modules, 1)}
-        for n_rows in row_counts:
-            names = [*ways.products.for_rows(n_rows, modules[0])]
-            times = {n: us_of(ways.products.named[n], modules, n_rows) for n in names}
-            found[shape][n_rows] = note(f"µs, {shape}, rows {n_rows}", times)
-    return found
-
-
-def nothing(x: mx.array, _module: Any) -> mx.array:
-    return x
-
-
-def us_of(product: Product, modules: Sequence[Any], n_rows: int) -> Any:
-    try:
-        used = len(modules[: row_products.MODULES])
-        return round(1e6 * row_products.seconds(product, modules, n_rows) / used, 1)
-    except Exception as error:
-        print(error, flush=True)
-        return f"failed: {str(error)[:2000]}"
-
-
-def equality(ways: Ways) -> dict[str, Any]:
-    """Rows against MLX's product of one row, and both against fp32."""
-    found = {}
-    for shape, by_path in ways.shapes.items():
-        module = next(iter(by_path.values()))
-        found[shape] = {
-            n_rows: {name: compared(ways, name, module, n_rows) for name in names}
-            for n_rows in (1, 3, 4, 7, 8, 16)
-            if (names := ways.products.for_rows(n_rows, module))
-        }
-        for n_rows, results in found[shape].items():
-            note(f"equality, {shape}, rows {n_rows}", results)
-    return found
-
-
-def compared(ways: Ways, name: str, module: Any, n_rows: int) -> Any:
-    try:
-        return _compared(ways.products.named[name], module, n_rows)
-    except Exception as error:
-        return f"failed: {str(error)[:2000]}"
-
-
-def _compared(product: Product, module: Any, n_rows: int) -> dict[str, Any]:
-    scales = module["scales"]
-    mx.random.seed(n_rows)
-    n_inputs = scales.shape[-1] * module.group_size
-    x = mx.random.normal((n_rows, 1, n_inputs)).astype(scales.dtype)
-    rows = product(x, module)
-    alone = mx.concatenate([row_products.plain(x[i : i + 1], module) for i in range(n_rows)])
-    own = mx.concatenate([product(x[i : i + 1], module) for i in range(n_rows)])
-    biases = module.get("biases")
-    weights = mx.dequantize(
-        module["weight"], scales, biases, module.group_size, module.bits, module.mode
-    )
-    exact = x.astype(mx.float32) @ weights.astype(mx.float32).T
-
-    def distance(result: mx.array) -> float:
-        return float(mx.abs(result.astype(mx.float32) - exact).max() / exact.std())
-
-    return {
-        "equal to one row of MLX": bool(mx.array_equal(rows, alone)),
-        "equal to its own row alone": bool(mx.array_equal(rows, own)),
-        "argmax equal": bool(mx.array_equal(mx.argmax(rows, -1), mx.argmax(alone, -1))),
-        "max error": round(distance(rows), 5),
-        "max error of MLX's row": round(distance(alone), 5),
-    }
-
-
-def expert_times(ways: Ways) -> dict[int, Any]:
-    """Microseconds of one product with experts, by pairs of rows and experts."""
-    switches = [*ways.ways["today"].values()]
-    switches = [m for m in switches if isinstance(m, QuantizedSwitchLinear)]
-    return {n: note(f"µs, experts, {n} pairs", _expert_times(ways, switches, n)) for n in PAIRS}
-
-
-def _expert_times(ways: Ways, switches: Sequence[Any], n_pairs: int) -> dict[str, Any]:
-    module = switches[0]
-    x = mx.random.normal((n_pairs, 1, module.input_dims)).astype(module["scales"].dtype)
-    experts = mx.random.randint(0, module.num_experts, (n_pairs,)).astype(mx.uint32)
-    in_order = mx.sort(experts)
-    mx.eval(x, experts, in_order)
-    alike = [m for m in switches if m["weight"].shape == module["weight"].shape][:4]
-    products: dict[str, Callable[[Any], mx.array]] = {
-        "as they come": lambda m: m(x, experts),
-        "sorted": lambda m: m(x, in_order, sorted_indices=True),
-        "sorted, not told": lambda m: m(x, in_order),
-    }
-    kernel = ways.expert_kernel
-    products["kernel"] = lambda m: kernel(x, m, experts)
-    products["kernel, sorted"] = lambda m: kernel(x, m, in_order)
-    found: dict[str, Any] = {}
-    for name, product in products.items():
-        found[name] = _attempt(lambda product=product: us_of_each(product, alike))  # type: ignore[misc]
-    found["difference"] = _attempt(
-        lambda: row_products.apart(products["kernel"](module), products["as they come"](module))
-    )
-    return found
-
-
-def us_of_each(product: Callable[[Any], mx.array], modules: Sequence[Any]) -> float:
-    ms = median_ms(lambda: mx.eval([product(module) for module in modules]))
-    return round(1000 * ms / len(modules), 1)
 
 
 # Whole steps
@@ -353,34 +258,58 @@ class Steps:
     def one(self, caches: list[Any], tokens: mx.array) -> mx.array:
         return mx.argmax(self.model(tokens, cache=caches)[:, -1:], axis=-1)
 
-    def ms(self, n_rows: int, *, masked: bool = True, n_tokens: int = 1) -> float:
-        caches = self.caches(n_rows, masked=masked)
-        tokens = mx.ones((n_rows, n_tokens), mx.int32)
+    def whole_ms(self, n_rows: int) -> float:
+        """Each step begins when the one before it has ended."""
+        caches, tokens = self.caches(n_rows, masked=True), mx.ones((n_rows, 1), mx.int32)
         return median_ms(lambda: mx.eval(self.one(caches, tokens)))
 
+    def pipelined_ms(self, n_rows: int) -> tuple[float, float]:
+        """As the engine runs: a step, and what of it the host took to build and enqueue."""
+        caches, tokens = self.caches(n_rows, masked=True), mx.ones((n_rows, 1), mx.int32)
+        mx.async_eval(tokens := self.one(caches, tokens))
+        times: list[float] = []
+        host: list[float] = []
+        while not _are_enough(times[1:]):
+            start = time.perf_counter()
+            mx.async_eval(following := self.one(caches, tokens))
+            begun = time.perf_counter()
+            tokens.tolist()
+            tokens = following
+            host.append(1000 * (begun - start))
+            times.append(1000 * (time.perf_counter() - start))
+        mx.eval(tokens)
+        return round(median(times[1:]), 3), round(median(host[1:]), 3)
 
-def step_times(ways: Ways, steps: Steps, batches: Sequence[int], *, masked: bool) -> dict[int, Any]:
-    """Milliseconds of a step and tokens per second by rows, ways in turn, twice."""
-    found = {}
-    for n_rows in batches:
-        names = [name for name in ways.ways if masked or name in ALSO_UNMASKED]
-        if n_rows > 8:
-            names = [name for name in names if name not in ("alike", "tensor to 8")]
-        times: dict[str, list[float]] = {name: [] for name in names}
-        for name in chain(names, names):
-            ways.use(name)
-            times[name].append(steps.ms(n_rows, masked=masked))
-        best = {name: min(ms) for name, ms in times.items()}
-        found[n_rows] = {
-            "ms": times,
-            "tokens/s": {name: round(1000 * n_rows / ms) for name, ms in best.items()},
-            "times today": {name: round(best["today"] / ms, 2) for name, ms in best.items()},
-        }
-        what = "steps" if masked else "steps without a mask"
-        note(f"{what}, rows {n_rows}, tokens/s", found[n_rows]["tokens/s"])
-        note(f"{what}, rows {n_rows}, times today", found[n_rows]["times today"])
+
+def step_times(ways: Ways, steps: Steps, n_rows: int) -> dict[str, Any]:
+    """Steps with all ways in turn, twice; the faster one counts."""
+    names = ways.for_rows(n_rows)
+    whole: dict[str, list[float]] = {name: [] for name in names}
+    pipelined: dict[str, list[float]] = {name: [] for name in names}
+    host: dict[str, list[float]] = {name: [] for name in names}
+    for name in [*names, *names]:
+        ways.use(name)
+        whole[name].append(steps.whole_ms(n_rows))
+        step, of_host = steps.pipelined_ms(n_rows)
+        pipelined[name].append(step)
+        host[name].append(of_host)
     ways.use("today")
+    found = _rates(whole, n_rows)
+    found["pipelined"] = {**_rates(pipelined, n_rows), "host ms": host}
+    for kind, rates in {"pipelined": found["pipelined"], "one by one": found}.items():
+        note(f"{kind}, rows {n_rows}, tokens/s", rates["tokens/s"])
+        note(f"{kind}, rows {n_rows}, times today", rates["times today"])
+    note(f"pipelined, rows {n_rows}, ms of the host", host)
     return found
+
+
+def _rates(times: Mapping[str, Sequence[float]], n_rows: int) -> dict[str, Any]:
+    best = {name: min(ms) for name, ms in times.items()}
+    return {
+        "ms": dict(times),
+        "tokens/s": {name: round(1000 * n_rows / ms) for name, ms in best.items()},
+        "times today": {name: round(best["today"] / ms, 2) for name, ms in best.items()},
+    }
 
 
 def draft_times(ways: Ways, steps: Steps) -> dict[str, Any]:
@@ -407,15 +336,21 @@ def draft_ms(steps: Steps, n_tokens: int) -> float:
 
 
 def agreement(ways: Ways, steps: Steps, n_rows: int = 4, n_steps: int = 8) -> dict[str, Any]:
-    """Logits of a batch against those of the same rows alone, and against today's."""
+    """Logits of a batch against those of the same rows alone, of today's, and of the same again.
+
+    If the same batch differs when it is repeated, the other figures have that much of noise.
+    """
     found: dict[str, Any] = {}
+    everyone = [list(range(n_rows))]
     reference = None
     for name in ways.ways:
         ways.use(name)
-        together = _logits(steps, [list(range(n_rows))], n_rows, n_steps)
+        together = _logits(steps, everyone, n_rows, n_steps)
+        again = _logits(steps, everyone, n_rows, n_steps)
         alone = _logits(steps, [[row] for row in range(n_rows)], n_rows, n_steps)
         reference = together if reference is None else reference
         found[name] = {
+            "batch and the same again": _apart(together, again),
             "batch and alone": _apart(together, alone),
             "batch and today's batch": _apart(together, reference),
         }
@@ -449,190 +384,102 @@ def _apart(one: mx.array, other: mx.array) -> dict[str, Any]:
     }
 
 
-# Where the time of one row goes
+# Single products
 
 
-def profile(ways: Ways, steps: Steps, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _profile(ways, steps, config, name) for name in ways.ways}
+def product_times(ways: Ways) -> dict[str, Any]:
+    """Microseconds of one product among others, as measured at load."""
+    found: dict[str, Any] = {}
+    for shape, by_path in ways.shapes.items():
+        modules = [*by_path.values()]
+        found[shape] = {}
+        for n_rows in ROW_COUNTS:
+            names = ["plain", *ways.products.for_rows(n_rows, modules[0])]
+            times = {name: _product_us(ways, name, modules, n_rows) for name in names}
+            found[shape][n_rows] = note(f"µs, {shape}, rows {n_rows}", times)
+    return found
 
 
-def _profile(ways: Ways, steps: Steps, config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    ways.use(name)
-    modules = [m for m in ways.ways[name].values() if isinstance(m, QuantizedLinear)]
-    whole = steps.ms(1)
-    building, evaluating = _building_and_evaluating(steps)
-    found = {
-        "whole step": whole,
-        "building the graph": building,
-        "evaluating it": evaluating,
-        "pipelined, as the engine runs": _pipelined(steps),
-        "compiled": _attempt(lambda: _compiled(steps)) if name in COMPILED else None,
-        "linear products alone, one after the other": _products_ms(modules, chained=True),
-        "linear products alone, independent": _products_ms(modules, chained=False),
-        "building these": _building_products(modules),
-        "attention alone": _attention_ms(config, masked=False),
-        "attention alone, array mask": _attention_ms(config, masked=True),
-        "norms alone": _norms_ms(config),
+def _product_us(ways: Ways, name: str, modules: Sequence[Any], n_rows: int) -> float:
+    n_used = len(modules[: row_products.MODULES])
+    seconds = row_products.seconds(ways.products.named[name], modules, n_rows)
+    return round(1e6 * seconds / n_used, 1)
+
+
+def expert_times(ways: Ways) -> dict[int, Any]:
+    """Microseconds of one product of rows and experts, sorted and not, by our kernel and by MLX."""
+    switches = [*ways.switches().values()]
+    return {n: note(f"µs, experts, {n} pairs", _expert_times(ways, switches, n)) for n in PAIRS}
+
+
+def _expert_times(ways: Ways, switches: Sequence[Any], n_pairs: int) -> dict[str, Any]:
+    module = switches[0]
+    x = mx.random.normal((n_pairs, 1, module.input_dims)).astype(module["scales"].dtype)
+    experts = mx.random.randint(0, module.num_experts, (n_pairs,)).astype(mx.uint32)
+    in_order = mx.sort(experts)
+    mx.eval(x, experts, in_order)
+    alike = [m for m in switches if m["weight"].shape == module["weight"].shape][:4]
+    kernel = ways.expert_kernel
+    products: dict[str, Callable[[Any], mx.array]] = {
+        "as they come": lambda m: m(x, experts),
+        "sorted": lambda m: m(x, in_order, sorted_indices=True),
+        "sorted, not told": lambda m: m(x, in_order),
+        "kernel": lambda m: kernel(x, m, experts),
+        "kernel, sorted": lambda m: kernel(x, m, in_order),
     }
-    ways.use("today")
-    return dict(note(f"one row, ms, {name}", found))
+    found: dict[str, Any] = {name: _us_of_each(work, alike) for name, work in products.items()}
+    kernels, today = products["kernel"](module), products["as they come"](module)
+    found["difference"] = row_products.apart(kernels, today)
+    return found
 
 
-def _attempt(measure: Callable[[], float]) -> Any:
-    try:
-        return measure()
-    except Exception as error:
-        return f"failed: {str(error)[:500]}"
-
-
-def _building_and_evaluating(steps: Steps) -> tuple[float, float]:
-    caches, tokens = steps.caches(1, masked=True), mx.ones((1, 1), mx.int32)
-    building, evaluating = [], []
-    for _ in range(STEPS):
-        start = time.perf_counter()
-        result = steps.one(caches, tokens)
-        built = time.perf_counter()
-        mx.eval(result)
-        building.append(1000 * (built - start))
-        evaluating.append(1000 * (time.perf_counter() - built))
-    return round(median(building), 3), round(median(evaluating), 3)
-
-
-def _pipelined(steps: Steps) -> float:
-    """The next step is built and begun before the token of this one is read."""
-    caches, token = steps.caches(1, masked=True), mx.ones((1, 1), mx.int32)
-    times: list[float] = []
-    mx.async_eval(token := steps.one(caches, token))
-    for _ in range(2 * STEPS):
-        start = time.perf_counter()
-        mx.async_eval(following := steps.one(caches, token))
-        token.item()
-        token = following
-        times.append(1000 * (time.perf_counter() - start))
-    return round(median(times), 3)
-
-
-def _compiled(steps: Steps) -> float:
-    """The same position every time: a compiled function has no other."""
-    caches, tokens = steps.caches(1, masked=True), mx.ones((1, 1), mx.int32)
-    position = caches[0].offset
-    state = [[cache.keys, cache.values] for cache in caches]
-
-    def step(tokens: mx.array, state: Any) -> Any:
-        for cache, (keys, values) in zip(caches, state, strict=True):
-            cache.keys, cache.values, cache.offset = keys, values, position
-        token = steps.one(caches, tokens)
-        return token, [[cache.keys, cache.values] for cache in caches]
-
-    compiled = mx.compile(step)
-    return median_ms(lambda: mx.eval(compiled(tokens, state)))
-
-
-def _product_chain(modules: Sequence[Any], *, chained: bool) -> Iterator[mx.array]:
-    last: Any = 0.0
-    for module in modules:
-        scales = module["scales"]
-        x = mx.ones((1, 1, scales.shape[-1] * module.group_size), scales.dtype)
-        last = module(x + last if chained else x)[..., :1] * 0
-        yield last
-
-
-def _products_ms(modules: Sequence[Any], *, chained: bool) -> float:
-    return median_ms(lambda: mx.eval([*_product_chain(modules, chained=chained)]))
-
-
-def _building_products(modules: Sequence[Any]) -> float:
-    return median_ms(lambda: [*_product_chain(modules, chained=True)])
-
-
-def _attention_ms(config: Mapping[str, Any], *, masked: bool) -> float:
-    heads, groups, size = (
-        config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
-    )
-    dtype = mx.bfloat16 if mx.default_device() == mx.gpu else mx.float32
-    keys = mx.random.normal((1, groups, CONTEXT, size)).astype(dtype)
-    mask = mx.ones((1, 1, 1, CONTEXT), mx.bool_) if masked else None
-    queries = mx.random.normal((1, heads, 1, size)).astype(dtype)
-    mx.eval(keys, queries)
-
-    def layers() -> None:
-        last = queries
-        for _ in range(config["num_hidden_layers"]):
-            last = mx.fast.scaled_dot_product_attention(last, keys, keys, scale=0.1, mask=mask)
-        mx.eval(last)
-
-    return median_ms(layers)
-
-
-def _norms_ms(config: Mapping[str, Any]) -> float:
-    """Two for each layer: what an operation costs that computes nearly nothing."""
-    dtype = mx.bfloat16 if mx.default_device() == mx.gpu else mx.float32
-    weight = mx.ones((config["hidden_size"],), dtype)
-    x = mx.ones((1, 1, config["hidden_size"]), dtype)
-    mx.eval(weight, x)
-
-    def layers() -> None:
-        last = x
-        for _ in range(2 * config["num_hidden_layers"]):
-            last = mx.fast.rms_norm(last, weight, 1e-5)
-        mx.eval(last)
-
-    return median_ms(layers)
+def _us_of_each(product: Callable[[Any], mx.array], modules: Sequence[Any]) -> float:
+    ms = median_ms(lambda: mx.eval([product(module) for module in modules]))
+    return round(1000 * ms / len(modules), 1)
 
 
 # The program
 
 
-def sources() -> dict[str, str]:
-    """Text and arguments of every kernel, checked where none can run."""
+def check_kernels() -> list[str]:
+    """The arguments of every kernel, also where none can run."""
     linear: Any = QuantizedLinear(256, 48, bias=False)
     linear.set_dtype(mx.bfloat16)
     switch: Any = QuantizedSwitchLinear(256, 48, 4, bias=False)
     switch.set_dtype(mx.bfloat16)
     x = mx.zeros((3, 1, 256), mx.bfloat16)
     experts = mx.zeros((3,), mx.uint32)
-    found = {}
-    for kernel in ROW_KERNELS:
-        assert kernel.can_multiply(x.dtype, linear), kernel.name
-        found[kernel.name] = _described(kernel, kernel.arguments(x, linear))
-    found[ExpertKernel.name] = _described(ExpertKernel, ExpertKernel.arguments(x, switch, experts))
-    return found
+    calls: dict[type[Kernel], Any] = {k: k.arguments(x, linear) for k in ROW_KERNELS}
+    calls[ExpertKernel] = ExpertKernel.arguments(x, switch, experts)
+    for kernel, call in calls.items():
+        assert len(call["inputs"]) == len(kernel.inputs), kernel.name
+        assert call["output_shapes"] == [(3, 1, 48)], kernel.name
+    return [kernel.name for kernel in calls]
 
 
-def _described(kernel: type[Kernel], arguments: Mapping[str, Any]) -> str:
-    assert len(arguments["inputs"]) == len(kernel.inputs)
-    (shape,) = arguments["output_shapes"]
-    assert shape == (3, 1, 48), shape
-    launch = {name: str(value) for name, value in arguments.items() if name != "inputs"}
-    return f"{launch}\n{kernel.source}"
+def measure(report: Report, shapes: Sequence[str], folder: Path, context: int) -> None:
+    """Steps of all models first, row count by row count; what explains them last."""
+    started: dict[str, tuple[Ways, Steps]] = {}
 
-
-def measure(report: Report, shape: str, folder: Path, context: int) -> None:
-    config = SHAPES[shape]
-    started: list[Ways] = []
-
-    def start() -> dict[str, Any]:
+    def start(shape: str) -> dict[str, Any]:
         ways = Ways(build(shape, folder).module)
-        started.append(ways)
-        return {"ways": [*ways.ways], "modules": {s: len(m) for s, m in ways.shapes.items()}}
+        started[shape] = ways, Steps(ways.model, SHAPES[shape], context)
+        return {"modules": {s: len(m) for s, m in ways.shapes.items()}}
 
-    report.stage(f"{shape}: model", start)
-    if not started:
-        return
-    (ways,) = started
-    steps = Steps(ways.model, config, context)
-    for name, work in {
-        "products": lambda: product_times(ways, ROW_COUNTS),
-        "equality": lambda: equality(ways),
-        "experts": lambda: expert_times(ways) if "num_experts" in config else "none",
-        "chosen": ways.add_chosen,
-        "steps": lambda: step_times(ways, steps, BATCHES, masked=True),
-        "profile": lambda: profile(ways, steps, config),
-        "drafts": lambda: draft_times(ways, steps),
-        "agreement": lambda: agreement(ways, steps),
-        "steps without a mask": lambda: step_times(ways, steps, BATCHES, masked=False),
-    }.items():
-        report.stage(f"{shape}: {name}", work)
+    report.stage("kernels", check_kernels)
+    for shape in shapes:
+        report.stage(f"{shape}: model", partial(start, shape))
+    for shape, (ways, _) in started.items():
+        report.stage(f"{shape}: chosen", ways.add_chosen)
+    for n_rows in BATCHES:
+        for shape, (ways, steps) in started.items():
+            report.stage(f"{shape}: steps", partial(step_times, ways, steps, n_rows), n_rows)
+    for shape, (ways, steps) in started.items():
+        report.stage(f"{shape}: agreement", partial(agreement, ways, steps))
+        report.stage(f"{shape}: drafts", partial(draft_times, ways, steps))
+        report.stage(f"{shape}: products", partial(product_times, ways))
+        if ways.switches():
+            report.stage(f"{shape}: experts", partial(expert_times, ways))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -644,13 +491,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     shapes = "tiny,tiny-experts" if given.tiny else given.shapes
     report = Report(given.json, given.budget)
-    report.stage("kernels", sources)
-    for shape in shapes.split(","):
-        with tempfile.TemporaryDirectory() as folder:
-            measure(report, shape, Path(folder), 64 if given.tiny else CONTEXT)
-        mx.clear_cache()
-    failed = [name for name, found in report.found.items() if "error" in str(found)[:12]]
-    print("failed stages:", failed or "none", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        measure(report, shapes.split(","), Path(folder), 64 if given.tiny else CONTEXT)
+    print("failed stages:", report.failed or "none", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Quantised products in other layouts: the same results, and the fastest way is chosen."""
+"""Quantised products in other ways: the same results, and only what is faster is used."""
 
 import json
+import time
+from itertools import pairwise
 
 import mlx.core as mx
 import pytest
-from benchmarks.kernels import AlikeKernel, ExpertKernel
+from benchmarks.kernels import ExpertKernel
 from benchmarks.shapes import build
 from mlx import nn
 from mlx.utils import tree_flatten
@@ -12,7 +14,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from keepwarm.models import row_products
 from keepwarm.models.load import load
-from keepwarm.models.product_kernels import TensorKernel
+from keepwarm.models.product_kernels import AlikeKernel, TensorKernel
 from keepwarm.models.row_products import (
     ROW_COUNTS,
     ProductByRows,
@@ -23,27 +25,27 @@ from keepwarm.models.row_products import (
     by_shape,
     choose,
     flat,
-    padded,
     plain,
 )
 from keepwarm.state_file import MACHINE
 from tests.kit.checkpoints import write_checkpoint
 
 ROWS = (1, 2, 3, 7)
-FLAT = {1: "plain", 7: "padded", 64: "flat"}
+FLAT = {2: "flat"}
 
 
 class FakeKernel:
     """Has a name and counts its calls."""
 
-    def __init__(self, name, max_rows=64, result=plain):
+    def __init__(self, name, row_counts=range(2, 33), result=plain, is_exact=False):
         self.name = name
-        self.max_rows = max_rows
+        self.row_counts = row_counts
+        self.is_exact = is_exact
         self.calls = []
         self._result = result
 
-    def can_multiply(self, dtype, module):
-        return True
+    def can_multiply(self, module):
+        return module.bits == 4
 
     def __call__(self, x, module):
         self.calls.append(x.shape)
@@ -81,11 +83,10 @@ def rows_of(n_rows, dtype=mx.float32):
 
 
 @pytest.mark.parametrize("n_rows", ROWS)
-@pytest.mark.parametrize("way", [flat, padded])
-def test_another_layout_has_the_same_result(way, n_rows):
+def test_another_layout_has_the_same_result(n_rows):
     module, x = linear(), rows_of(n_rows)
-    assert mx.array_equal(way(x, module), plain(x, module))
-    assert mx.array_equal(way(x.reshape(1, n_rows, 128), module)[0], plain(x, module)[:, 0])
+    assert mx.array_equal(flat(x, module), plain(x, module))
+    assert mx.array_equal(flat(x.reshape(1, n_rows, 128), module)[0], plain(x, module)[:, 0])
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -109,37 +110,126 @@ def test_a_replaced_embedding_looks_up_and_multiplies_the_same():
     assert mx.array_equal(replaced.as_linear(rows_of(5)), module.as_linear(rows_of(5)))
 
 
-@pytest.mark.parametrize(("n_rows", "used"), [(1, "a"), (2, "b"), (5, "b"), (8, "b"), (99, "b")])
-def test_the_way_is_that_of_the_next_higher_count(n_rows, used):
+@pytest.mark.parametrize(
+    ("n_rows", "used"), [(2, ["a"]), (5, ["a"]), (7, ["a"]), (8, ["b"]), (99, ["b"])]
+)
+def test_a_way_is_used_from_its_number_of_rows_on(n_rows, used):
     ways = {name: FakeKernel(name) for name in "ab"}
-    ProductByRows(mx.float32, ways, {1: "a", 8: "b"})(rows_of(n_rows), linear())
-    assert [name for name, way in ways.items() if way.calls] == [used]
+    ProductByRows(mx.float32, ways, {2: "a", 8: "b"})(rows_of(n_rows), linear())
+    assert [name for name, way in ways.items() if way.calls] == used
+
+
+def test_one_row_is_always_multiplied_as_mlx_does():
+    """A kernel costs the host more for each call, and one row has no time for that."""
+    way = FakeKernel("a")
+    x, module = rows_of(1), linear()
+    product = ProductByRows(mx.float32, {"a": way}, {1: "a"})
+    assert mx.array_equal(product(x, module), plain(x, module))
+    assert not way.calls
 
 
 def test_rows_of_another_dtype_are_multiplied_as_before():
     """A kernel reads all numbers as of one type."""
     way = FakeKernel("a")
-    products = ProductByRows(mx.bfloat16, {"a": way}, {8: "a"})
+    products = ProductByRows(mx.bfloat16, {"a": way}, {2: "a"})
     x, module = rows_of(2), linear(dtype=mx.bfloat16)
     assert mx.array_equal(products(x, module), plain(x, module))
     assert not way.calls
 
 
-def test_the_fastest_way_is_used_and_kept(model, seconds, tmp_path):
-    kernel = FakeKernel("kernel", max_rows=4)
-    seconds |= {"flat": 0.5, "kernel": 0.4, ("kernel", 1): 0.97}
+def test_a_faster_way_is_used_and_kept(model, seconds, tmp_path):
+    kernel = FakeKernel("kernel", range(2, 9))
+    seconds |= {"flat": 0.5, "kernel": 0.4, ("kernel", 2): 0.97}
     tokens = mx.array([[5], [6], [7]])
     before, names = model(tokens), [name for name, _ in tree_flatten(model.parameters())]
     kept = ProductsFile(tmp_path)
     choose(model, Products([kernel]), kept)
-    expected = {1: "plain", 2: "kernel", 4: "kernel", 5: "plain", 8: "flat", 64: "flat"}
-    assert all(found.items() >= expected.items() for found in kept.read().values())
+    expected = {
+        2: "plain",
+        3: "kernel",
+        5: "kernel",
+        8: "kernel",
+        9: "flat",
+        17: "flat",
+        33: "flat",
+    }
+    assert all(found == expected for found in kept.read().values())
     assert set(kept.read()) == set(by_shape(build("tiny", tmp_path).module))
     assert not by_shape(model), "all are replaced"
     kernel.calls.clear()
     assert mx.array_equal(model(tokens), before)
     assert kernel.calls
     assert [name for name, _ in tree_flatten(model.parameters())] == names
+
+
+def ways_of(products, module):
+    names = row_products.faster_ways(products, [module])
+    return [names[n_rows] for n_rows in ROW_COUNTS]
+
+
+def both_kernels(**options):
+    return Products(
+        [
+            FakeKernel(kernel.name, kernel.row_counts, **options)
+            for kernel in (AlikeKernel, TensorKernel)
+        ]
+    )
+
+
+def test_the_way_depends_on_the_number_of_rows(seconds):
+    seconds["plain"] = 2.0
+    alike, tensor = AlikeKernel.name, TensorKernel.name
+    expected = [alike, alike, alike, tensor, tensor, tensor, "flat"]
+    assert ways_of(both_kernels(), linear()) == expected
+
+
+def test_a_kernel_is_preferred_to_one_matrix_if_both_are_faster(seconds):
+    """Its results do not depend on the number of rows."""
+    seconds |= {"plain": 2.0, "flat": 0.9}
+    assert ways_of(both_kernels(), linear())[3] == TensorKernel.name
+    seconds[TensorKernel.name] = 1.95
+    assert ways_of(both_kernels(), linear())[3] == "flat"
+
+
+def test_weights_that_no_kernel_fits_are_one_matrix_from_eight_rows_on(seconds):
+    seconds["plain"] = 2.0
+    made = nn.QuantizedLinear(128, 48, bias=False, bits=8)
+    assert ways_of(both_kernels(), made) == ["plain"] * 3 + ["flat"] * 4
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_a_kernel_that_has_to_be_exact_may_not_even_round_otherwise(seconds, is_exact):
+    seconds["plain"] = 2.0
+    rounded = FakeKernel("kernel", result=lambda x, m: plain(x, m) * 1.0001, is_exact=is_exact)
+    used = ways_of(Products([rounded]), linear())
+    assert ("kernel" in used) == (not is_exact)
+    same = FakeKernel("kernel", is_exact=is_exact)
+    assert "kernel" in ways_of(Products([same]), linear())
+
+
+def test_time_that_only_the_host_spends_counts():
+    def slow(x, module):
+        time.sleep(0.002)
+        return x[..., :48]  # nearly nothing for the device
+
+    modules = [linear() for _ in range(4)]
+    assert row_products.seconds(slow, modules, 2) >= 4 * 0.002
+
+
+def test_products_are_measured_as_steps_are_run(monkeypatch):
+    """The next round is begun before this one is waited for."""
+    events = []
+    begin, wait = mx.async_eval, mx.eval
+    monkeypatch.setattr(mx, "async_eval", lambda x: (events.append(("begun", x)), begin(x)))
+    monkeypatch.setattr(mx, "eval", lambda x: (events.append(("waited", x)), wait(x)))
+    row_products.seconds(plain, [linear()], 2)
+    begun = [i for i, (kind, _) in enumerate(events) if kind == "begun"]
+    assert len(begun) == 1 + row_products.ROUNDS
+    for first, second in pairwise(begun):
+        (kind, waited), (_, next_begun) = events[second + 1], events[second]
+        assert kind == "waited"
+        assert waited is events[first][1]
+        assert waited is not next_begun
 
 
 def test_what_is_known_is_not_measured_again(model, seconds, tmp_path, monkeypatch):
@@ -163,7 +253,7 @@ def test_what_was_measured_with_something_else_is_measured_again(model, seconds,
     else:
         file.write_text(text.replace("flat", "gone"))
     choose(model, Products(), ProductsFile(tmp_path))
-    assert all(names[64] == "flat" for names in ProductsFile(tmp_path).read().values())
+    assert all(names[33] == "flat" for names in ProductsFile(tmp_path).read().values())
     assert isinstance(model.model.layers[0].mlp.up_proj, RowLinear)
 
 
@@ -189,9 +279,9 @@ def test_a_kernel_that_is_wrong_here_is_not_used(model, seconds, tmp_path, fault
 
 def test_measuring_takes_every_number_of_rows(model):
     modules = [*next(iter(by_shape(model).values())).values()]
-    names = row_products.fastest(Products(), modules)
+    names = row_products.faster_ways(Products(), modules)
     assert tuple(names) == ROW_COUNTS
-    assert set(names.values()) <= {"plain", "flat", "padded"}
+    assert set(names.values()) <= {"plain", "flat"}
 
 
 def test_on_a_cpu_a_model_is_as_it_was(tmp_path):
@@ -206,7 +296,7 @@ def test_a_kernel_refuses_what_it_cannot_multiply(kernel):
         module = nn.QuantizedLinear(128, 48, bias=False, **options)
         if options.get("mode", "affine") == "affine":
             module.set_dtype(dtype)
-        return kernel.can_multiply(mx.bfloat16, module)
+        return kernel.can_multiply(module)
 
     assert all(can(group_size=size) for size in (32, 64, 128))
     assert not any(can(bits=bits) for bits in (3, 6))
@@ -222,6 +312,25 @@ def test_a_block_has_a_tile_for_every_eight_rows(n_rows, tiles):
     assert dict(arguments["template"])["TILES"] == tiles
     assert arguments["grid"] == (3 * 256, 1, 1)
     assert arguments["output_shapes"] == [(n_rows, 1, 48)]
+
+
+@pytest.mark.parametrize(("n_rows", "sums"), [(2, 2), (3, 4), (4, 4), (5, 7), (7, 7)])
+def test_a_thread_has_sums_for_all_rows(n_rows, sums):
+    arguments = AlikeKernel.arguments(rows_of(n_rows, mx.bfloat16), linear(dtype=mx.bfloat16))
+    assert dict(arguments["template"])["ROWS"] == sums
+    assert arguments["grid"] == (6 * 256, 1, 1)
+    assert arguments["output_shapes"] == [(n_rows, 1, 48)]
+
+
+def test_every_kernel_that_is_compiled_is_measured_at_its_fewest_rows():
+    module, firsts, last = linear(dtype=mx.bfloat16), [], None
+    for kernel in (AlikeKernel, TensorKernel):
+        for n_rows in kernel.row_counts:
+            template = kernel.arguments(rows_of(n_rows, mx.bfloat16), module)["template"]
+            if template != last:
+                firsts.append(n_rows)
+            last = template
+    assert (*firsts, TensorKernel.row_counts.stop) == ROW_COUNTS
 
 
 def test_the_kernel_for_experts_has_blocks_for_each_pair():

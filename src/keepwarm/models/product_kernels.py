@@ -1,7 +1,7 @@
 """Products of a few rows with quantised weights on CUDA: each weight is read once for all rows.
 
 MLX's own product of fewer than eight rows reads all weights again for every row. Of a row, what is
-computed here does not depend on the other rows, so it is the same alone and in a batch.
+computed here does not depend on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any, TypeAlias, cast
 import mlx.core as mx
 from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 
-TILE_ROWS = 8
-MAX_TILES = 4
+TILE_ROWS = 8  # of the tensor kernel
+TILES = (1, 2, 4)
+ALIKE_ROWS = (2, 4, 7)
 DTYPES = (mx.bfloat16, mx.float16)
 GROUPS = (32, 64, 128)
 Quantized: TypeAlias = QuantizedEmbedding | QuantizedLinear
@@ -244,6 +245,67 @@ TENSOR = (
     + TENSOR_CORES
 )
 
+# As MLX's `qmv` for one row and four bits, by its machine code for compute capability 9.0: a warp
+# has one output, a thread sixteen inputs at a time, and its sums are of the type of the row. So
+# results are bit for bit those of that kernel.
+ALIKE = r"""
+  using P = keepwarm::Pairs<T>;
+  const int n_rows = keepwarm::rows_of(x_shape, x_ndim);
+  const int n_outputs = w_shape[0];
+  const int n_words = w_shape[1];
+  const int n_inputs = n_words * 8;
+  const int n_groups = n_inputs / GROUP;
+  const int lane = threadIdx.x % 32;
+  const long long output = (long long)blockIdx.x * WARPS + threadIdx.x / 32;
+  if (output >= n_outputs) {
+    return;
+  }
+  const unsigned SELECT[4] = {0x0400, 0x0501, 0x0602, 0x0703};
+  unsigned sums[ROWS][8] = {};
+
+#pragma unroll 2
+  for (int k = lane * 16; k < n_inputs; k += 512) {
+    const uint2 words = *reinterpret_cast<const uint2*>(w + output * n_words + k / 8);
+    const unsigned scale = P::twice(scales[output * n_groups + k / GROUP]);
+    const unsigned bias = P::twice(biases[output * n_groups + k / GROUP]);
+    unsigned weights[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const unsigned word = i < 4 ? words.x : words.y;
+      const unsigned pair = __byte_perm(word, word >> 4, SELECT[i % 4]);
+      weights[i] = P::fma(P::from_nibbles(pair), scale, bias);
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const T* row = x + (long long)min(r, n_rows - 1) * n_inputs + k;
+      const uint4 one = *reinterpret_cast<const uint4*>(row);
+      const uint4 two = *reinterpret_cast<const uint4*>(row + 8);
+      const unsigned values[8] = {one.x, one.y, one.z, one.w, two.x, two.y, two.z, two.w};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        sums[r][i] = P::fma(values[i], weights[i], sums[r][i]);
+      }
+    }
+  }
+
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      sum += P::low(sums[r][i]);
+      sum += P::high(sums[r][i]);
+    }
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) {
+      sum += __shfl_xor_sync(0xFFFFFFFF, sum, mask);
+    }
+    if (lane == 0 && r < n_rows) {
+      out[r * n_outputs + output] = P::rounded(sum);
+    }
+  }
+"""
+
 
 class Kernel:
     """One of the kernels above. MLX compiles it in the first evaluation that needs it."""
@@ -269,13 +331,12 @@ class Kernel:
         return cast("mx.array", result)
 
     @classmethod
-    def can_multiply(cls, dtype: mx.Dtype, module: Quantized) -> bool:
+    def can_multiply(cls, module: Quantized) -> bool:
         return (
             module.mode == "affine"
             and module.bits in cls.bits
             and module.group_size in GROUPS
-            and dtype in DTYPES
-            and dtype == module["scales"].dtype
+            and module["scales"].dtype in DTYPES
         )
 
     @classmethod
@@ -297,7 +358,8 @@ class Kernel:
 class RowKernel(Kernel):
     """Multiplies rows by one matrix."""
 
-    max_rows: int
+    row_counts: range  # that it is meant for
+    is_exact: bool  # whether results are bit for bit MLX's
 
     def __call__(self, x: mx.array, module: Quantized) -> mx.array:
         return self.run(self.arguments(x, module))
@@ -307,17 +369,34 @@ class RowKernel(Kernel):
         raise NotImplementedError
 
 
+class AlikeKernel(RowKernel):
+    """Rows as MLX computes one."""
+
+    name = "keepwarm_alike"
+    source = ALIKE
+    bits = (4,)
+    row_counts = range(2, ALIKE_ROWS[-1] + 1)
+    is_exact = True
+    outputs_of_block = Kernel.warps
+
+    @classmethod
+    def arguments(cls, x: mx.array, module: Quantized) -> dict[str, Any]:
+        n_rows = x.size // x.shape[-1]
+        return cls.launch(x, module, ROWS=next(n for n in ALIKE_ROWS if n_rows <= n))
+
+
 class TensorKernel(RowKernel):
     """On tensor cores, with sums in fp32."""
 
     name = "keepwarm_tensor"
     source = TENSOR
     bits = (4, 8)
-    max_rows = MAX_TILES * TILE_ROWS
+    row_counts = range(TILE_ROWS, TILES[-1] * TILE_ROWS + 1)
+    is_exact = False
     outputs_of_block = 16
 
     @classmethod
     def arguments(cls, x: mx.array, module: Quantized) -> dict[str, Any]:
         n_rows = x.size // x.shape[-1]
-        tiles = next(n for n in (1, 2, MAX_TILES) if n_rows <= n * TILE_ROWS)
+        tiles = next(n for n in TILES if n_rows <= n * TILE_ROWS)
         return cls.launch(x, module, BITS=module.bits, TILES=tiles)

@@ -1,15 +1,25 @@
-"""How rows are multiplied by quantised weights, by what is fastest on this device.
+"""How rows are multiplied by quantised weights on CUDA, by what is faster on this device.
 
-mlx-lm's models give MLX a batch of n sequences as n matrices of one row. On CUDA that costs n times
-one row; as one matrix of n rows, eight rows cost what one does. What is fastest for how many rows
-is measured when a model is loaded, and kept between starts.
+mlx-lm's models give MLX a batch of n sequences as n matrices of one row, and on CUDA that costs n
+times one row. Which way is better depends on the number of rows:
+
+- One row: always MLX's own way. A kernel of ours costs the host more for each call than one of
+  MLX, and a step of one row is over before the host has enqueued the next.
+- 2 to 7 rows: a kernel that computes each row bit for bit as MLX computes one, and reads the
+  weights once for all. It is used only if its results here are equal to MLX's.
+- 8 to 32 rows: a kernel on tensor cores. From eight rows on MLX's results are not those of one row
+  anyway; those of this kernel are as exact, and do not depend on the number of rows.
+- More rows, and from eight on where no kernel fits the weights: MLX's own product of one matrix.
+
+Each is used only if it was measured to be faster than MLX's own way when the model was loaded,
+for the modules of each shape, and with what it costs the host: products are measured as decode
+steps are run, the next begun while the device computes. What was measured is kept between starts.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,20 +34,21 @@ from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from mlx.utils import tree_flatten, tree_unflatten
 
 from keepwarm.device import kernels
-from keepwarm.models.product_kernels import Quantized, RowKernel, TensorKernel
+from keepwarm.models.product_kernels import AlikeKernel, Quantized, RowKernel, TensorKernel
 from keepwarm.state_file import MACHINE, StateFile
 
 LOG = logging.getLogger(__name__)
-TRIAL = 1  # raise it if kernels or the measurement change
-ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)
+TRIAL = 2  # raise it if kernels or the measurement change
+# From each of these on, up to the next, one kernel is used. It gains least at the fewest rows.
+ROW_COUNTS = (2, 3, 5, 8, 9, 17, 33)
 MATRIX_ROWS = 8  # from here on MLX multiplies a matrix on CUDA, below it one row after the other
 MARGIN = 0.95  # of the time of `plain`: another way has to be faster than this
-REPEATS = 3
+ROUNDS = 6
 MODULES = 8  # more weights than the cache of a GPU holds, as in a model
 MAX_APART = 0.1  # of the mean size of results; rounding makes a tenth of it, another order 1.4
 
 Product: TypeAlias = Callable[[mx.array, Quantized], mx.array]
-Names: TypeAlias = dict[int, str]  # of products, by the number of rows
+Names: TypeAlias = dict[int, str]  # of products, each from a number of rows on
 
 
 def plain(x: mx.array, module: Quantized) -> mx.array:
@@ -60,31 +71,36 @@ def flat(x: mx.array, module: Quantized) -> mx.array:
     return product.reshape(*x.shape[:-1], -1)
 
 
-def padded(x: mx.array, module: Quantized) -> mx.array:
-    """As one matrix of eight rows, of which the last are zeros."""
-    rows = x.reshape(1, -1, x.shape[-1])
-    n_rows = rows.shape[1]
-    rows = mx.pad(rows, [(0, 0), (0, MATRIX_ROWS - n_rows), (0, 0)])
-    return plain(rows, module)[:, :n_rows].reshape(*x.shape[:-1], -1)
-
-
 class Products:
     """The ways to multiply that this device has."""
 
     def __init__(self, row_kernels: Sequence[RowKernel] = ()) -> None:
         self._kernels = {kernel.name: kernel for kernel in row_kernels}
-        self.named: dict[str, Product] = {"plain": plain, "flat": flat, "padded": padded}
-        self.named |= self._kernels
+        self.named: dict[str, Product] = {"plain": plain, "flat": flat, **self._kernels}
 
     def for_rows(self, n_rows: int, module: Quantized) -> list[str]:
-        """Those that may be fastest; all compute the same but for rounding."""
-        found = ["plain"]
-        if n_rows > 1:
-            found.append("flat" if n_rows >= MATRIX_ROWS else "padded")
-        for name, kernel in self._kernels.items():
-            if n_rows <= kernel.max_rows and kernel.can_multiply(module["scales"].dtype, module):
-                found.append(name)
-        return found
+        """What may be used instead of `plain`, the better one first."""
+        found = [
+            name
+            for name, kernel in self._kernels.items()
+            if n_rows in kernel.row_counts and kernel.can_multiply(module)
+        ]
+        return [*found, "flat"] if n_rows >= MATRIX_ROWS else found
+
+    def is_right(self, name: str, module: Quantized, n_rows: int) -> bool:
+        """Whether it runs here and its result is MLX's: all bits, or all but rounding."""
+        x = mx.random.normal((n_rows, 1, _n_inputs(module)), key=mx.random.key(n_rows))
+        x = x.astype(module["scales"].dtype)
+        expected = plain(x, module)
+        try:
+            result = self.named[name](x, module)
+            mx.eval(result)
+        except RuntimeError as error:  # a kernel that does not compile
+            LOG.warning("a way to multiply by quantised weights is not used: %s", error)
+            return False
+        if name in self._kernels and self._kernels[name].is_exact:
+            return bool(mx.array_equal(result, expected))
+        return apart(result, expected) < MAX_APART
 
 
 class ProductByRows:
@@ -92,17 +108,15 @@ class ProductByRows:
 
     def __init__(self, dtype: mx.Dtype, named: Mapping[str, Product], names: Names) -> None:
         self._dtype = dtype
-        counts = sorted(names)
-        self._most = counts[-1]
-        self._products = [
-            named[names[counts[bisect_left(counts, n_rows)]]] for n_rows in range(self._most + 1)
-        ]
+        self._products: list[Product] = [plain]
+        for n_rows in range(1, max(names) + 1):
+            self._products.append(named[names[n_rows]] if n_rows in names else self._products[-1])
 
     def __call__(self, x: mx.array, module: Quantized) -> mx.array:
-        if x.dtype != self._dtype:
-            return plain(x, module)
         n_rows = x.size // x.shape[-1]
-        return self._products[min(n_rows, self._most)](x, module)
+        if n_rows == 1 or x.dtype != self._dtype:
+            return plain(x, module)
+        return self._products[min(n_rows, len(self._products) - 1)](x, module)
 
 
 class RowLinear(QuantizedLinear):
@@ -140,7 +154,7 @@ def share(module: Any, copy: Any) -> None:
 
 
 class ProductsFile:
-    """What was fastest on this machine, kept in the home directory."""
+    """What was faster on this machine, kept in the home directory."""
 
     def __init__(self, home: Path) -> None:
         self._file: StateFile[dict[str, Any]] = StateFile(home / MACHINE, "products", dict)
@@ -163,19 +177,19 @@ class ProductsFile:
 
 
 def speed_up(model: Module, home: Path) -> None:
-    """Have the model's quantised products computed in the ways that are fastest here.
+    """Have the model's quantised products computed in the ways that are faster here.
 
     Does nothing but on CUDA: Metal joins rows by itself, and on CPUs weights are not quantised.
     """
     if kernels.are_compiled():
-        choose(model, Products([TensorKernel()]), ProductsFile(home))
+        choose(model, Products([AlikeKernel(), TensorKernel()]), ProductsFile(home))
 
 
 def choose(model: Module, products: Products, kept: ProductsFile) -> None:
     """Measure what is not known yet, and replace the modules that can be faster."""
     known, shapes = kept.read(), by_shape(model)
     new = {
-        shape: fastest(products, [*modules.values()])
+        shape: faster_ways(products, [*modules.values()])
         for shape, modules in shapes.items()
         if not _is_usable(known.get(shape), products)
     }
@@ -218,29 +232,21 @@ def replace(
     model.update_modules(tree_unflatten(changed))
 
 
-def fastest(products: Products, modules: Sequence[Quantized]) -> Names:
-    """The fastest way for each number of rows, by modules of one shape."""
-    return {n_rows: _fastest(products, modules, n_rows) for n_rows in ROW_COUNTS}
+def faster_ways(products: Products, modules: Sequence[Quantized]) -> Names:
+    """The way for each number of rows, by modules of one shape."""
+    return {n_rows: _faster_way(products, modules, n_rows) for n_rows in ROW_COUNTS}
 
 
-def _fastest(products: Products, modules: Sequence[Quantized], n_rows: int) -> str:
-    times = {"plain": seconds(plain, modules, n_rows)}
-    for name in products.for_rows(n_rows, modules[0]):
-        if name != "plain" and _is_right(products.named[name], modules[0], n_rows):
-            times[name] = seconds(products.named[name], modules, n_rows)
-    best = min(times, key=times.__getitem__)
-    return best if times[best] < MARGIN * times["plain"] else "plain"
-
-
-def _is_right(product: Product, module: Quantized, n_rows: int) -> bool:
-    """Whether it runs here and its result is MLX's but for rounding."""
-    x = mx.random.normal((n_rows, 1, _n_inputs(module)), key=mx.random.key(n_rows))
-    x = x.astype(module["scales"].dtype)
-    try:
-        return apart(product(x, module), plain(x, module)) < MAX_APART
-    except RuntimeError as error:  # a kernel that does not compile
-        LOG.warning("a way to multiply by quantised weights is not used: %s", error)
-        return False
+def _faster_way(products: Products, modules: Sequence[Quantized], n_rows: int) -> str:
+    names = products.for_rows(n_rows, modules[0])
+    usable = [name for name in names if products.is_right(name, modules[0], n_rows)]
+    if not usable:
+        return "plain"
+    enough = MARGIN * seconds(plain, modules, n_rows)
+    for name in usable:
+        if seconds(products.named[name], modules, n_rows) < enough:
+            return name
+    return "plain"
 
 
 def apart(result: mx.array, expected: mx.array) -> float:
@@ -254,16 +260,28 @@ def _n_inputs(module: Quantized) -> int:
 
 
 def seconds(product: Product, modules: Sequence[Quantized], n_rows: int) -> float:
-    """Of one product after the other, as decoding a batch computes them."""
+    """Of one product by each module, where rounds of them follow each other as decode steps do.
+
+    The next round is built and begun before this one is waited for, so that it takes what the
+    device needs or what the host needs, whichever is more.
+    """
     x = mx.ones((n_rows, 1, _n_inputs(modules[0])), modules[0]["scales"].dtype)
-    times = [_once(product, modules[:MODULES], x) for _ in range(1 + REPEATS)]
-    return median(times[1:])  # the first may compile a kernel
+    before = _round(product, modules[:MODULES], x)
+    mx.eval(before)  # compiles a kernel
+    times = []
+    for _ in range(1 + ROUNDS):
+        start = time.perf_counter()
+        after = _round(product, modules[:MODULES], before)
+        mx.async_eval(after)
+        mx.eval(before)
+        times.append(time.perf_counter() - start)
+        before = after
+    mx.eval(before)
+    return median(times[1:])  # in the first, nothing is waited for
 
 
-def _once(product: Product, modules: Sequence[Quantized], x: mx.array) -> float:
-    mx.eval(x)
-    start, after = time.perf_counter(), x
+def _round(product: Product, modules: Sequence[Quantized], x: mx.array) -> mx.array:
+    """One product after the other; the few operations between them are as many as in a model."""
     for module in modules:
-        after = x + 0 * product(after, module)[..., :1]  # begins when the one before it has ended
-    mx.eval(after)
-    return time.perf_counter() - start
+        x = x + 0 * product(x, module)[..., :1]
+    return x
