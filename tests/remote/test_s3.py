@@ -12,6 +12,7 @@ from keepwarm.concurrency import CallError
 from keepwarm.errors import BadInput
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.health import RemoteSpeed, try_backend
+from keepwarm.remote.janitor import Janitor, RemoteLimits
 from keepwarm.remote.tier import RemoteTier
 from tests.kit.s3_server import rclone_server, weed_server
 
@@ -71,23 +72,58 @@ def test_without_tls_the_payload_is_signed():
     assert headers["if-none-match"] == "*"
 
 
-def test_nothing_is_tried_again():
-    with bucket_that(answer(503)) as (blobs, seen):
+@pytest.mark.parametrize(("code", "n_tries"), [(500, 1), (503, 2)])
+def test_only_what_is_throttled_is_tried_again_and_once(code, n_tries):
+    with bucket_that(answer(code)) as (blobs, seen):
         for call in (
             lambda: blobs.sizes(["a/x.d"], SOON),
             lambda: blobs.read("a/x.d", take, SOON),
             lambda: blobs.put("a/x.d", [b"x"], SOON),
             lambda: blobs.list_names("a", SOON),
         ):
-            with pytest.raises(CallError, match="503"):
+            with pytest.raises(CallError, match=str(code)):
                 call()
-    assert len(seen) == 4
+    assert len(seen) == 4 * n_tries
+
+
+def test_a_throttled_call_succeeds_in_its_time():
+    codes = [503, 200]
+
+    def throttle(one):
+        answer(codes.pop(0))(one)
+
+    with bucket_that(throttle) as (blobs, seen):
+        assert blobs.put("a/x.d", [b"bytes"], SOON)
+    assert [method for method, *_ in seen] == ["PUT", "PUT"]
+    with bucket_that(answer(503)) as (blobs, _), pytest.raises(CallError, match="40 ms"):
+        blobs.put("a/x.d", [b"bytes"], 0.04)  # sooner than it is tried again
+
+
+def test_a_janitor_lists_by_pages(bucket, monkeypatch):
+    monkeypatch.setattr("keepwarm.remote.s3.PAGE", 2)
+    with closing(open_backend(bucket)) as blobs:
+        names = [f"paged/{number}" for number in range(5)]
+        for name in names:
+            blobs.put(name, [b"x"], SOON)
+        pages, list_page = [], blobs.list_page
+
+        def noted(*args):
+            pages.append(list_page(*args))
+            return pages[-1]
+
+        monkeypatch.setattr(blobs, "list_page", noted)
+        assert [one.name for one in Janitor(blobs, RemoteLimits())._list("paged")] == names
+        assert [len(page) for page in pages] == [2, 2, 1, 0]
 
 
 @pytest.mark.parametrize(
     "answered",
-    [answer(507), answer(403, b"<Error><Code>QuotaExceeded</Code></Error>")],
-    ids=["507", "quota"],
+    [
+        answer(507),
+        answer(403, b"<Error><Code>QuotaExceeded</Code></Error>"),
+        answer(403, b"<Error><Code>AccessDenied</Code></Error>"),
+    ],
+    ids=["507", "quota", "read-only"],
 )
 def test_a_full_bucket_refuses_and_is_no_error(answered):
     with bucket_that(answered) as (blobs, _):

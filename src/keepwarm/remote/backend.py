@@ -102,6 +102,10 @@ class Backend(Protocol):
         stale.
         """
 
+    def list_page(self, folder: str, timeout_s: float, after: str = "") -> list[Listed]:
+        """Some of these names, the first `after` one that is given; none after the last."""
+        return [] if after else self.list_names(folder, timeout_s)
+
     def close(self) -> None: ...
 
 

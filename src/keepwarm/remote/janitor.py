@@ -97,9 +97,16 @@ class Janitor:
     def _leftovers(self, now: float) -> Iterator[Listed]:
         """What machines that were killed have left unfinished."""
         for folder in UNFINISHED:
-            for one in self._backend.list_names(folder, CALL_S):
+            for one in self._list(folder):
                 if now - one.used > UNFINISHED_S and NAME.fullmatch(one.name):
                     yield one
+
+    def _list(self, folder: str) -> Iterator[Listed]:
+        """By pages: no time is enough for all names of a large bucket."""
+        after = ""
+        while page := self._backend.list_page(folder, CALL_S, after):
+            yield from page
+            after = page[-1].name
 
     def _read_lease(self) -> bytes | None:
         found = self._backend.read(LEASE, at_most(MAX_LEASE), CALL_S, n_bytes=MAX_LEASE)
@@ -114,7 +121,7 @@ class Janitor:
         """All records."""
         folders = list_classes(self._backend, CALL_S)
         while folders:
-            for one in self._backend.list_names(folders.pop(), CALL_S):
+            for one in self._list(folders.pop()):
                 if one.name.count("/") < DEPTH:
                     folders += [one.name] if NAME.fullmatch(one.name) else []
                 elif parse_last(one.name) is not None:

@@ -1,13 +1,16 @@
 """Blobs as objects of a bucket: S3, and servers that speak its protocol.
 
-The client's own retries are off: they are what makes an outage long. Needs obstore, and is
+The client's own retries are off: they are what makes an outage long. Only a call that a bucket has
+no time for is made once more. Needs obstore, and is
 imported only where a bucket is named.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -33,7 +36,11 @@ PAGE = 1000  # names in one answer
 REQUEST_S = "10s"  # the longest that a call which nobody waits for any more goes on
 FORM = "s3://bucket/prefix, or s3://key@bucket/prefix?endpoint=https://host:port&region=name"
 BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
-NO_ROOM = re.compile(r"QuotaExceeded|StorageFull|InsufficientStorage|EntityTooLarge|\b507\b")
+NO_ROOM = re.compile(
+    r"QuotaExceeded|StorageFull|InsufficientStorage|EntityTooLarge|AccessDenied|\b507\b"
+)
+THROTTLED = re.compile(r"SlowDown|\b503\b")
+BACK_OFF_S = 0.05, 0.15
 
 
 class S3Address(NamedTuple):
@@ -68,11 +75,11 @@ class S3Backend(Backend):
 
     def sizes(self, names: Sequence[str], timeout_s: float) -> list[int | None]:
         calls = [partial(self._size, check_name(name)) for name in names]
-        return self._workers.run_all(calls, timeout_s)
+        return self._run(calls, timeout_s)
 
     def look(self, ranges: Sequence[FolderRange], timeout_s: float) -> list[list[Listed]]:
         calls = [partial(self._look, check_name(one.folder), one.stem) for one in ranges]
-        return self._workers.run_all(calls, timeout_s)
+        return self._run(calls, timeout_s)
 
     def fetch(
         self,
@@ -95,7 +102,7 @@ class S3Backend(Backend):
             memory = self._read(path, wanted, take)
             return None if memory is None else use(memory)
 
-        return self._workers.run(fetch, timeout_s)
+        return self._run([fetch], timeout_s)[0]
 
     def put(
         self,
@@ -106,21 +113,28 @@ class S3Backend(Backend):
     ) -> bool:
         path = check_name(name)
         mode: PutMode = "overwrite" if replace else "create"
-        return self._workers.run(lambda: self._put(path, pieces, mode), timeout_s)
+        return self._run([lambda: self._put(path, pieces, mode)], timeout_s)[0]
 
     def touch(self, names: Sequence[str], timeout_s: float) -> None:
         """Nothing: a bucket knows when an object was put, and to change that is to put it again."""
 
     def delete(self, names: Sequence[str], timeout_s: float) -> None:
         paths = [check_name(name) for name in names]
-        self._workers.run_all([partial(self._delete, path) for path in paths], timeout_s)
+        self._run([partial(self._delete, path) for path in paths], timeout_s)
 
     def list_names(self, folder: str, timeout_s: float) -> list[Listed]:
         path = check_name(folder)
-        return self._workers.run(lambda: self._list(path, None), timeout_s)
+        return self._run([lambda: self._list(path, None)], timeout_s)[0]
+
+    def list_page(self, folder: str, timeout_s: float, after: str = "") -> list[Listed]:
+        path = check_name(folder)
+        return self._run([lambda: self._list(path, 1, after or None)], timeout_s)[0]
 
     def close(self) -> None:
         self._workers.close()
+
+    def _run(self, works: Sequence[Callable[[], T]], timeout_s: float) -> list[T]:
+        return self._workers.run_all([partial(_patiently, work) for work in works], timeout_s)
 
     # On threads of its own: a call that hangs cannot be ended
 
@@ -175,6 +189,16 @@ class S3Backend(Backend):
                 for page in islice(pages, n_pages)
                 for one in page
             ]
+
+
+def _patiently(work: Callable[[], T]) -> T:
+    try:
+        return work()
+    except CallError as error:
+        if not THROTTLED.search(str(error)):
+            raise
+    time.sleep(random.uniform(*BACK_OFF_S))  # noqa: S311
+    return work()
 
 
 @contextmanager
