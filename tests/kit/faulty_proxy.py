@@ -30,6 +30,7 @@ class FaultyProxy:
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._free_at = 0.0
+        self._gate = threading.Event()
         self.mend()
         self.port = free_port()  # which `listen` takes again
         self.listen()
@@ -39,6 +40,15 @@ class FaultyProxy:
         self.answer: Answer | None = None
         self.delay_s = 0.0  # of every reply
         self.bytes_per_s = math.inf  # of all that passes
+        self.go_on()
+
+    def move_to(self, port: int) -> None:
+        """New connections lead there; those that are open stay where they are."""
+        self._server = port
+
+    def strand(self) -> None:
+        """Nothing passes any more on connections that are open, and nobody is told."""
+        self._gate.clear()
         self._gate = threading.Event()
         self._gate.set()
 
@@ -84,17 +94,21 @@ class FaultyProxy:
                     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with self._lock:
                     self._open |= {client, server}
-                asked = threading.Event()
+                asked, gate = threading.Event(), self._gate
                 for work in (self._requests, self._replies):
-                    args = client, server, asked
+                    args = client, server, asked, gate
                     threading.Thread(target=work, args=args, daemon=True).start()
 
     def _requests(
-        self, client: socket.socket, server: socket.socket, asked: threading.Event
+        self,
+        client: socket.socket,
+        server: socket.socket,
+        asked: threading.Event,
+        gate: threading.Event,
     ) -> None:
         with suppress(OSError), client, server:
             while data := client.recv(CHUNK):
-                self._gate.wait()
+                gate.wait()
                 asked.set()
                 answer = self.answer(data) if self.answer else None
                 if answer is not None:
@@ -106,12 +120,16 @@ class FaultyProxy:
             server.shutdown(socket.SHUT_RDWR)
 
     def _replies(
-        self, client: socket.socket, server: socket.socket, asked: threading.Event
+        self,
+        client: socket.socket,
+        server: socket.socket,
+        asked: threading.Event,
+        gate: threading.Event,
     ) -> None:
         with suppress(OSError):
             try:
                 while data := server.recv(CHUNK):
-                    self._gate.wait()
+                    gate.wait()
                     if asked.is_set():
                         asked.clear()
                         time.sleep(self.delay_s)

@@ -68,7 +68,7 @@ def shared(place):
 
 def at_once(store):
     return RemoteDeleter(
-        store.tombstones, store.blocks_of_agents, erase_at_once("", store.disk.cipher)
+        store.tombstones, store.blocks_of_agents, erase_at_once("", store.disk.cipher, CLASS)
     ).finish()
 
 

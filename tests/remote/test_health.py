@@ -69,7 +69,7 @@ def test_trials_are_at_growing_distances_up_to_a_limit(health, clock):
         clock.now += health.retry_in_s
         assert health.retry_in_s == 0.0
         health.tried(False)
-    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0, MAX_RETRY_S]
+    assert waits == [0.5, 1.0, 2.0, 4.0, 4.0, 4.0, MAX_RETRY_S]
 
 
 def test_failures_while_it_is_open_do_not_delay_the_trial(health, clock):

@@ -58,8 +58,10 @@ def delete_shared(store: AgentStore) -> dict[str, list[str]]:
     if not store.tombstones.places():
         return {}
     from keepwarm.remote.deleter import RemoteDeleter, erase_at_once
+    from keepwarm.remote.opening import compute_class
 
-    erase = erase_at_once(config.load().read_secret("remote_password"), store.disk.cipher)
+    password = config.load().read_secret("remote_password")
+    erase = erase_at_once(password, store.disk.cipher, compute_class())
     unreached = RemoteDeleter(store.tombstones, store.blocks_of_agents, erase).finish()
     return {"shared_unreached": unreached} if unreached else {}
 

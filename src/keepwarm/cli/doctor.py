@@ -88,7 +88,7 @@ class MeasuredRemote(NamedTuple):
         _, latency_s, read, problem, put = self.report
         if problem:
             return "not usable"
-        written = f"writes {format_rate(put)}" if put else "is full"
+        written = f"writes {format_rate(put)}" if put else "is full or read-only"
         rates = f"{latency_s * 1000:.1f} ms, reads {format_rate(read)}, {written}"
         return f"{rates}: {self.verdict}" if self.verdict else rates
 

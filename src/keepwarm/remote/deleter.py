@@ -133,16 +133,17 @@ def erase_from_tier(
 ) -> bool:
     """Delete blocks for good, in every class; False if that must be tried again."""
     delete = partial(erase_blocks, tier.backend, tier.cipher, namespaces, blocks, keep)
-    return tier.clear([block.key for block in blocks], delete)
+    return tier.clear([block.key for block in blocks], partial(delete, known=tier.classes))
 
 
-def erase_at_once(password: str, cipher: Cipher | None) -> Erase:
+def erase_at_once(password: str, cipher: Cipher | None, own_class: str) -> Erase:
     """Deletes from tiers that are opened for it, as by the command line."""
 
     def erase(address: str, dead: Tombstone, keep: Keep) -> bool:
         with closing(open_backend(address, password)) as backend:
             try:
-                erase_blocks(backend, cipher, dead.namespaces, dead.blocks, keep)
+                known = own_class, f"mixed-{own_class}"
+                erase_blocks(backend, cipher, dead.namespaces, dead.blocks, keep, known=known)
             except CallError as error:
                 LOG.info("a shared tier does not answer: %s", error)
                 return False
@@ -157,18 +158,21 @@ def erase_blocks(
     namespaces: Iterable[Namespace],
     blocks: Iterable[NamedBlock],
     keep: Collection[BlockKey],
+    *,
+    known: Collection[str],
 ) -> None:
     """Delete blocks, whichever of the namespaces they are in, with longer and shorter copies, but
-    none in `keep`. Raises CallError.
+    none in `keep`; in `known` classes and all that are listed. Raises CallError.
     """
-    if backend.sizes([STORE_META], CALL_S) == [None]:  # a share that is not mounted looks empty
-        raise CallError("it is not marked as a store")
+    listed = list_classes(backend, CALL_S)
+    if not listed or backend.sizes([STORE_META], CALL_S) == [None]:
+        raise CallError("it does not tell what it holds")  # not mounted, or some of it is evicted
     by_parent: defaultdict[BlockKey, list[NamedBlock]] = defaultdict(list)
     for block in blocks:
         if block.key not in keep:
             by_parent[block.parent].append(block)
     namespaces = list(namespaces)
-    for compute_class in list_classes(backend, CALL_S):
+    for compute_class in {*listed, *known}:
         for namespace in namespaces:
             for parent, doomed in by_parent.items():
                 folder = _Folder(backend, cipher, compute_class, namespace, parent)

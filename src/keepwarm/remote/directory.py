@@ -22,7 +22,9 @@ from keepwarm.remote.backend import BESIDE, Backend, FolderRange, Listed, Take, 
 T = TypeVar("T")
 READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # or a pipe in the place of a file would hang
 UNFINISHED = "tmp"  # where files are written
-NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+REFUSED = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
+)
 
 
 class DirectoryBackend(Backend):
@@ -77,7 +79,7 @@ class DirectoryBackend(Backend):
 
         def touch() -> None:
             for path in paths:
-                with suppress(FileNotFoundError):
+                with suppress(FileNotFoundError, PermissionError):
                     os.utime(path)
 
         self._workers.run(touch, timeout_s)
@@ -108,7 +110,7 @@ class DirectoryBackend(Backend):
 def _read(path: str, take: Take, start: int, n_bytes: int | None) -> memoryview | None:
     try:
         file = os.open(path, READ)  # a file object costs more calls
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         return None
     try:
         there = max(0, os.fstat(file).st_size - start)
@@ -129,7 +131,7 @@ def _fill(memory: memoryview, file: int, start: int) -> None:
 
 def _look(folder: str, stem: str, path: Path) -> list[Listed]:
     """A folder may have thousands of names, and only these are worth a call each for their size."""
-    with suppress(FileNotFoundError, NotADirectoryError):
+    with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         names = sorted(one.name for one in path.iterdir())
         own = [name for name in names if name.startswith(stem)]
         others = (name for name in names if not name.startswith(stem))
@@ -155,15 +157,15 @@ def _listed(folder: str, path: Path) -> Iterator[Listed]:
 def _size_of(path: Path) -> int | None:
     try:
         return path.stat().st_size or None
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         return None
 
 
 def _put(temp: Path, target: Path, pieces: Sequence[bytes | memoryview], replace: bool) -> bool:
     """Folders are made when they turn out to be missing: on a network every call counts."""
-    if not replace and target.exists():
-        return False
     try:
+        if not replace and target.exists():
+            return False
         try:
             _write(temp, pieces)
             _rename(temp, target)
@@ -172,7 +174,7 @@ def _put(temp: Path, target: Path, pieces: Sequence[bytes | memoryview], replace
                 temp.unlink(missing_ok=True)
             raise
     except OSError as error:
-        if error.errno in NO_ROOM:
+        if error.errno in REFUSED:
             return False
         raise
     return True

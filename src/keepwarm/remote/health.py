@@ -28,7 +28,8 @@ LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_FAILURES = 3  # in a row
 FIRST_RETRY_S = 0.5
-MAX_RETRY_S = 8.0
+MAX_RETRY_S = 4.0  # with a trial that hangs, it is used again within 10 s
+REFUSED_RETRY_S = 60.0  # what is wrong there may be put right
 CLOSE_S = 1.0  # a trial may be under way
 NEW = 0.3  # the weight of the latest measurement; the first replaces the guess
 MIN_BYTES = 1 << 18  # less says nothing of the rate
@@ -105,6 +106,9 @@ class Health:
         except BusyError:  # this machine's fault
             self._counts.add(errors=1)
             return None
+        except BadInput as error:
+            self._refuse(error)
+            return None
         except Exception as error:  # whatever it is, it is not worth a request
             is_own = not isinstance(error, CallError)
             level = logging.ERROR if is_own else logging.INFO
@@ -137,11 +141,18 @@ class Health:
             if self._n_failures == math.inf:
                 return
             if success:
-                self._n_failures, self._retry_s = 0, 0.0
+                self._n_failures, self._retry_s, self.refused = 0, 0.0, ""
                 return
             self._n_failures = max(self._n_failures, MAX_FAILURES)
             self._retry_s = min(max(2 * self._retry_s, FIRST_RETRY_S), MAX_RETRY_S)
-            self._retry_at = self._clock() + self._retry_s
+            wait_s = REFUSED_RETRY_S if self.refused else self._retry_s
+            self._retry_at = self._clock() + wait_s
+
+    def _refuse(self, error: BadInput) -> None:
+        if self.refused != str(error):
+            LOG.warning("a shared tier is not used: %s", error)
+        self.refused = str(error)
+        self.tried(False)
 
     def close(self) -> None:
         """Call nobody any more, also if a trial is under way."""
@@ -153,7 +164,7 @@ class Health:
 
     def _watch(self) -> None:
         """Try it at the start, and again whenever it was left alone for a while."""
-        while not self._is_closed and not self.refused:
+        while not self._is_closed:
             with self._changed:
                 was_open = self.is_open
                 if was_open:
@@ -166,18 +177,17 @@ class Health:
                 self.call("asked", self._refresh)
 
     def _try(self) -> None:
-        is_good = False
         try:
             self._attempt()
-            is_good = True
+        except BadInput as error:
+            return self._refuse(error)
         except CallError as error:
             LOG.info("a shared tier does not answer: %s", error)
-        except BadInput as error:
-            LOG.warning("a shared tier is not used: %s", error)
-            self.refused = str(error)
         except Exception:  # whatever it is, it must not end the thread
             LOG.exception("a shared tier could not be tried")
-        self.tried(is_good)
+        else:
+            return self.tried(True)
+        return self.tried(False)
 
 
 class RemoteSpeed:
@@ -282,28 +292,29 @@ class RemoteSpeed:
             self._n_bytes += n_bytes
 
 
-def try_backend(backend: Backend, speed: RemoteSpeed) -> None:
-    """Put, find, read and delete a blob, and measure it. Raises CallError where that fails, and
-    BadInput if the place does something else than it is asked.
+def try_backend(backend: Backend, speed: RemoteSpeed) -> bool:
+    """Put, find, read and delete a blob, and measure it; whether it was put. Raises CallError where
+    that fails, and BadInput if the place does something else than it is asked.
 
-    A full place can still be read from. One that replaces blobs is good enough, because equal names
-    have equal content.
+    A full place can still be read from, and one that may not be written to. One that replaces blobs
+    is good enough, because equal names have equal content.
     """
     deadline, name = CallDeadline(TRIAL_S), f"{FOLDER}/{uuid.uuid4().hex}"
     time_calls(backend, speed, deadline)
     data = os.urandom(TRIAL_BYTES)
     if not backend.put(name, [data], deadline.left_s()):
-        return
+        return False
     try:
         _check(backend, name, data, speed, deadline)
     finally:
         backend.delete([name], deadline.left_s())
+    return True
 
 
 class BlobRates(NamedTuple):
     """Bytes in a second."""
 
-    put: float = 0.0  # 0 if it is full
+    put: float = 0.0  # 0 if it is full or read-only
     read: float = 0.0
 
 

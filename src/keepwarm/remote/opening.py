@@ -40,7 +40,7 @@ class RemoteReport(NamedTuple):
     latency_s: float = 0.0
     bytes_per_s: float = 0.0  # read
     problem: str = ""
-    put_bytes_per_s: float = 0.0  # 0: it is full
+    put_bytes_per_s: float = 0.0  # 0: it is full or read-only
 
 
 TRIALS = 5  # of a measurement

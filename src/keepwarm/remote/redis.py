@@ -13,12 +13,13 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple, TypeAlias, TypeVar
 from urllib.parse import SplitResult, unquote
 
-from keepwarm.concurrency import AbandonableExecutor, CallDeadline, CallError
+from keepwarm.concurrency import AbandonableExecutor, BusyError, CallDeadline, CallError
 from keepwarm.errors import BadInput
 from keepwarm.files import MAX_PIECES, drop_written
 from keepwarm.remote.backend import BESIDE, Backend, FolderRange, Listed, Take, at_most, check_name
@@ -36,6 +37,11 @@ MAX_BULK = 1 << 16  # of a reply that nobody gave memory for
 MAX_DEPTH, MAX_ITEMS = 4, 1 << 12
 MAX_IDLE = 8  # connections that are kept
 PAGE = 1000  # names of a folder in one reply
+ADDRESS_S = 1.0  # to connect to one of the addresses of a name
+CONNECT_S = 3.0  # without any new connection are a failure
+KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 2}
+MOVED = "READONLY", "LOADING", "MASTERDOWN", "NOAUTH"  # a new connection may lead elsewhere
+NOT_WRITABLE = "OOM", "READONLY", "MISCONF", "NOPERM", "NOREPLICAS"
 
 
 class RedisAddress(NamedTuple):
@@ -69,7 +75,9 @@ class RedisBackend(Backend):
         self._idle: list[RespConnection] = []
         self._max_idle = MAX_IDLE
         self._lock = threading.Lock()
-        self._workers = AbandonableExecutor(1)  # a name service may hang
+        self._connecting_since = 0.0  # 0 after a success
+        self._context = ssl.create_default_context() if address.tls else None
+        self._workers = AbandonableExecutor()  # a name service may hang
 
     def sizes(self, names: Sequence[str], timeout_s: float) -> list[int | None]:
         replies = self._call([[b"STRLEN", _key(name)] for name in names], timeout_s)
@@ -94,7 +102,7 @@ class RedisBackend(Backend):
             [b"ZREM", _folder(folder), last.encode()] for folder, _, last in stale
         ]
         if gone:
-            self._call(gone, deadline.left_s())
+            self._call(gone, deadline.left_s(), or_refused=True)
         return [[Listed(n, size) for n in some if (size := sizes[n])] for some in found]
 
     def fetch(
@@ -127,7 +135,7 @@ class RedisBackend(Backend):
             [b"SET", _key(name), list(pieces), *(() if replace else (b"NX",))],
             [b"ZADD", _folder(folder), b"0", last.encode()],
         ]
-        stored, listed = self._call(commands, timeout_s, or_full=True)
+        stored, listed = self._call(commands, timeout_s, or_refused=True)
         return stored == b"OK" and not isinstance(listed, CallError)
 
     def touch(self, names: Sequence[str], timeout_s: float) -> None:
@@ -156,11 +164,8 @@ class RedisBackend(Backend):
                 return members
 
     def close(self) -> None:
-        with self._lock:
-            idle, self._idle = self._idle, []
-            self._max_idle = 0  # those in use are closed after it
-        for connection in idle:
-            connection.close()
+        self._max_idle = 0  # those in use are closed after it
+        self._drop_idle()
         self._workers.close()
 
     def _call(
@@ -168,27 +173,34 @@ class RedisBackend(Backend):
         commands: Sequence[Command],
         timeout_s: float,
         take: Take | None = None,
-        or_full: bool = False,
+        or_refused: bool = False,
     ) -> list[Reply]:
-        """The replies; raises the first that is an error, unless it says that memory is full."""
+        """The replies; raises the first that is an error, unless it says that nothing is written
+        there now.
+        """
         if not commands:
             return []
         replies = self._exchange(commands, CallDeadline(timeout_s), take)
         for reply in replies:
-            if isinstance(reply, CallError) and not (or_full and str(reply).startswith("OOM")):
+            if isinstance(reply, CallError) and not (or_refused and _begins(reply, NOT_WRITABLE)):
                 raise reply
         return replies
 
     def _exchange(
         self, commands: Sequence[Command], deadline: CallDeadline, take: Take | None
     ) -> list[Reply]:
-        """On a connection that is there, or on a new one if the server has closed those."""
-        while (connection := self._take_idle()) is not None:
-            try:
-                return self._exchange_on(connection, commands, deadline, take)
-            except CallError:
-                deadline.left_s()
-        return self._exchange_on(self._connect(deadline), commands, deadline, take)
+        """On a connection that is there. If that fails, or leads to a server that was replaced, all
+        others do, and a new one is made: then the question has all of its time.
+        """
+        if (connection := self._take_idle()) is not None:
+            with suppress(CallError):
+                replies = self._exchange_on(connection, commands, deadline, take)
+                if not any(_begins(reply, MOVED) for reply in replies):
+                    return replies
+            self._drop_idle()
+            deadline.left_s()
+        connection = self._connected(deadline)
+        return self._exchange_on(connection, commands, CallDeadline(deadline.timeout_s), take)
 
     def _exchange_on(
         self,
@@ -201,30 +213,72 @@ class RedisBackend(Backend):
             replies = connection.exchange(commands, deadline, take)
         except BaseException:
             connection.close()
+            self._drop_idle()
             raise
-        with self._lock:
-            self._idle.append(connection)
-            n_surplus = max(0, len(self._idle) - self._max_idle)
-            surplus, self._idle = self._idle[:n_surplus], self._idle[n_surplus:]
-        for other in surplus:
-            other.close()
+        self._keep(connection)
         return replies
 
-    def _take_idle(self) -> RespConnection | None:
+    def _keep(self, connection: RespConnection) -> None:
         with self._lock:
-            return self._idle.pop() if self._idle else None
+            is_kept = len(self._idle) < self._max_idle
+            if is_kept:
+                self._idle.append(connection)
+        if not is_kept:
+            connection.close()
 
-    def _connect(self, deadline: CallDeadline) -> RespConnection:
-        sock = self._open_socket(deadline)
+    def _take_idle(self) -> RespConnection | None:
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                connection = self._idle.pop()
+            if connection.is_quiet():
+                return connection
+            connection.close()
+
+    def _drop_idle(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _connected(self, deadline: CallDeadline) -> RespConnection:
+        """A new connection, made on another thread: when it comes too late it is kept for the next
+        call. That is no failure of the server, unless none comes for a while.
+        """
+        with self._lock:
+            self._connecting_since = since = self._connecting_since or time.monotonic()
         try:
-            connection = RespConnection(sock)
-            for reply in connection.exchange(self._greeting(), deadline):
-                if isinstance(reply, CallError):
-                    raise reply
-        except BaseException:
-            sock.close()
+            while (connection := self._take_idle()) is None:
+                self._workers.run(self._connect, deadline.left_s())
+        except CallError as error:
+            if deadline.is_over and time.monotonic() < since + CONNECT_S:
+                raise BusyError(f"not connected: {error}") from error
             raise
         return connection
+
+    def _connect(self) -> None:
+        address = self._address
+        try:
+            sock = socket.create_connection((address.host, address.port), ADDRESS_S)
+            try:
+                self._keep(RespConnection(self._prepared(sock), self._greeting()))
+            except BaseException:
+                sock.close()
+                raise
+        except OSError as error:
+            raise CallError(f"{address.host}:{address.port}: {error}") from error
+        self._connecting_since = 0.0
+
+    def _prepared(self, sock: socket.socket) -> socket.socket:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE.items():
+            if hasattr(socket, option):  # systems have different ones
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        if self._context is None:
+            return sock
+        return self._context.wrap_socket(sock, server_hostname=self._address.host)
 
     def _greeting(self) -> list[Command]:
         user, database = self._address.user, self._address.database
@@ -234,30 +288,7 @@ class RedisBackend(Backend):
             commands.append([b"AUTH", *names, self._password.encode()])
         if database:
             commands.append([b"SELECT", b"%d" % database])
-        return [*commands, [b"PING"]]
-
-    def _open_socket(self, deadline: CallDeadline) -> socket.socket:
-        host, port = self._address.host, self._address.port
-
-        def find() -> str:
-            return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-
-        found = self._workers.run(find, deadline.left_s())
-        try:
-            sock = socket.create_connection((found, port), deadline.left_s())
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return self._secured(sock, deadline) if self._address.tls else sock
-        except OSError as error:
-            raise CallError(f"{host}:{port}: {error}") from error
-
-    def _secured(self, sock: socket.socket, deadline: CallDeadline) -> socket.socket:
-        try:
-            sock.settimeout(deadline.left_s())
-            context = ssl.create_default_context()
-            return context.wrap_socket(sock, server_hostname=self._address.host)
-        except BaseException:
-            sock.close()
-            raise
+        return commands
 
 
 def _key(name: str) -> bytes:
@@ -285,6 +316,10 @@ def _names(folder: str, members: Reply) -> Iterator[str]:
                 yield f"{folder}/{check_name(member.decode())}"
 
 
+def _begins(reply: Reply, words: tuple[str, ...]) -> bool:
+    return isinstance(reply, CallError) and str(reply).startswith(words)
+
+
 def _whole(reply: Reply) -> int:
     if not isinstance(reply, int):
         raise CallError("the server does not speak the protocol of Redis")
@@ -296,8 +331,10 @@ class RespConnection:
     CallError it is of no more use.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, greeting: Sequence[Command] = ()) -> None:
+        """The greeting goes out with the first commands, which saves a round trip."""
         self._socket = sock
+        self._greeting = greeting
         self._received = bytearray()
         self._at = 0  # what was received before is used up
 
@@ -308,12 +345,29 @@ class RespConnection:
         returned in its place. Values that are replies themselves go into memory from `take`.
         """
         try:
-            self._send(commands, deadline)
+            greeting, self._greeting = self._greeting, ()
+            self._send([*greeting, *commands], deadline)
+            for reply in [self._reply(deadline) for _ in greeting]:
+                if isinstance(reply, CallError):
+                    raise reply
             return [self._reply(deadline, take) for _ in commands]
         except TimeoutError as error:
             raise CallError(f"no answer within {deadline.timeout_s * 1000:.0f} ms") from error
         except (OSError, ValueError) as error:
             raise CallError(str(error)) from error
+
+    def is_quiet(self) -> bool:
+        """Whether it is open and nothing waits to be read: that would be taken for the next reply,
+        and every later one for the reply to the command before.
+        """
+        try:
+            self._socket.settimeout(0)
+            self._socket.recv(1)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return self._at == len(self._received)
+        except OSError:
+            pass
+        return False
 
     def close(self) -> None:
         self._socket.close()

@@ -85,6 +85,8 @@ class RemoteTier:
         """
         self.backend = backend
         self._compute_class = compute_class
+        self.classes = {compute_class}  # that were ever seen there
+        self.is_writable = True
         self._clock = clock
         self._any_class = any_class
         self.cipher = cipher
@@ -95,7 +97,7 @@ class RemoteTier:
         self.speed = RemoteSpeed(clock)
         self._known = KnownRecords(clock)
         self._finder = Finder(backend, self._names, self._known, self.speed)
-        self._seemed_slow = False  # since it was last measured
+        self._is_due = False  # for a measurement
         self._janitor: Janitor | None = None
         self._sweep_at = clock() + SWEEP_S
         self._counts = TierCounts()
@@ -161,7 +163,7 @@ class RemoteTier:
     def declined(self) -> None:
         """It seemed too slow to be asked, or loaded from; soon it is measured again."""
         self.speed.declined()
-        self._seemed_slow = True
+        self._is_due = True
 
     def read(
         self,
@@ -230,7 +232,12 @@ class RemoteTier:
         found = (self._known.find(key, part) for key in reversed(keys) for part in Part)
         names = [self._names.of(record) for record in found if record]
         if names:
-            self.health.call("told of a use", lambda: self.backend.touch(names, WRITE_S))
+            self.health.call("told of a use", lambda: self._note_use(names))
+
+    def _note_use(self, names: Sequence[str]) -> None:
+        self.backend.touch(names, WRITE_S)
+        if self.backend.in_batches:  # it may evict whatever is not used
+            self._keep_books()
 
     def clear(self, blocks: Collection[BlockKey], delete: Callable[[], None]) -> bool:
         """Delete blocks for good; False if that must be tried again."""
@@ -241,7 +248,7 @@ class RemoteTier:
 
         for key in blocks:
             self._known.lose(key)
-        return self.health.call("cleared", clear) or False
+        return (self.is_writable and self.health.call("cleared", clear)) or False
 
     def keep_within(self, limits: RemoteLimits) -> None:
         """Have a store kept within limits that does not evict by itself."""
@@ -334,7 +341,8 @@ class RemoteTier:
 
     def _delete(self, records: Sequence[RemoteRecord]) -> None:
         names = [self._names.of(one) for one in records]
-        self.health.call("cleared", lambda: self.backend.delete(names, WRITE_S))
+        if self.is_writable:
+            self.health.call("cleared", lambda: self.backend.delete(names, WRITE_S))
 
     # Writing
 
@@ -354,6 +362,7 @@ class RemoteTier:
             pieces = [*pieces, self._fleet_key.mac(name, pieces)]
         with self.speed.putting(count_bytes(pieces)):
             is_stored = self.backend.put(name, pieces, deadline.left_s())
+        self._is_due |= not is_stored
         if is_stored and others:
             self.backend.delete([self._names.of(one) for one in others], deadline.left_s())
         return is_stored, n_saved
@@ -364,29 +373,42 @@ class RemoteTier:
     # Trials
 
     def _try(self) -> None:
-        self.speed.begin_anew()
-        try_backend(self.backend, self.speed)  # first: a mark is read in part
-        check_mark(self.backend, self.cipher, self._mark)
-        self._list_classes()
+        self._measure()  # first: a mark is read in part
+        self._keep_books()
 
     def _refresh(self) -> None:
-        if self._any_class:
+        if self._is_due or not self.is_writable:
+            self._measure()
+        if self.backend.in_batches or self.backend.is_distant:
+            self._keep_books()
+        elif self._any_class:  # a directory evicts nothing: without its mark it is not mounted
             self._list_classes()
-        if self._seemed_slow:
-            self._seemed_slow = False
-            self.speed.begin_anew()
-            try_backend(self.backend, self.speed)
         if self._janitor is not None and self._clock() >= self._sweep_at:
             self._sweep_at = self._clock() + SWEEP_S
             self._janitor.sweep()
 
+    def _measure(self) -> None:
+        self._is_due = False
+        self.speed.begin_anew()
+        was_writable, self.is_writable = self.is_writable, try_backend(self.backend, self.speed)
+        if self.is_writable != was_writable:
+            now = "written to again" if self.is_writable else "full or read-only: it is only read"
+            LOG.warning("a shared tier is %s", now)
+
+    def _keep_books(self) -> None:
+        """Use the mark and the list of classes, which a place may evict like all else, and put back
+        what is gone.
+        """
+        check_mark(self.backend, self.cipher, self._mark)
+        self._list_classes()
+
     def _list_classes(self) -> None:
-        """Have this machine's class found, and find others."""
-        name = f"{CLASSES}/{self._compute_class}"
-        self.backend.put(name, [b"1"], WRITE_S)
+        found = set(list_classes(self.backend, WRITE_S))
+        for gone in self.classes - found:
+            self.backend.put(f"{CLASSES}/{gone}", [b"1"], WRITE_S)
+        self.classes |= found
         if self._any_class:
-            found = list_classes(self.backend, WRITE_S)
-            others = [one for one in found if one != self._compute_class]
+            others = sorted(self.classes - {self._compute_class})
             self._finder.other_classes = others[:MAX_CLASSES]
 
 

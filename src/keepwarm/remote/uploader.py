@@ -134,7 +134,7 @@ class Uploader:
         kept = self._kept(keys)
         for tier in self._shared:
             for key in keys:
-                if self._closing or tier.is_open:
+                if self._closing or tier.is_open or not tier.is_writable:
                     break
                 for part in sorted(kept[key].parts) if key in kept else ():
                     self._share_record(tier, key, part)
