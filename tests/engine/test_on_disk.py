@@ -63,6 +63,18 @@ def test_what_the_disk_has_lost_is_written_again(models, tmp_path):
         assert engine.submit(ask(prompt, 1)).result().receipt.reused == {"disk": 699}
 
 
+@pytest.mark.parametrize("n_tokens", [256, 768])
+def test_prompt_of_whole_blocks_is_warm_on_a_narrow_window(models, tmp_path, n_tokens):
+    model, prompt = models.of("gemma3_text"), prompt_of(n_tokens)
+    with engine_on(model, tmp_path, memory=NO_LIVE) as engine:
+        engine.submit(ask(prompt, 2)).result()
+        again = engine.submit(ask(prompt, 2)).result()
+        assert again.receipt.reused == {"memory": n_tokens - 1}
+    with engine_on(model, tmp_path) as engine:
+        again = engine.submit(ask(prompt, 2)).result()
+        assert again.receipt.reused == {"disk": n_tokens - 1}
+
+
 def test_an_ephemeral_request_writes_nothing_of_what_it_found(models, tmp_path):
     with engine_on(models.of("llama"), tmp_path) as engine:
         two_turns(engine, Policy.EPHEMERAL, Policy.EPHEMERAL)

@@ -79,6 +79,18 @@ def test_an_identical_request_reuses_all_but_its_last_token(name, tier, tiny_mod
     assert counter.fed == 1 + N
 
 
+@pytest.mark.parametrize("n_tokens", [256, 512])
+def test_prompt_of_whole_blocks_reuses_all_but_its_last_token(n_tokens, tier, tiny_model):
+    """The last block has the window before its end, not that before the last token."""
+    model, prompt = tiny_model("gemma3_text"), PROMPT[:n_tokens]
+    kept = restorer(model, tier)
+    compute(model, kept, prompt, kept.restore(prompt), checkpoints=[n_tokens - 1])
+    restored = kept.restore(prompt)
+    assert restored.n_tokens == n_tokens - 1
+    run = continue_from(model, restored.caches, prompt[-1:], N)
+    assert_same(cold(model, prompt, N), run)
+
+
 @pytest.mark.parametrize("name", LAYER_KINDS[:4])
 def test_a_sibling_reuses_the_shared_part_to_the_token(name, tier, tiny_model, reference):
     """Two prompts share 600 tokens; state layers go back to their last checkpoint."""

@@ -102,10 +102,15 @@ class KnownBlocks:
     )  # checkpoints inside blocks, by position
 
     @property
+    def n_stored(self) -> int:
+        """Tokens of the leading blocks that can be used."""
+        return self.n_matched * BLOCK_TOKENS
+
+    @property
     def n_shared(self) -> int:
         """How many leading tokens some stored prompt has in common with this one."""
         n_common = max((child.n_common for child in self.children), default=0)
-        return self.n_matched * BLOCK_TOKENS + n_common
+        return self.n_stored + n_common
 
 
 class Candidate(NamedTuple):
@@ -139,7 +144,7 @@ def longest(needs: Needs, blocks: KnownBlocks, limit: int) -> Point:
 
 def _candidates(needs: Needs, blocks: KnownBlocks, limit: int) -> Iterator[Candidate]:
     """The furthest first; lazily, because there may be hundreds."""
-    last = min(blocks.n_matched, limit // BLOCK_TOKENS) * BLOCK_TOKENS
+    last = min(blocks.n_stored, limit // BLOCK_TOKENS * BLOCK_TOKENS)
     ends = (Candidate(n_tokens, None) for n_tokens in range(last, 0, -BLOCK_TOKENS))
     inside = sorted(_inside(needs, blocks, limit), key=_nearness)
     return merge(ends, inside, key=_nearness)
@@ -150,7 +155,7 @@ def _nearness(candidate: Candidate) -> int:
 
 
 def _inside(needs: Needs, blocks: KnownBlocks, limit: int) -> Iterator[Candidate]:
-    whole = blocks.n_matched * BLOCK_TOKENS
+    whole = blocks.n_stored
     if needs.state:
         yield from (Candidate(n, key) for n, key in blocks.states.items() if n <= limit)
         return

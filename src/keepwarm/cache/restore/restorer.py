@@ -187,7 +187,14 @@ class Restorer:
         limit: int,
         without: Collection[BlockKey] = (),
     ) -> Point:
-        return longest(self.needs, self.blocks_of(tokens, tiers, without), limit)
+        blocks = self.blocks_of(tokens, tiers, without)
+        point = longest(self.needs, blocks, limit)
+        if not self.needs.whole_blocks or not point.n_tokens < limit < blocks.n_stored:
+            return point
+        # The whole block lost the first rows of a window that ends inside it; one beside it may end
+        # there, as after a prompt of whole blocks without its last token.
+        beside = longest(self.needs, self.blocks_of(tokens[:limit], tiers, without), limit)
+        return max(point, beside, key=lambda found: found.n_tokens)
 
     def blocks_of(
         self, tokens: Sequence[int], tiers: TierLookups, without: Collection[BlockKey] = ()
@@ -228,6 +235,8 @@ class Restorer:
         shared = [tier for tier in self.tiers.shared if not tier.is_open]
         if limit <= 0 or not shared or not policy.reads:
             return
+        if self.needs.whole_blocks:  # then a block must end at the limit
+            tokens = tokens[:limit]
         blocks = self.blocks_of(tokens, TierLookups(self.lookups.here))
         n_here = longest(self.needs, blocks, limit).n_tokens
         computing_s = self.rates.prefill_s(n_here, len(tokens))
