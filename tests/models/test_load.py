@@ -141,7 +141,7 @@ def test_config_that_cannot_be_read_is_refused(directory):
     refuse(directory, BadModelFile, "config.json", "directory")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", "\x00"])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", "\x00", pytest.param("[" * 100_000, id="deep")])
 def test_config_that_is_none_is_refused(directory, text):
     (directory / "config.json").write_text(text)
     refuse(directory, BadModelFile, "config.json")
@@ -159,12 +159,33 @@ def test_directory_without_tokenizer_is_refused(directory):
 
 def test_broken_tokenizer_is_refused(directory):
     (directory / "tokenizer.json").write_text('{"model": 5}')
-    refuse(directory, BadModelFile, "tokenizer")
+    refuse(directory, BadModelFile, "The tokenizer of")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"max_position_embeddings": "many"}, {"id2label": 7}, {"num_labels": "x"}]
+)
+def test_config_with_a_wrong_value_is_not_told_as_a_broken_tokenizer(directory, fields):
+    edit_config(directory, **fields)
+    refuse(directory, BadModelFile, "The config.json of")
+
+
+def test_config_of_words_is_not_told_as_an_unsupported_architecture(directory):
+    edit_config(directory, vocab_size="many")
+    refuse(directory, BadModelFile, "is not a complete model")
 
 
 def test_unsupported_architecture_is_named(directory):
     edit_config(directory, model_type="perceiver9000", architectures=["Perceiver9000"])
     refuse(directory, UnsupportedModel, "perceiver9000")
+
+
+def test_model_that_would_write_outside_its_memory_is_refused(directory):
+    """mlx-lm's phi3small sets logits of tokens by their numbers, up to 100,351."""
+    edit_config(directory, model_type="phi3small", vocab_size=100_351)
+    refuse(directory, UnsupportedModel, "100351", "'phi3small' only with 100352")
+    edit_config(directory, vocab_size=100_352)
+    refuse(directory, BadModelFile, "is not a complete model")
 
 
 def test_code_of_a_model_is_never_run(directory):

@@ -85,7 +85,7 @@ def read_config(path: Path) -> dict[str, Any]:
         ) from error
     except OSError as error:
         raise BadModelFile(f"{path}/config.json cannot be read: {error.strerror}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadModelFile(
             f"{path}/config.json is not valid JSON ({error}); download the model again."
         ) from error

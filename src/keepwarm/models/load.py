@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig
 
 from keepwarm import blas
 from keepwarm import config as configuration
@@ -32,6 +33,8 @@ ENCODERS = ("bert", "mpnet", "electra", "deberta")  # in names of model types
 ELSE_EMBED = "; for embeddings use a decoder, as Qwen3-Embedding, or a server that runs encoders."
 FLAT = "embed_tokens.weight"
 HEADLESS = {"tie_word_embeddings": True}  # the head is then that of the embeddings
+# Tokens whose logits mlx-lm's model sets by number; with fewer it writes into foreign memory.
+MIN_VOCABULARY = {"phi3small": 100_352}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
 
 
@@ -169,7 +172,7 @@ def _read_gguf_tokenizer(path: Path, checkpoint: gguf.GGUFModel) -> Any:
 
 
 def _read_directory(path: Path, beside: Executor) -> _Parts:
-    read_config(path)
+    _check_vocabulary(path, read_config(path))
     if not any(path.glob("model*.safetensors")):
         raise BadModelFile(f"{path} has no weights (model*.safetensors); download the model again.")
     if not any(any(path.glob(pattern)) for pattern in TOKENIZER_FILES):
@@ -177,6 +180,15 @@ def _read_directory(path: Path, beside: Executor) -> _Parts:
     files = sorted(path.glob("model*.safetensors"))
     module, config = _read_module(path, {name for file in files for name in _check_weights(file)})
     return _Parts(module, beside.submit(_read_tokenizer, path, config, path), config)
+
+
+def _check_vocabulary(path: Path, config: dict[str, Any]) -> None:
+    kind, n_tokens = config["model_type"], config.get("vocab_size")
+    least = MIN_VOCABULARY.get(str(kind), 0)
+    if isinstance(n_tokens, int) and n_tokens < least:
+        raise UnsupportedModel(
+            f"{path} has {n_tokens} tokens, but mlx-lm runs {kind!r} only with {least} or more."
+        )
 
 
 def _check_weights(file: Path) -> list[str]:
@@ -219,7 +231,7 @@ def _load_flat(path: Path, module: Any) -> None:
 
 def _load_error(path: Path, error: Exception) -> KeepwarmError:
     reason = str(error).strip().partition("\n")[0].rstrip(".:")
-    if "not supported" in reason or "custom module" in reason:
+    if reason.startswith("Model type") or "custom module" in reason:
         kind = read_config(path)["model_type"]
         what = f"{path} is of architecture {kind!r}, which mlx-lm does not support"
         is_encoder = any(name in str(kind) for name in ENCODERS)
@@ -234,10 +246,20 @@ def _read_tokenizer(directory: Path, config: dict[str, Any], source: Path) -> An
     try:
         return load_tokenizer(directory, options, eos_token_ids=config.get("eos_token_id"))
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0].rstrip(":")
+        what = "config.json" if _is_of_config(directory, error) else "tokenizer"
         raise BadModelFile(
-            f"The tokenizer of {source} cannot be read ({reason}); download it again."
+            f"The {what} of {source} cannot be read ({reason}); download it again."
         ) from error
+
+
+def _is_of_config(directory: Path, error: Exception) -> bool:
+    """Whether the tokenizer was not reached: transformers reads the model's config before it."""
+    try:
+        AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except Exception as found:
+        return str(found) == str(error)
+    return False
 
 
 def _set_compute_dtype(module: Any) -> None:
