@@ -191,6 +191,8 @@ def window(size, **how):
         (arrays((2,)), arrays((3,)), r"\(dtype, shape\) of state0 is .*\(3,\).*\(2,\)"),
         (arrays((2,)), arrays((2,), dtype=mx.float16), r"\(dtype, shape\) of state0 is .*float16"),
         (arrays((2,)), arrays((2,), (2,)), "the size is 2, expected 1"),
+        (arrays((2,)), ArraysCache(1), "the state is empty, expected filled"),
+        (ArraysCache(1), arrays((2,)), "the state is filled, expected empty"),
     ],
 )
 def test_neighbours_that_differ_are_refused_by_layer(first, second, message):
@@ -214,6 +216,8 @@ def test_neighbours_that_differ_are_refused_by_layer(first, second, message):
         (arrays(None, (2,)), "some of its arrays are missing"),
         (BatchKVCache([0]), "BatchKVCache cannot join a batch: it is already a batch"),
         (merge([[arrays((2,))], [arrays((2,))]])[0], "ArraysCache .* it is already a batch"),
+        (filled(KVCache(), 2, n_batch=2), "KVCache cannot join a batch: it holds several seq"),
+        (filled(RotatingKVCache(8), 2, n_batch=3), "RotatingKVCache .* it holds several sequences"),
     ],
 )
 def test_what_cannot_join_a_batch_is_refused_by_name(cache, message):
@@ -273,12 +277,17 @@ def test_between_prepare_and_finalize_a_batch_can_only_be_fed(fresh):
 
 
 @pytest.mark.parametrize("fresh", [KVCache(), RotatingKVCache(8), ArraysCache(1), QuantKVCache(32)])
-def test_rows_do_not_leave_before_announced_left_padding_was_fed(fresh):
+def test_rows_do_not_leave_or_join_before_announced_left_padding_was_fed(fresh):
     """mlx-lm's common end would become negative."""
     batch = empty_batch([fresh], 2)
     prepare(batch, LeftPadding((1, 3)))
-    with pytest.raises(UnsupportedCache, match="Layer 0: feed the left-padded slice first"):
-        filter_rows(batch, [0])
+    for operation in (
+        lambda: filter_rows(batch, [0]),
+        lambda: extend(batch, empty_batch([fresh], 1)),
+        lambda: extend(empty_batch([fresh], 1), batch),
+    ):
+        with pytest.raises(UnsupportedCache, match="Layer 0: feed the left-padded slice first"):
+            operation()
 
 
 @pytest.mark.parametrize("make", [list, tuple, iter, mx.array, np.array])
@@ -304,6 +313,8 @@ def test_padding_counts_tokens(padding):
     for wrong in ([0, -1], mx.array([0, -1])):
         with pytest.raises(BadInput, match=r"Padd.* cannot be negative, but are \[0, -1\]"):
             padding(wrong)
+    with pytest.raises(BadInput, match=r"Padd.* are missing; give one for each row"):
+        padding(())
     for wrong in ([0, 0.5], mx.array([0, 0.5]), [True], 3):
         with pytest.raises(BadInput, match="must be a list of whole numbers, not"):
             padding(wrong)

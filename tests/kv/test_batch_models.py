@@ -148,7 +148,7 @@ def test_prompts_padded_on_either_side_get_their_cold_runs(name, tiny_model):
     }
     for padding, fed in slices.items():
         batch = empty_batch(make_prompt_cache(model), 2)
-        prepare(batch, padding)
+        prepare(batch, padding, model)
         model(mx.array(fed), cache=batch)
         finalize(batch)
         check_cold(model, Rows(model, batch, [p[-1] for p in PROMPTS[1:]]).step(N), PROMPTS[1:])
@@ -166,7 +166,7 @@ def test_prompts_padded_on_either_side_get_their_cold_runs(name, tiny_model):
 
 @pytest.mark.parametrize("name", FOLDING)
 def test_models_that_fold_padding_into_their_state_are_refused_it(name, tiny_model):
-    """Nothing in their caches shows it before; rows of equal length need no padding."""
+    """By name where the model is given, else when they were fed; equal rows need no padding."""
     model = tiny_model(name)
     for padding in (
         LeftPadding((0, 2)),
@@ -174,12 +174,14 @@ def test_models_that_fold_padding_into_their_state_are_refused_it(name, tiny_mod
         TwoSidedPadding(LeftPadding((1, 0)), RightPadding((4, 4))),
     ):
         batch = empty_batch(make_prompt_cache(model), 2)
+        with pytest.raises(UnsupportedCache, match=f"^{name} takes padding for tokens of its"):
+            prepare(batch, padding, model)
         prepare(batch, padding)
         model(mx.array([LATE[:4], LATE[4:8]]), cache=batch)
         with pytest.raises(UnsupportedCache, match=r"takes padding for tokens of its state; build"):
             finalize(batch)
     batch = empty_batch(make_prompt_cache(model), 2)
-    prepare(batch, RightPadding((4, 4)))
+    prepare(batch, RightPadding((4, 4)), model)
     model(mx.array([LATE[:4], LATE[4:8]]), cache=batch)
     finalize(batch)
     rows = Rows(model, batch, LATE[8:10]).step(N)

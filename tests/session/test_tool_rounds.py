@@ -139,6 +139,10 @@ def test_a_plain_schema_is_for_the_caller_to_run(session_with):
             (first.usage.prompt_tokens, first.usage.completion_tokens)
         )
         assert s.respond({second.pending[0].id: "an animal"}).text == "A fox."
+        fork = s.fork()
+        assert fork.n_turns == s.n_turns == 3
+        fork.rewind(2)
+        assert len(fork.messages) == 4
         s.rewind(1)
         assert [message["role"] for message in s.messages] == ["user", "assistant"]
 

@@ -6,6 +6,7 @@ import math
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -475,14 +476,28 @@ def _to_mx(array: Rows) -> mx.array:
 def reconstruct_cache(
     layout: Layout, blocks: Iterable[Block], n_tokens: int | None = None
 ) -> Caches:
-    """One cache per layer from blocks in order, up to `n_tokens` (default: all of them)."""
+    """One cache per layer from blocks in order, up to `n_tokens` (default: all of them).
+
+    Their tensors may be numpy arrays.
+    """
     if n_tokens is None:
         blocks = list(blocks)
         n_tokens = blocks[-1].end if blocks else 0
     assembly = Assembly(layout, n_tokens)
     for block in blocks:
-        assembly.add(block)
+        assembly.add(_with_mlx_arrays(block))
     return assembly.finish()
+
+
+def _with_mlx_arrays(block: Block) -> Block:
+    def converted(tensors: Mapping[str, Any]) -> dict[str, Rows]:
+        return {
+            name: rows if isinstance(rows, mx.array | HostArray) else mx.array(rows)
+            for name, rows in tensors.items()
+        }
+
+    delta, window, state = map(converted, (block.delta, block.window, block.state))
+    return replace(block, delta=delta, window=window, state=state)
 
 
 def concatenate_cache_blocks(ks: Iterable[Any], vs: Iterable[Any]) -> tuple[mx.array, mx.array]:

@@ -28,6 +28,13 @@ from keepwarm.kv.kinds import Cache, Caches, Kind, is_batched, is_empty, kind_of
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
 
 BATCHABLE = ("KVCache", "QuantizedKVCache", "RotatingKVCache", "ArraysCache")
+# Model types of mlx-lm that take padding for tokens of their state.
+FOLDING = frozenset(
+    (
+        *("baichuan_m1", "bailing_moe_linear", "jamba", "longcat_flash_ngram", "mamba"),
+        *("nemotron_h", "olmo_hybrid", "recurrent_gemma", "rwkv7"),
+    )
+)
 SETTINGS = ("group_size", "bits", "max_size", "keep", "size")
 
 
@@ -95,6 +102,11 @@ class _AnnouncedSlice(NamedTuple):
             return cls((), padding.lengths)
         return cls(padding.amounts, ())
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether rows have padding at all."""
+        return any(self.left) or len(set(self.lengths)) > 1
+
     def arguments(self) -> dict[str, list[int]]:
         """As mlx-lm's caches take it."""
         arguments = {"left_padding": list(self.left)} if self.left else {}
@@ -112,7 +124,8 @@ def empty_batch(caches: Caches, n_rows: int) -> Caches:
 def merge(rows: Sequence[Caches]) -> Caches:
     """One batch from single sequences of any lengths, including 0. The originals are not changed.
 
-    Rows are right-aligned, with left padding. Everything is checked before anything is copied.
+    Rows are right-aligned, with left padding. Everything is checked before anything is copied. An
+    empty state joins only empty ones: not every model begins as from zeros.
     """
     if not rows:
         raise UnsupportedCache("A batch needs at least one sequence.")
@@ -143,13 +156,20 @@ def require_fed(batch: Caches) -> None:
             raise UnsupportedCache(f"Layer {path}: feed the left-padded slice first.")
 
 
-def prepare(batch: Caches, padding: Padding) -> None:
+def prepare(batch: Caches, padding: Padding, model: Any = None) -> None:
     """Set the padding of the next slice; then feed it in one call, and call `finalize`.
 
     Call it before every slice of more than one token, even with equal lengths: it puts a window's
-    ring into token order, because mlx-lm masks a slice after a rotated ring wrongly.
+    ring into token order, because mlx-lm masks a slice after a rotated ring wrongly. With `model`,
+    one that takes padding for tokens of its state is refused; its caches do not show that before.
     """
     announced = _AnnouncedSlice.of(padding)
+    architecture = getattr(model, "model_type", None)
+    if announced.is_padded and architecture in FOLDING:
+        raise UnsupportedCache(
+            f"{architecture} takes padding for tokens of its state; feed each row alone, and merge "
+            "them."
+        )
     for counts in filter(None, (announced.left, announced.lengths)):
         _check_rows(batch, counts)
     for path, leaf in leaves(batch):
@@ -191,6 +211,8 @@ def filter_rows(batch: Caches, keep: Iterable[int] | mx.array) -> None:
 def extend(batch: Caches, other: Caches) -> None:
     """Append the rows of another batch in place. `other` must not be used afterwards."""
     _check_same_layers([batch, other])
+    for one in (batch, other):
+        require_fed(one)
     for layer, joining in zip(batch, other, strict=True):
         layer.extend(joining)
     _forget_announced(batch)
@@ -283,11 +305,18 @@ def can_batch(caches: Caches) -> bool:
 def _why_unbatchable(leaf: Cache) -> str | None:
     if is_batched(leaf):
         return "it is already a batch, so extract its rows first"
-    if encode(leaf).cls not in BATCHABLE:
+    encoded = encode(leaf)
+    if encoded.cls not in BATCHABLE:
         return "this class has no batched form"
+    if any(array.shape[0] > 1 for array in encoded.tensors.values()):
+        return "it holds several sequences"
     if isinstance(leaf, ArraysCache):
         missing = [array is None for array in leaf.cache]
         return "some of its arrays are missing" if any(missing) and not all(missing) else None
+    return _why_rows_unbatchable(leaf)
+
+
+def _why_rows_unbatchable(leaf: Cache) -> str | None:
     if isinstance(leaf, RotatingKVCache) and leaf.keep:
         return f"a batch would lose its first {leaf.keep} tokens"
     if isinstance(leaf.keys, mx.array) and leaf.keys.dtype != leaf.values.dtype:
@@ -323,6 +352,8 @@ def _signature(leaf: Cache) -> dict[str, Any]:
     encoded = encode(leaf)
     same: dict[str, Any] = {"the class": encoded.cls}
     same |= {f"the {name}": encoded.scalars[name] for name in SETTINGS if name in encoded.scalars}
+    if isinstance(leaf, ArraysCache):
+        same["the state"] = "empty" if is_empty(leaf) else "filled"
     for name, array in encoded.tensors.items():
         if name.startswith(("keys", "values")):
             same[f"(dtype, heads, width) of {name}"] = (array.dtype, *array.shape[1::2])
@@ -400,6 +431,8 @@ def _whole_numbers(what: str, values: Iterable[int] | mx.array) -> list[int]:
 
 def _checked_counts(what: str, values: Iterable[int] | mx.array) -> tuple[int, ...]:
     numbers = _whole_numbers(what, values)
-    if min(numbers, default=0) < 0:
+    if not numbers:
+        raise BadInput(f"{what} are missing; give one for each row.")
+    if min(numbers) < 0:
         raise BadInput(f"{what} cannot be negative, but are {numbers}.")
     return tuple(numbers)

@@ -188,7 +188,7 @@ class Session:
             policy=Policy.EPHEMERAL if ephemeral else self._defaults.policy,
             busy=self._gate.rule,
         )
-        forked._known = self._known
+        forked._known, forked._turn_ends = self._known, list(self._turn_ends)
         self.engine.store.fork_import(self.id, forked.id)
         return forked
 

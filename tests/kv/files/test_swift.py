@@ -147,7 +147,7 @@ def test_what_is_exported_for_swift_is_what_it_takes(name, tmp_path):
     layers, expected = SWIFT[name]
     found = import_prompt_cache(swift_file(tmp_path / "swift.safetensors", *layers))
     file = tmp_path / "ours.safetensors"
-    export_prompt_cache(file, found.caches, {"from": "here"}, Dialect.SWIFT)
+    export_prompt_cache(file, found.caches, {"from": "here"}, "swift")
     again = assert_file_holds(file, expected)
     assert again.metadata == {"from": "here"}
     tensors, header = mx.load(str(file), return_metadata=True)
@@ -165,6 +165,7 @@ def test_what_swift_cannot_hold_is_not_exported(tmp_path):
     ).caches
     with pytest.raises(UnsupportedCache, match="does not save its token count"):
         export_prompt_cache(tmp_path / "o.safetensors", [chunked], dialect=Dialect.SWIFT)
-    with pytest.raises(BadInput, match="read, but not written"):
-        export_prompt_cache(tmp_path / "o.safetensors", [chunked], dialect=Dialect.EARLY_MLX_LM)
+    for other in (Dialect.EARLY_MLX_LM, "Swift", "mlx-swift-lm", None):
+        with pytest.raises(BadInput, match="written for mlx-lm or swift, not for"):
+            export_prompt_cache(tmp_path / "o.safetensors", [chunked], dialect=other)
     assert not (tmp_path / "o.safetensors").exists()

@@ -62,9 +62,11 @@ SWIFT_MODEL_STATE = "__mlx_lm_state_"
 
 
 class Dialect(Enum):
-    MLX_LM = "mlx-lm ≥ 0.32"
-    EARLY_MLX_LM = "mlx-lm ≤ 0.31"
-    SWIFT = "mlx-swift-lm"
+    """Who wrote a prompt-cache file; the name of one will do as well."""
+
+    MLX_LM = "mlx-lm"
+    EARLY_MLX_LM = "mlx-lm before 0.32"  # read, never written
+    SWIFT = "swift"
 
 
 class LayerLocation(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -51,7 +51,7 @@ def export_prompt_cache(
     path: str | os.PathLike[str],
     caches: Caches,
     metadata: Mapping[str, str] | None = None,
-    dialect: Dialect = Dialect.MLX_LM,
+    dialect: Dialect | Literal["mlx-lm", "swift"] = Dialect.MLX_LM,
 ) -> None:
     """Write a file that mlx-lm 0.32 and later loads, or mlx-swift-lm: live rows only, whole or not
     at all.
@@ -65,9 +65,7 @@ def export_prompt_cache(
         raise BadInput(f"{target} must end in {SUFFIX}: mlx-lm loads no other name.")
     if not caches:
         raise BadInput("A prompt cache without layers cannot be exported.")
-    notes = _check_metadata(metadata or {})
-    if dialect is Dialect.EARLY_MLX_LM:
-        raise BadInput("Files of mlx-lm before 0.32 are read, but not written.")
+    notes, dialect = _check_metadata(metadata or {}), _writable(dialect)
     if any(is_batched(cache) for cache in caches):
         if dialect is Dialect.SWIFT:
             raise UnsupportedCache("Swift loads no batch; extract a row first.")
@@ -76,6 +74,14 @@ def export_prompt_cache(
     layers = [encode(cache) for cache in caches]
     write = _swift_file if dialect is Dialect.SWIFT else _mlx_lm_file
     _publish(target, *write(layers, notes))
+
+
+def _writable(dialect: Dialect | str) -> Dialect:
+    known = (Dialect.MLX_LM, Dialect.SWIFT)
+    found = next((one for one in known if dialect in (one, one.value)), None)
+    if found is None:
+        raise BadInput(f"Files are written for mlx-lm or swift, not for {dialect!r}.")
+    return found
 
 
 def import_prompt_cache(
