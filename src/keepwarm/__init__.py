@@ -10,7 +10,7 @@ __version__ = "0.1.0.dev0"
 
 # Imported on first use: `import keepwarm` and `keepwarm --help` must not wait for MLX.
 _HOMES = {
-    "keepwarm.cache.store": "AttachedModel Budgets Store",
+    "keepwarm.cache.store": "AgentBlocks AttachedModel Budgets Store",
     "keepwarm.config": "Settings",
     "keepwarm.device.memory": "MemoryConfig",
     "keepwarm.engine.admission": "EngineConfig",
@@ -23,6 +23,7 @@ _HOMES = {
         "NoBackend Refused RepeatedToolCall Stopping StoreFailed TimedOut TooLarge UnknownAgent "
         "UnknownModel Unreachable UnsupportedCache UnsupportedModel WrongDigest"
     ),
+    "keepwarm.kv.files.dialects": "Dialect",
     "keepwarm.kv.files.prompt_cache": "PromptCacheFile export_prompt_cache import_prompt_cache",
     "keepwarm.models.load": "Model load",
     "keepwarm.prefix.policy": "Policy",

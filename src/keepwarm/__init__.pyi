@@ -1,3 +1,4 @@
+from keepwarm.cache.store import AgentBlocks as AgentBlocks
 from keepwarm.cache.store import AttachedModel as AttachedModel
 from keepwarm.cache.store import Budgets as Budgets
 from keepwarm.cache.store import Store as Store
@@ -34,6 +35,7 @@ from keepwarm.errors import Unreachable as Unreachable
 from keepwarm.errors import UnsupportedCache as UnsupportedCache
 from keepwarm.errors import UnsupportedModel as UnsupportedModel
 from keepwarm.errors import WrongDigest as WrongDigest
+from keepwarm.kv.files.dialects import Dialect as Dialect
 from keepwarm.kv.files.prompt_cache import PromptCacheFile as PromptCacheFile
 from keepwarm.kv.files.prompt_cache import export_prompt_cache as export_prompt_cache
 from keepwarm.kv.files.prompt_cache import import_prompt_cache as import_prompt_cache

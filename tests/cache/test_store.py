@@ -6,13 +6,14 @@ import sys
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import psutil
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 import keepwarm
-from keepwarm.errors import BadInput
+from keepwarm.errors import BadInput, CacheError
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.compare import assert_same
 from tests.kit.models import LAYER_KINDS
@@ -99,6 +100,75 @@ def test_a_cache_must_hold_what_is_named(model, tmp_path):
             kw.commit(prompt[:-1], cache)
         with pytest.raises(BadInput, match="no tokens"):
             kw.restore([])
+
+
+def wide(cache):
+    """Two sequences in one."""
+    for layer in cache:
+        layer.keys, layer.values = (mx.concatenate([x, x]) for x in (layer.keys, layer.values))
+    return cache
+
+
+def half(cache):
+    for layer in cache:
+        layer.keys, layer.values = (x.astype(mx.float16) for x in (layer.keys, layer.values))
+    return cache
+
+
+FOREIGN = {
+    "8 bit": (
+        lambda cache: [layer.to_quantized(64, 8) for layer in cache],
+        "Layer 0: the class is QuantizedKVCache, expected KVCache",
+    ),
+    "another dtype": (half, "the tensor keys is .*float16.*expected .*float32"),
+    "one layer": (lambda cache: cache[:1], "the number of layers is 1, expected 2"),
+    "several sequences": (wide, r"the tensor keys is .*\(2, .*expected .*\(1, "),
+    "a batch": (lambda cache: keepwarm.kv.merge([cache, cache]), "is a batch; extract a row"),
+    "empty": (lambda cache: [type(layer)() for layer in cache], "the tensor keys is missing"),
+}
+
+
+@pytest.mark.parametrize(("change", "why"), FOREIGN.values(), ids=FOREIGN)
+def test_commit_refuses_a_cache_that_is_not_the_models(models, tmp_path, change, why):
+    """It was taken, and its records were later called bad."""
+    prompt, path = prompt_of(20), models.of("llama").path
+    module = models.of("llama").module.model
+    with keepwarm.Store(tmp_path / "store") as store:
+        kw = store.attach(module, source=path)
+        cache = change(prefill(module, make_prompt_cache(module), prompt))
+        with pytest.raises(CacheError, match=why):
+            kw.commit(prompt, cache)
+        assert not list(store.memory.walk())
+
+
+def test_commit_refuses_a_state_of_another_shape(models, tmp_path):
+    model = models.of("mamba2")
+    with keepwarm.Store(tmp_path / "store") as store:
+        kw = store.attach(model.module.model, source=model.path)
+        cache = prefill(model.module.model, make_prompt_cache(model.module.model), prompt_of(20))
+        cache[0][0] = cache[0][0][:, :1]
+        with pytest.raises(CacheError, match="Layer 0: the tensor state0 is"):
+            kw.commit(prompt_of(20), cache)
+
+
+@pytest.mark.parametrize("make", [mx.array, np.array, tuple], ids=["mlx", "numpy", "tuple"])
+def test_tokens_may_be_any_list_or_array(model, tmp_path, make):
+    prompt = prompt_of(300)
+    with keepwarm.Store(tmp_path / "store") as store:
+        kw = store.attach(model.module, source=model.path)
+        cache, rest = kw.restore(make(prompt))
+        assert rest == prompt
+        kw.commit(make(prompt), prefill(model.module, cache, rest))
+        assert kw.restore(make(prompt)).rest == prompt[-1:]
+
+
+@pytest.mark.parametrize("tokens", [[1, 2.0], [1, -1], "text", [[1, 2]], 7, [2**32], None])
+def test_tokens_are_whole_numbers_from_0(model, tmp_path, tokens):
+    with keepwarm.Store(tmp_path / "store") as store:
+        kw = store.attach(model.module, source=model.path)
+        for call in (kw.restore, lambda ids: kw.commit(ids, make_prompt_cache(model.module))):
+            with pytest.raises(BadInput, match="whole numbers from 0"):
+                call(tokens)
 
 
 def test_the_example_twice(tmp_path, monkeypatch, capsys):

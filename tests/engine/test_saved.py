@@ -6,7 +6,9 @@ import mlx.core as mx
 import pytest
 
 import keepwarm
-from keepwarm import kv
+from keepwarm import config, kv
+from keepwarm.cache.store import Budgets, Store
+from keepwarm.errors import BadInput, CacheError
 from keepwarm.prefix.blocks import chain
 from keepwarm.prefix.policy import Policy
 from tests.kit.checkpoints import write_checkpoint
@@ -103,3 +105,39 @@ def test_an_agents_blocks_are_loaded_by_its_id(architecture, models, tmp_path):
         joined = kv.concatenate_cache_blocks(ks, vs)
         for mine, theirs in zip(joined, restored.caches[layer].state[:2], strict=True):
             assert mx.array_equal(mine, theirs[..., :604, :])  # behind them is room to grow
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
+def test_blocks_that_were_loaded_are_saved_as_another_agent(architecture, models, tmp_path):
+    """It goes on from them, and nobody else does."""
+    model, settings = models.of(architecture), config.load({"KEEPWARM_HOME": str(tmp_path)})
+    with engine_on(model, tmp_path) as engine:
+        engine.submit(ask(prompt_of(600), 4, agent="ada", policy=Policy.DURABLE)).result()
+        engine.wait_until_saved()
+        engine.store.on_disk.agents.update("ada", metadata={"team": "web"})
+    with Store(settings=settings, budgets=Budgets(min_free_disk_bytes=0)) as store:
+        kw, loaded = store.attach(model.module.model, model.path), store.load_agent("ada")
+        kw.save_agent("eve", loaded)
+        again = store.load_agent("eve")
+        assert (again.tokens, again.metadata) == (loaded.tokens, {"team": "web"})
+        for layer, blocks in again.layers.items():
+            assert_same_tensors(blocks[-1], loaded.layers[layer][-1])
+        with pytest.raises(BadInput, match="'eve' already exists"):
+            kw.save_agent("eve", loaded)
+        layers = {layer: blocks for layer, blocks in loaded.layers.items() if layer}
+        with pytest.raises(CacheError, match="Layer 0, block"):
+            kw.save_agent("one", loaded._replace(layers=layers))
+        assert not store.knows_agent("one")
+        store.forget("ada")
+    with engine_on(model, tmp_path) as engine:
+        prompt = [*loaded.tokens, 1]
+        own = engine.submit(ask(prompt, 1, agent="eve")).result().receipt
+        assert own.reused == {"disk": 604}
+        assert engine.submit(ask(prompt, 1)).result().receipt.cached_tokens == 0
+
+
+def assert_same_tensors(block, expected):
+    for kind in ("delta", "window", "state"):
+        mine, theirs = getattr(block, kind), getattr(expected, kind)
+        assert mine.keys() == theirs.keys()
+        assert all(mx.array_equal(mine[name], theirs[name]) for name in theirs)

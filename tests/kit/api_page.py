@@ -42,8 +42,10 @@ GROUPS = {
     "Results": (
         *("Result", "Choice", "ToolCall", "TokenInfo", "TopLogprob", "Usage", "Receipt", "Miss"),
     ),
-    "The store": ("Store", "AttachedModel", "Budgets"),
-    "Prompt-cache files": ("export_prompt_cache", "import_prompt_cache", "PromptCacheFile"),
+    "The store": ("Store", "AttachedModel", "AgentBlocks", "Budgets"),
+    "Prompt-cache files": (
+        *("export_prompt_cache", "import_prompt_cache", "PromptCacheFile", "Dialect"),
+    ),
     "Errors": tuple(name for name in keepwarm.__all__ if hasattr(errors, name)),
 }
 

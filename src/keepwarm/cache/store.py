@@ -8,6 +8,7 @@ kw.commit(tokens, cache)
 from __future__ import annotations
 
 import re
+import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from keepwarm import blas, config, kv
-from keepwarm.agents.agent import Agent
+from keepwarm.agents.agent import Agent, Branch, check_metadata
 from keepwarm.agents.agent_store import AgentStore, handshake_with
 from keepwarm.agents.block_refs import Holder
 from keepwarm.agents.rewriting import PrefixBlock, prefix_records
@@ -34,6 +35,7 @@ from keepwarm.errors import BadInput, StoreFailed, UnknownAgent
 from keepwarm.kv.buffers import HostArray
 from keepwarm.kv.slabs import SlabPool
 from keepwarm.kv.slices import Block, Rows
+from keepwarm.prefix.blocks import pack, unpack
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.prefix.policy import Policy
 from keepwarm.records.record import Record
@@ -92,7 +94,9 @@ class AttachedModel:
         identity: Identity,
         restorer: Restorer,
         kv_options: dict[str, Any],
+        store: Store,
     ) -> None:
+        self._store = store
         self._model = model
         self._kv_options = kv_options
         self.identity = identity
@@ -100,11 +104,10 @@ class AttachedModel:
 
     def restore(self, tokens: Sequence[int]) -> RestoredPrompt:
         """Caches for the longest stored prefix, or empty ones."""
-        if not tokens:
-            raise BadInput("There are no tokens to restore; pass a prompt.")
-        found = self.restorer.restore(tokens)
+        prompt = _token_ids(tokens)
+        found = self.restorer.restore(prompt)
         caches = found.caches or kv.make_caches(self._model, **self._kv_options)
-        return RestoredPrompt(caches, list(tokens[found.n_tokens :]))
+        return RestoredPrompt(caches, prompt[found.n_tokens :])
 
     def on_progress(self, tokens: Sequence[int], cache: kv.Caches) -> Callable[[int, int], None]:
         """A `prompt_progress_callback` for mlx-lm: saves a prompt while it is prefilled.
@@ -112,6 +115,7 @@ class AttachedModel:
         `cache` is what `restore` returned for these tokens. On a model with states only this keeps
         a place before the end, from which the same prompt can go on again.
         """
+        tokens = _token_ids(tokens)
         capture, last = self.restorer.open(tokens), len(tokens) - 1
         points: frozenset[int] = frozenset()
 
@@ -129,22 +133,77 @@ class AttachedModel:
         return keep
 
     def commit(self, tokens: Sequence[int], cache: kv.Caches) -> None:
-        """Save a cache that represents exactly these tokens. It can be restored at once."""
-        kv.evaluate(cache)
-        count = kv.token_count(cache)
+        """Save a cache that represents exactly these tokens. It can be restored at once.
+
+        One that is not this model's is refused. Where all layers are states, which do not count
+        tokens, their number cannot be checked.
+        """
+        tokens, count = _token_ids(tokens), kv.token_count(cache)
         if count is not None and count != len(tokens):
             raise BadInput(
                 f"The cache holds {count} tokens, but {len(tokens)} were given; pass its tokens."
             )
-        self.restorer.open(tokens).finish(tokens, cache)
+        self.restorer.layout.check(cache)
+        self.restorer.open(tokens).finish(tokens, kv.evaluate(cache))
+
+    def save_agent(self, agent_id: str, blocks: AgentBlocks) -> Agent:
+        """Store blocks as a new agent: the inverse of `Store.load_agent`.
+
+        They must fit this model, but nothing proves what they were computed from: as those of a
+        bundle, they serve only this agent and its forks.
+        """
+        whole = _whole_blocks(blocks.layers)
+        caches = kv.reconstruct_cache(self.restorer.layout, whole, blocks.n_tokens)
+        return self.import_agent(agent_id, blocks.tokens, caches, metadata=blocks.metadata)
+
+    def import_agent(
+        self,
+        agent_id: str,
+        tokens: Sequence[int],
+        cache: kv.Caches,
+        model: str = "",
+        metadata: Mapping[str, str] | None = None,
+    ) -> Agent:
+        """Store a cache of somebody else, which holds these tokens, as a new agent."""
+        on_disk, notes, tokens = self._store.on_disk, dict(metadata or {}), _token_ids(tokens)
+        check_metadata(notes)
+        with suppress(UnknownAgent):
+            on_disk.agents.show(agent_id)
+            raise BadInput(f"Agent {agent_id!r} already exists; choose another id.")
+        self.restorer.layout.check(cache)
+        name = on_disk.register(replace(self.identity, origin=secrets.token_hex(16)))
+        capture = self.restorer.in_namespace(name).open(tokens, Policy.DURABLE)
+        capture.finish(tokens, kv.evaluate(cache))
+        self._store.flush()
+        n_tokens = len(tokens)
+        head = Branch.of(name, tokens, [n_tokens], n_opening=n_tokens, main=True, model=model)
+        return on_disk.agents.create(agent_id, head, metadata=notes)
+
+
+def _token_ids(tokens: Sequence[int]) -> list[int]:
+    """The ids of a list or an array."""
+    listed: Any = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    try:
+        ids = unpack(pack(list(listed)))
+    except (TypeError, OverflowError):
+        raise BadInput(
+            "Tokens must be the ids of one sequence, a list or array of whole numbers from 0 on."
+        ) from None
+    if not ids:
+        raise BadInput("There are no tokens; pass those of a prompt.")
+    return ids
 
 
 class AgentBlocks(NamedTuple):
-    """What is stored of an agent: its blocks in order, by layer, of the first `n_tokens` tokens."""
+    """What is stored of an agent: its blocks in order, by layer, and the tokens that they hold."""
 
-    layers: dict[int, list[Block]]
-    n_tokens: int
+    layers: Mapping[int, Sequence[Block]]
+    tokens: Sequence[int]
     metadata: Mapping[str, str]
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokens)
 
 
 class Store:
@@ -268,7 +327,7 @@ class Store:
         restorer = self.make_restorer(identity, layout)
         everyones = namespace(replace(identity, salt="", origin=""))
         restorer.rates = self._rates.of(everyones, PointSizes(layout).to_load(str(source)))
-        return AttachedModel(model, identity, restorer, kv_options)
+        return AttachedModel(model, identity, restorer, kv_options, self)
 
     def make_restorer(self, identity: Identity, layout: kv.Layout) -> Restorer:
         """The restorer of one model with one set of KV options."""
@@ -457,7 +516,7 @@ def _load_blocks(disk: DiskTier, agent: Agent, holders: Sequence[Holder]) -> Age
     tokens = b"".join(holder.tokens for holder in holders)
     held = [PrefixBlock(holder.key, number) for number, holder in enumerate(holders)]
     layers = _by_layer(prefix_records(disk, held, tokens))
-    return AgentBlocks(layers, len(tokens) // 4, agent.metadata)
+    return AgentBlocks(layers, unpack(tokens), agent.metadata)
 
 
 def _by_layer(records: Iterable[Record]) -> dict[int, list[Block]]:
@@ -486,6 +545,23 @@ def _of_layer(parts: list[Block], layer: int) -> Block:
         first_rows={path: n for path, n in firsts.items() if _layer(f"L{path}") == layer},
         state=own("state"),
     )
+
+
+def _whole_blocks(layers: Mapping[int, Sequence[Block]]) -> list[Block]:
+    """The blocks of all layers together, in order: what `_by_layer` has divided."""
+    parts: defaultdict[int, list[Block]] = defaultdict(list)
+    for blocks in layers.values():
+        for block in blocks:
+            parts[block.index].append(block)
+
+    def merged(own: list[Block], field: str) -> dict[str, Any]:
+        return {name: value for block in own for name, value in getattr(block, field).items()}
+
+    fields = ("delta", "window", "first_rows", "state")
+    return [
+        Block(index, max(b.n_tokens for b in own), **{name: merged(own, name) for name in fields})
+        for index, own in sorted(parts.items())
+    ]
 
 
 def _to_mx(rows: Rows) -> Rows:

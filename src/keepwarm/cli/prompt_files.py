@@ -8,18 +8,16 @@ its agent and the agent's forks, as a bundle does.
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from keepwarm import kv
-from keepwarm.agents.agent import Agent, Branch
+from keepwarm.agents.agent import Agent
 from keepwarm.cache.identity import make_options_in
 from keepwarm.cache.store import AttachedModel, Store
-from keepwarm.errors import BadCacheFile, BadInput, UnknownAgent
+from keepwarm.errors import BadCacheFile, BadInput
 from keepwarm.kv.files.dialects import Dialect
 from keepwarm.kv.files.prompt_cache import (
     PromptCacheFile,
@@ -28,11 +26,10 @@ from keepwarm.kv.files.prompt_cache import (
 )
 from keepwarm.models.load import Model
 from keepwarm.prefix.fingerprint import Identity
-from keepwarm.prefix.policy import Policy
 
 TOKENS = "keepwarm-tokens"  # in the metadata: a JSON list of token ids
 MAX_TOKEN = 1 << 31
-FORMATS: Mapping[str, Dialect] = {"mlx-lm": Dialect.MLX_LM, "swift": Dialect.SWIFT}
+FORMATS: Mapping[str, Dialect] = {one.value: one for one in (Dialect.MLX_LM, Dialect.SWIFT)}
 
 
 class ReadPrompt(NamedTuple):
@@ -100,21 +97,9 @@ def _parsed(listed: str, path: Path) -> list[int]:
 
 def import_prompt_file(store: Store, model: Model, read: ReadPrompt, agent_id: str) -> Agent:
     """Store the caches of a file as an agent. On the thread that owns MLX."""
-    with suppress(UnknownAgent):
-        store.on_disk.agents.show(agent_id)
-        raise BadInput(f"Agent {agent_id!r} already exists; choose another id.")
     found, tokens = read
     attached = store.attach(model.module, model.path, **_kv_options_of(found))
-    attached.restorer.layout.check(found.caches)
-    identity = replace(attached.identity, origin=secrets.token_hex(16))
-    name = store.on_disk.register(identity)
-    capture = attached.restorer.in_namespace(name).open(tokens, Policy.DURABLE)
-    capture.finish(tokens, kv.evaluate(found.caches))
-    store.flush()
-    head = Branch.of(
-        name, tokens, [len(tokens)], n_opening=len(tokens), main=True, model=model.name
-    )
-    return store.on_disk.agents.create(agent_id, head)
+    return attached.import_agent(agent_id, tokens, found.caches, model.name)
 
 
 def export_prompt_file(

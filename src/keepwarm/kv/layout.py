@@ -43,6 +43,10 @@ class TensorSpec:
     shape: tuple[int | None, ...]
     dtype: mx.Dtype
 
+    def __str__(self) -> str:
+        shape = ", ".join("any" if n is None else str(n) for n in self.shape)
+        return f"{self.dtype} ({shape})"
+
     def with_rows(self, n_rows: int) -> tuple[int, ...]:
         return tuple([n_rows if n is None else n for n in self.shape])
 
@@ -114,6 +118,20 @@ class LayerSpec:
         """Whether arrays appear and grow with later tokens: one token does not show them all."""
         return self.cls == "LayerCache"
 
+    def check(self, other: LayerSpec) -> None:
+        """Raise if another layer differs from this one."""
+        where = f"Layer {self.path}"
+        for what, name in (("class", "cls"), ("kind", "kind"), ("settings", "scalars")):
+            wanted, found = getattr(self, name), getattr(other, name)
+            if wanted != found:
+                raise CacheMismatch(where, f"the {what}", wanted, found)
+        if len(self.parts) != len(other.parts):
+            wanted, found = len(self.parts), len(other.parts)
+            raise CacheMismatch(where, "the number of parts", wanted, found)
+        _check_tensors(self, other.tensors)
+        for part, own in zip(self.parts, other.parts, strict=True):
+            part.check(own)
+
     def leaves(self) -> Iterator[LayerSpec]:
         if self.kind is Kind.COMPOSITE:
             for part in self.parts:
@@ -138,12 +156,8 @@ class Layout:
         """Raise if filled caches differ from this layout in layers, classes, shapes or dtypes."""
         if len(caches) != len(self.layers):
             raise CacheMismatch("The cache", "the number of layers", len(self.layers), len(caches))
-        for expected, got in zip(self.leaves(), layout_of(caches).leaves(), strict=True):
-            for what in ("kind", "cls", "scalars"):
-                wanted, found = getattr(expected, what), getattr(got, what)
-                if wanted != found:
-                    raise CacheMismatch(f"Layer {expected.path}", f"the {what}", wanted, found)
-            _check_tensors(expected, got.tensors)
+        for expected, got in zip(self.layers, layout_of(caches).layers, strict=True):
+            expected.check(got)
 
     def fits(self, caches: Caches) -> bool:
         """Whether `check` passes."""
@@ -158,9 +172,11 @@ def _check_tensors(leaf: LayerSpec, found: Mapping[str, TensorSpec]) -> None:
     wanted = leaf.tensors
     if leaf.has_variable_tensors:
         found = {name: spec for name, spec in found.items() if name in wanted}
-    same_names = wanted.keys() == found.keys()
-    if not (same_names and all(spec.accepts(found[name]) for name, spec in wanted.items())):
-        raise CacheMismatch(f"Layer {leaf.path}", "the tensors", wanted, found)
+    for name in {**wanted, **found}:
+        spec, own = wanted.get(name), found.get(name)
+        if spec is None or own is None or not spec.accepts(own):
+            expected, got = spec or "nothing", own or "missing"
+            raise CacheMismatch(f"Layer {leaf.path}", f"the tensor {name}", expected, got)
 
 
 def layout_of(caches: Caches) -> Layout:
