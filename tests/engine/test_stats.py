@@ -27,6 +27,24 @@ def test_a_request_that_waits_and_how_it_ended(models, tmp_path):
         assert [one.error for one in ended] == ["", "Enough."]
 
 
+def test_a_restore_beside_other_requests_is_no_time_that_was_waited(models, tmp_path):
+    with simulated(M4_MAX, models.of("llama"), tmp_path) as sim:
+        sim.learn()
+        prompt = sim.prompt(32_000)
+        sim.first_s(prompt)
+        sim.lane.live.clear()
+        rates, plan = sim.lane.restorer.rates, sim.lane.restorer.plan(prompt)
+        load_s = plan.n_tokens / M4_MAX.load_tokens_per_s
+        rates.load_bytes_per_s = plan.point.n_bytes / load_s
+        sim.running(4)
+        sent = sim.send(prompt)
+        sim.run_until(lambda: sent.has_begun)
+        phases = sent.job.phases_ms
+        assert phases["restoring"] == pytest.approx(1000 * load_s, rel=0.1)
+        assert phases["waiting"] < 100 < phases["restoring"]
+        assert sum(phases.values()) == pytest.approx(1000 * sent.first_s, abs=1)
+
+
 def test_a_look_up_tells_the_tier_of_every_token(models, tmp_path):
     """Of a model with states only the last record is read; it stands for all before it."""
     prompt = prompt_of(300)

@@ -22,7 +22,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": SAID, "max_output_tokens": 4},
     "/v1/messages": {"system": SYSTEM["content"], "messages": [USER], "max_tokens": 4},
 }
-TIMED = ("saved_ms",)
+TIMED = ("saved_ms", "phases_ms")
 METRIC = re.compile(r"^(keepwarm_\w+)", re.MULTILINE)
 
 

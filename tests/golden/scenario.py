@@ -27,7 +27,10 @@ from tests.kit.engines import FixedRates, memory
 DATA = Path(__file__).parents[1] / "data" / "golden"
 ARCHITECTURES = ("llama", "gemma3_text", "qwen3_next")
 # Fields of receipts that are younger than the golden files.
-NEWER = ("continued", "reordered", "repeated_calls", "unread", "scored", "ignored_fields", "shared")
+NEWER = (
+    *("continued", "reordered", "repeated_calls", "unread", "scored", "ignored_fields", "shared"),
+    "phases_ms",
+)
 SECRET = "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8="  # bytes 0 to 31
 AGENT = "golden"
 N_ANSWER = 12

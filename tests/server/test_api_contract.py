@@ -468,10 +468,10 @@ def test_odd_values_of_a_chat_are_answered_or_refused(live, is_stream):
 
 
 OVER = {
-    CHAT: f"maximum context length is {N_CONTEXT - 1} tokens",
-    TEXT: f"maximum context length is {N_CONTEXT - 1} tokens",
+    CHAT: f"maximum context length is {N_CONTEXT} tokens",
+    TEXT: f"maximum context length is {N_CONTEXT} tokens",
     MESSAGES: f"tokens > {N_CONTEXT - 1} maximum",
-    RESPONSES: f"maximum context length is {N_CONTEXT - 1} tokens",
+    RESPONSES: f"maximum context length is {N_CONTEXT} tokens",
     OLLAMA: "the input length exceeds the context length",
 }
 

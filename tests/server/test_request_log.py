@@ -55,6 +55,8 @@ def test_a_line_has_names_tokens_by_place_times_and_status(keyed, lines):
     receipt, usage = warm.json()["keepwarm"], warm.json()["usage"]
     line = line_of(lines, warm)
     assert line.pop("total_ms") >= line.pop("first_token_ms") > 0
+    for part in ("reading", "preparing", "waiting", "restoring", "prefilling", "first_step"):
+        assert line.pop(f"{part}_ms") >= 0
     assert line == {
         "id": warm.headers["x-request-id"],
         "key": "alice",

@@ -5,6 +5,7 @@ Real processes: a signal reaches no thread alone.
 
 import asyncio
 import signal
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 
@@ -12,6 +13,9 @@ import httpx
 import pytest
 
 from keepwarm import config
+from keepwarm.store.counts import CountsFile
+from keepwarm.telemetry.history import History
+from keepwarm.telemetry.ledger import Ledger
 from tests.kit.waiting import wait_until
 from tests.server.conftest import serve
 from tests.server.processes import Breaks, served
@@ -36,6 +40,18 @@ SLICE = 512  # prompt tokens that are read in one go, at most
 @pytest.fixture(scope="module")
 def plain(checkpoint):
     return plain_bias(checkpoint)
+
+
+def days_of(home):
+    """What a stopped server has counted by day: the same as in total, and as its store."""
+    kept = History(home / "history.json", Ledger()).timeline
+    days = sum(map(Counter, kept.days.values()), Counter())
+    counts = CountsFile(config.load({"KEEPWARM_HOME": str(home)}).store).total()
+    assert days == kept.total
+    assert days["prompt"] == counts.prompt_tokens > 0
+    assert {tier: days[tier] for tier in counts.reused} == counts.reused
+    assert days["prefilled"] == counts.computed > 0
+    return days
 
 
 async def no_longer_ready(client):
@@ -130,6 +146,10 @@ def test_server_at_sigterm_ends_running_answers_and_refuses_new_ones(
     assert told[1].json()["error"]["code"] == "shutting_down"
     assert told[2].json()["error"]["type"] == "overloaded_error"
     assert chunks[-1].choices[0].finish_reason == "length"
+    days = days_of(tmp_path)
+    assert days["finished"] == 1
+    assert days["refused"] == 2, "after the signal"
+    assert days["generated"] == N_LONG
 
     said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     talk = [

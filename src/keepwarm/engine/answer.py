@@ -148,8 +148,12 @@ def _choice(events: list[Event]) -> Choice:
 
 
 def sum_receipts(receipts: Sequence[Receipt]) -> Receipt:
-    """One receipt for several prompts; its miss is that of the prompt that computed the most."""
+    """One receipt for several prompts.
+
+    Its miss is that of the prompt that computed the most, its phases those of the first token.
+    """
     durable = [receipt.durable for receipt in receipts]
+    timed = [receipt.phases_ms for receipt in receipts if receipt.phases_ms]
     tiers = sorted({tier for receipt in receipts for tier in receipt.reused})
     return Receipt(
         prompt_tokens=sum(receipt.prompt_tokens for receipt in receipts),
@@ -168,6 +172,7 @@ def sum_receipts(receipts: Sequence[Receipt]) -> Receipt:
         shared=sum(shared) if (shared := _given(r.shared for r in receipts)) else None,
         continued=sum(continued) if (continued := _given(r.continued for r in receipts)) else None,
         scored=sum(scored) if (scored := _given(r.scored for r in receipts)) else None,
+        phases_ms=min(timed, key=lambda phases: sum(phases.values()), default=None),
     )
 
 

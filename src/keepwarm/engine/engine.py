@@ -46,7 +46,7 @@ from keepwarm.models.load import Model
 from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.telemetry.ledger import Ledger, RequestRecord
 from keepwarm.text.prepare import PreparedRequest, Preparer
-from keepwarm.text.request import KVOptions, Request
+from keepwarm.text.request import Arrival, KVOptions, Request
 from keepwarm.text.sampling_rules import default_rules
 from keepwarm.text.sandbox.deadline import PrepareDeadline
 from keepwarm.text.sandbox.process import SandboxProcess
@@ -192,6 +192,7 @@ class Engine:
         self, request: AnyRequest, deadline: PrepareDeadline | None = None, lane: Lane | None = None
     ) -> Answer:
         """Run a request, in its own lane or in this one; a bad request is refused here."""
+        called = time.perf_counter()
         self._check_open()
         prepared, lane, since = self._preparation.make_ready(request, deadline, lane)
         job = Job(
@@ -201,6 +202,7 @@ class Engine:
             on_start=self._recorder.touch,
             on_end=self._on_end,
             since=since,
+            arrival=prepared.request.arrival or Arrival(called, called),
         )
         with self._changed:  # a job posted here is seen by `close`, which ends it
             self._check_open()

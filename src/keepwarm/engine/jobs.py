@@ -32,6 +32,7 @@ from keepwarm.text.parsing import AnswerReader, Piece, ReasoningText, continued_
 from keepwarm.text.partial_calls import CallPiece
 from keepwarm.text.prepare import PreparedRequest
 from keepwarm.text.request import (
+    Arrival,
     Delta,
     Done,
     Event,
@@ -195,11 +196,12 @@ class Job:
     on_start: Callable[[Job], None] = lambda _: None  # its known prefix was found
     on_end: Callable[[Job, KeepwarmError | None], None] = lambda *_: None
     clock: Clock = time.perf_counter
+    arrival: Arrival | None = None  # None: when the engine got it
     lease: Lease | None = None
     receipt: Receipt | None = None
     sequences: list[RunningSequence] = field(default_factory=list)
     n_prefilled: int = 0  # tokens of its prompt that the model was fed
-    admitted: float | None = None  # when it no longer waits
+    admitted: float | None = None  # when it last began to be restored
     restored: float | None = None
     prefilled: float | None = None
     first_token: float | None = None
@@ -223,6 +225,8 @@ class Job:
         if status is not self.status:
             assert status in NEXT_STATUSES[self.status], f"{self.status} → {status}"
             self.status = status
+            if status is JobStatus.RESTORING:
+                self.admitted = self.clock()
 
     @property
     def is_waiting(self) -> bool:
@@ -282,6 +286,38 @@ class Job:
         for event in sequence.add_token(token):
             self.answer.put(event)
 
+    @property
+    def seconds(self) -> float:
+        """Since its first byte came."""
+        return self.clock() - self._began
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """From its first byte to the first of its answer; None before that."""
+        return None if self.first_token is None else _ms(self.first_token - self._began)
+
+    @property
+    def phases_ms(self) -> dict[str, float]:
+        """How long each part took, in order; together they are the time to the first token."""
+        ends = {
+            "reading": self.arrival.read if self.arrival else self.arrived,
+            "preparing": self.arrived,
+            "waiting": self.admitted,
+            "restoring": self.restored,
+            "prefilling": self.prefilled,
+            "first_step": self.first_token,
+        }
+        phases, begin = {}, self._began
+        for name, end in ends.items():
+            if end is None:
+                break
+            phases[name], begin = _ms(end - begin), end
+        return phases
+
+    @property
+    def _began(self) -> float:
+        return self.arrival.began if self.arrival else self.arrived
+
     def done(self) -> Done:
         assert self.receipt is not None
         first, last = self.first_token or self.arrived, self.last_token or self.arrived
@@ -291,7 +327,7 @@ class Job:
             cached_tokens=self.receipt.cached_tokens,
             completion_tokens=n_generated,
             reasoning_tokens=sum(sequence.n_reasoning for sequence in self.sequences),
-            ttft_ms=round((first - self.arrived) * 1000, 1),
+            ttft_ms=self.ttft_ms or 0.0,
             tokens_per_second=round((n_generated - 1) / (last - first), 1) if last > first else 0.0,
         )
         return Done(usage, self.receipt)
@@ -302,7 +338,10 @@ class Job:
         n_tokens = max(longest, receipt.prompt_tokens)
         inexact = self.lane.inexact(receipt.cached_tokens, n_tokens)
         shared, repeated = self.lane.restorer.n_shared(self.tokens), self._repeated_calls()
-        return replace(receipt, inexact=inexact, repeated_calls=repeated, shared=shared)
+        phases = self.phases_ms if self.request.explain else None
+        return replace(
+            receipt, inexact=inexact, repeated_calls=repeated, shared=shared, phases_ms=phases
+        )
 
     def _repeated_calls(self) -> tuple[str, ...]:
         """Calls that the model made just before, with the same arguments: it may go on for ever."""
@@ -353,6 +392,10 @@ class Job:
             f"The answer was not finished within {self.request.timeout_s:g} seconds; "
             "the part of the prompt that was prefilled is cached, so a retry is faster."
         )
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 1)
 
 
 def make_receipt(job: Job, warm: WarmPrefix, load_s: float) -> Receipt:

@@ -223,7 +223,7 @@ class Intake:
 
     def start(self, job: Job, tasks: Iterable[PrefillTask]) -> PrefillTask:
         """Restore the known prefix and send the receipt; the task prefills the rest."""
-        job.admitted, watch = self._clock(), Stopwatch(self._clock)
+        watch = Stopwatch(self._clock)
         loading, job.loading = job.loading, None
         copied = None if loading else _copied(job, tasks)
         warm = copied or job.lane.restore(job.tokens, job.request.policy, loading)

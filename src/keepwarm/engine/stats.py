@@ -97,7 +97,7 @@ def record_of(job: Job, error: KeepwarmError | None = None) -> RequestRecord:
     is_done = job.ended and error is None
     return RequestRecord(
         number=job.number,
-        seconds=round(job.clock() - job.arrived, 3),
+        seconds=round(job.seconds, 3),
         tenant=job.request.tenant,
         agent=job.request.agent,
         model=job.lane.model.name,
@@ -106,11 +106,12 @@ def record_of(job: Job, error: KeepwarmError | None = None) -> RequestRecord:
         answer_tokens=sum(sequence.n_tokens for sequence in job.sequences),
         receipt=_receipt_so_far(job) if error else job.receipt,
         computed_tokens=job.n_prefilled,
-        phases_ms=_phases_ms(job),
-        ttft_ms=None if job.first_token is None else _ms(job.first_token - job.arrived),
+        phases_ms=job.phases_ms,
+        ttft_ms=job.ttft_ms,
         usage=job.done().usage if is_done and job.receipt else None,
         is_later_turn=job.is_later_turn,
         error="" if error is None else str(error),
+        status=None if error is None else error.status,
         ended=time.time() if job.ended else None,
         request_id=job.request.request_id,
     )
@@ -121,26 +122,6 @@ def _receipt_so_far(job: Job) -> Receipt | None:
     if job.receipt is None or job.receipt.recomputed == job.n_prefilled:
         return job.receipt
     return replace(job.receipt, recomputed=job.n_prefilled, saved_ms=0.0)
-
-
-def _phases_ms(job: Job) -> dict[str, float]:
-    """How long each part took, in order; together they are the time to the first token."""
-    ends = {
-        "waiting": job.admitted,
-        "restoring": job.restored,
-        "prefilling": job.prefilled,
-        "first_step": job.first_token,
-    }
-    phases, begin = {}, job.arrived
-    for name, end in ends.items():
-        if end is None:
-            break
-        phases[name], begin = _ms(end - begin), end
-    return phases
-
-
-def _ms(seconds: float) -> float:
-    return round(1000 * seconds, 1)
 
 
 def _state(job: Job, error: KeepwarmError | None) -> RequestState:

@@ -99,7 +99,8 @@ def create_app(models: Models, settings: Settings) -> FastAPI:
     app.add_middleware(PrepareLimiter, settings=settings, threads=app.state.threads)
     app.add_middleware(Limits, settings=settings, keys=app.state.keys)
     _add_cors(app, settings)
-    app.add_middleware(RequestLog, recent=lines, count=app.state.metrics.count_request)
+    count = app.state.metrics.count_request
+    app.add_middleware(RequestLog, recent=lines, count=count, ledger=models.ledger)
     app.add_middleware(ShortPaths)
     return app
 
@@ -133,6 +134,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             yield
     unloading.cancel()
     saving.cancel()
+    await asyncio.wait({saving})  # two saves at once would count the same minutes twice
     app.state.transfers.close()
     app.state.threads.shutdown(wait=False)
     await app.state.background.close()

@@ -25,14 +25,22 @@ from keepwarm.telemetry.misses import (
 )
 from keepwarm.text.request import Receipt, Usage
 
-RequestState = Literal["waiting", "prefilling", "decoding", "done", "cancelled", "failed"]
+RequestState = Literal[
+    "waiting", "prefilling", "decoding", "done", "cancelled", "failed", "refused"
+]  # refused: it failed before the engine got it
 Minutes: TypeAlias = dict[int, Counter[str]]  # amounts by the number of the minute
-OUTCOMES = {"done": "finished", "cancelled": "cancelled", "failed": "failed"}
+OUTCOMES = {
+    "done": "finished",
+    "cancelled": "cancelled",
+    "failed": "failed",
+    "refused": "refused",
+}
 TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 # Counts since the start of the process. Tokens are counted where the model is called.
 COUNTS = (
-    *("requests", "finished", "cancelled", "failed"),
+    "requests",  # that the engines got
+    *OUTCOMES.values(),
     "prompt_tokens",  # of requests that ended: reused or computed
     "prefilled_tokens",
     "rebuilt_tokens",  # prefilled again because a batch failed
@@ -54,7 +62,7 @@ class RequestRecord:
     """One request: what was done for it, until now or until it ended."""
 
     number: int
-    seconds: float  # from its arrival until now or its end
+    seconds: float  # from its first byte until now or its end
     tenant: str
     agent: str | None
     model: str
@@ -63,11 +71,12 @@ class RequestRecord:
     answer_tokens: int
     receipt: Receipt | None  # None while it waits; of one that was cut short, as far as it came
     computed_tokens: int = 0  # of the prompt, that the model was fed
-    phases_ms: Mapping[str, float] = field(default_factory=dict)  # parts of the time until now
-    ttft_ms: float | None = None
+    phases_ms: Mapping[str, float] = field(default_factory=dict)  # parts of `ttft_ms`, in order
+    ttft_ms: float | None = None  # from its first byte to the first of its answer
     usage: Usage | None = None
     is_later_turn: bool = False
     error: str = ""
+    status: int | None = None  # of HTTP, of one that failed
     ended: float | None = None  # seconds since the epoch
     request_id: str = ""
 
@@ -171,6 +180,7 @@ class Ledger:
         self._records: deque[RequestRecord] = deque(maxlen=n_kept)
         self._minutes: Minutes = {}  # not in the history's file yet
         self._ttft = {"no": Distribution(TTFT_S), "yes": Distribution(TTFT_S)}  # by `is_warm`
+        self._phases_s: dict[str, float] = {}  # of the times in `_ttft`
         self._token = Distribution(TOKEN_S)
         self._candidates: deque[MissCandidate] = deque(maxlen=MAX_CANDIDATES)
         self._misses: deque[PrefixMiss] = deque(maxlen=MAX_MISSES)
@@ -202,6 +212,8 @@ class Ledger:
             return
         if record.is_answered:
             self._ttft["yes" if record.is_warm else "no"].add(record.usage.ttft_ms / 1000)
+            for name, ms in record.phases_ms.items():
+                self._phases_s[name] = self._phases_s.get(name, 0.0) + ms / 1000
         if record.usage.tokens_per_second > 0:
             self._token.add(1 / record.usage.tokens_per_second)
 
@@ -226,6 +238,11 @@ class Ledger:
     def times_to_first_token(self) -> list[HistogramSample]:
         with self._lock:
             return [HistogramSample(warm, d.buckets(), d.total) for warm, d in self._ttft.items()]
+
+    def phases_s(self) -> dict[str, float]:
+        """The times to the first token of all answers, by part."""
+        with self._lock:
+            return dict(self._phases_s)
 
     def times_per_token(self) -> HistogramSample:
         with self._lock:

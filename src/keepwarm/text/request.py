@@ -103,6 +103,13 @@ class Breakpoint:
     ttl_s: float | None = None  # None: five minutes
 
 
+class Arrival(NamedTuple):
+    """When a request came, in seconds of `time.perf_counter`."""
+
+    began: float  # its first byte
+    read: float  # all of it
+
+
 @dataclass(frozen=True)
 class KnownHistory:
     """A conversation so far, for a request that continues it."""
@@ -141,8 +148,9 @@ class Request:
     ignored_fields: tuple[str, ...] = ()  # of the caller's request, for the receipt
     timeout_s: float | None = None  # of the whole request; None: no limit
     priority: int = 0  # higher goes first
-    explain: bool = False  # put the reason of a cache miss into the receipt
+    explain: bool = False  # the receipt says why tokens were computed, and where time went
     request_id: str = ""  # the caller's name for it, for the log and the dashboard
+    arrival: Arrival | None = None  # None: when the engine is called
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
@@ -237,6 +245,7 @@ class Receipt:
     shared: int | None = None  # in Done: prompt tokens that another machine would restore
     continued: int | None = None  # known tokens that the prompt begins with, if it continues them
     scored: int | None = None  # prompt tokens computed for their logprobs
+    phases_ms: Mapping[str, float] | None = None  # in Done, with `explain`: parts of `ttft_ms`
 
     @property
     def exact(self) -> bool:
@@ -257,7 +266,7 @@ class Usage:
     cached_tokens: int  # of the prompt, reused
     completion_tokens: int  # of all choices, stop tokens included
     reasoning_tokens: int  # of the completion
-    ttft_ms: float  # time to first token
+    ttft_ms: float  # time to first token, from the first byte of the request
     tokens_per_second: float  # while decoding
 
 

@@ -163,7 +163,7 @@ def test_a_deleted_agent_is_gone(serving):
         assert live.host.engine.store.on_disk.disk.stats().blocks == 0
 
 
-@pytest.mark.parametrize("wrong", ["-x", "a/b", "a b", "x" * 101, "..", "%2e%2e"])
+@pytest.mark.parametrize("wrong", ["-x", "a/b", "a b", "x" * 129, "..", "%2e%2e"])
 def test_what_is_no_id(live, wrong):
     assert live.post("/v1/agents", {"id": wrong}).status_code == 400
     assert live.get(f"/v1/agents/{wrong}").status_code in {400, 404}
@@ -184,6 +184,10 @@ def test_a_key_has_agents_of_its_own(serving):
         say(live, "private", **A)
         assert listed(live, **A) == ["main", "private"]
         assert listed(live, **B) == ["main"]
+        longest = "x" * 128
+        assert live.post("/v1/agents", {"id": longest}, **A).json()["id"] == longest
+        assert listed(live, **A) == ["main", "private", longest]
+        assert delete(live, longest, **A).status_code == 200
         mine, other = (live.get("/v1/agents/main", **key).json() for key in (A, B))
         assert mine["n_tokens"] > other["n_tokens"]
         assert live.get("/v1/agents/private", **B).status_code == 404

@@ -102,6 +102,51 @@ def test_a_request_has_its_line_of_the_log(keyed):
     assert show(keyed, "requests", **B)["data"] == []
 
 
+def test_a_request_that_is_refused_is_shown_with_its_status_and_sentence(keyed):
+    before = show(keyed, "saved", **ADMIN)["points"]
+    bodies = {
+        "empty": {"messages": []},
+        "long": {"messages": [{"role": "user", "content": LONG * 200}]},
+        "wrong": {"messages": "Hello."},
+    }
+    answers = {name: keyed.post("/v1/chat/completions", body, **A) for name, body in bodies.items()}
+    assert {answer.status_code for answer in answers.values()} == {400}
+    nobody = keyed.post("/v1/chat/completions", bodies["wrong"])
+    asked = keyed.get("/v1/agents/nobody", **A)
+    assert (nobody.status_code, asked.status_code) == (401, 404)
+
+    def shown(**headers):
+        return {one["request_id"]: one for one in show(keyed, "requests", **headers)["data"]}
+
+    ids = {name: answer.headers["x-request-id"] for name, answer in answers.items()}
+    wait_until(lambda: set(ids.values()) <= set(shown(**A)))
+    for name, answer in answers.items():
+        entry = shown(**A)[ids[name]]
+        assert (entry["state"], entry["status"], entry["receipt"]) == ("refused", 400, None)
+        sentence = answer.json()["error"]["message"]
+        assert entry["error"] == sentence or (name == "long" and "reads at most" in entry["error"])
+        assert f"id={ids[name]}" in entry["log"].split()
+        assert shown(**ADMIN)[ids[name]]["key"] == "alice"
+        assert shown(**ADMIN)[ids[name]]["error"] == "", "it may quote the prompt"
+    others = {nobody.headers["x-request-id"], asked.headers["x-request-id"]}
+    assert not others & set(shown(**ADMIN)), "anyone can send these; and it has no prompt"
+    assert not set(ids.values()) & set(shown(**B))
+    after = show(keyed, "saved", **ADMIN)["points"]
+    assert sum(p["refused"] for p in after) - sum(p["refused"] for p in before) == 3
+    assert 'keepwarm_answers_total{outcome="failed"} 0.0' in keyed.get("/metrics", **ADMIN).text
+
+
+def test_a_request_that_fails_in_the_engine_is_booked_once(serving, monkeypatch):
+    with serving() as live:
+        scheduler = live.host.engine._scheduler
+        monkeypatch.setattr(scheduler._intake, "start", lambda *_: 1 / 0)
+        answer = live.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
+        assert answer.status_code == 500
+        wait_until(lambda: show(live, "requests")["data"][0]["log"] is not None)
+        (entry,) = show(live, "requests")["data"]
+        assert (entry["state"], entry["status"]) == ("failed", 500)
+
+
 # Status.
 
 

@@ -177,4 +177,4 @@ def test_stream_of_one_turn_over_the_context_fails_with_the_event_that_codex_kno
     assert [event.type for event in made] == ["response.created", "response.failed"]
     failed = made[-1].response
     assert (failed.status, failed.error.code) == ("failed", "context_length_exceeded")
-    assert f"maximum context length is {N_CONTEXT - 1} tokens" in failed.error.message
+    assert f"maximum context length is {N_CONTEXT} tokens" in failed.error.message

@@ -80,7 +80,7 @@ class AgentOptions(JsonInput):
 
 
 class NewAgent(AgentOptions):
-    id: AgentId = Field(description="Up to 100 letters, digits and . _ @ -")
+    id: AgentId = Field(description="Up to 128 letters, digits and . _ @ -")
 
 
 class ForkBody(JsonInput):

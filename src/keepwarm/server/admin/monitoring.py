@@ -50,7 +50,11 @@ APIS = {
     "/health": "health",
     "/metrics": "metrics",
 }
-TTFT = "keepwarm_time_to_first_token_seconds", "From a request's arrival to its first token."
+TTFT = (
+    "keepwarm_time_to_first_token_seconds",
+    "From the first byte of a request to the first token of its answer.",
+)
+PHASES = "keepwarm_time_to_first_token_part_seconds", "The sum of these times, by part."
 TOKEN = "keepwarm_token_seconds", "Time per output token of one answer."
 HTTP = "keepwarm_http_requests", "Completed HTTP requests, refused ones included."
 LOADED = "keepwarm_model_loaded", "1 while the model is loaded."
@@ -260,8 +264,11 @@ class EngineCollector(ReadyCollector):
         ttft = HistogramMetricFamily(*TTFT, labels=["warm"])
         for sample in ledger.times_to_first_token():
             ttft.add_metric([sample.label], sample.buckets, sample.total)
+        phases = CounterMetricFamily(*PHASES, labels=["part"])
+        for name, seconds in ledger.phases_s().items():
+            phases.add_metric([name], seconds)
         token = ledger.times_per_token()
-        yield ttft
+        yield from (ttft, phases)
         yield HistogramMetricFamily(*TOKEN, buckets=token.buckets, sum_value=token.total)
 
     def _by_model(self) -> Iterator[Metric]:

@@ -44,7 +44,7 @@ from keepwarm.server.models.models import Models
 from keepwarm.store.counts import ALL_TIERS, TIERS, PromptCounts
 from keepwarm.store.tier import StoredBlock
 from keepwarm.telemetry.history import Amounts, History, Timeline, minute_name
-from keepwarm.telemetry.ledger import RequestRecord, percentile_ms
+from keepwarm.telemetry.ledger import OUTCOMES, RequestRecord, percentile_ms
 from keepwarm.telemetry.misses import PrefixMiss
 from keepwarm.text.detokenize import decode
 
@@ -54,7 +54,7 @@ DAYS_SHOWN = 14
 ID_DIGITS = 16
 NAMESPACE_DIGITS = 8
 N_POINTS = 60
-AMOUNTS = (*ALL_TIERS, "prefilled", "generated", "finished", "cancelled", "failed")
+AMOUNTS = (*ALL_TIERS, "prefilled", "generated", *OUTCOMES.values())
 # What turns the status red, and what amber; a count of each, in words for one and for several.
 RED = {
     "quarantined": ("damaged record was", "damaged records were", "quarantined; check the disk"),
@@ -94,7 +94,7 @@ class DashboardState:
         """
         agents = _changed_ns(self._models.store.on_disk.disk.root / "agents")
         counted = [(t.puts, t.evicted, t.quarantined, t.blocks) for t in stats.tiers.values()]
-        ended = [stats.counters[name] for name in ("requests", "finished", "cancelled", "failed")]
+        ended = [stats.counters[name] for name in ("requests", *OUTCOMES.values())]
         seen = repr((agents, counted, ended, stats.writes)).encode()
         return blake2b(seen, key=self._secret, digest_size=8).hexdigest()
 
@@ -196,6 +196,7 @@ def request_out(entry: RequestRecord, viewer: Viewer, log: str | None = None) ->
         "processed": entry.processed_tokens,
         "phases_ms": dict(entry.phases_ms),
         "receipt": None if entry.receipt is None else receipt_dict(entry.receipt),
+        "status": entry.status,
         "error": entry.error if viewer.may_read(entry.tenant) else "",  # it may quote the prompt
         "ended": entry.ended,
         "log": log,

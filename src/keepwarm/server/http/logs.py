@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import secrets
 import time
@@ -23,9 +24,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from keepwarm import __version__
 from keepwarm.config import Settings
 from keepwarm.server.http.keys import tenant_agent_id
-from keepwarm.server.http.permits import PrepareSlot
-from keepwarm.server.http.problems import problem_of, respond
+from keepwarm.server.http.permits import PrepareSlot, is_prepared
+from keepwarm.server.http.problems import Problem, problem_of, respond
 from keepwarm.store.counts import TIERS, CountsFile
+from keepwarm.telemetry.ledger import Ledger, RequestRecord
 
 if TYPE_CHECKING:
     from keepwarm.cache.restore.writing import WriteStats
@@ -159,14 +161,18 @@ class RecentLines:
 
 
 class RequestLog:
-    """Gives every request its id; logs it and counts it, by path and status, when it has ended."""
+    """Gives every request its id; logs it and counts it, by path and status, when it has ended.
+
+    A prompt that did not get to the engine, which books all others, is booked here.
+    """
 
     def __init__(
-        self, app: ASGIApp, recent: RecentLines, count: Callable[[str, int], None]
+        self, app: ASGIApp, recent: RecentLines, count: Callable[[str, int], None], ledger: Ledger
     ) -> None:
         self._app = app
         self._recent = recent
         self._count = count
+        self._ledger = ledger
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -174,7 +180,7 @@ class RequestLog:
             return
         began, status = time.perf_counter(), LEFT
         state = scope.setdefault("state", {})
-        state["request_id"] = _id_of(Headers(scope=scope))
+        state["request_id"], state["began"] = _id_of(Headers(scope=scope)), began
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -193,9 +199,40 @@ class RequestLog:
             await respond(scope["path"], problem_of(error))(scope, receive, send_with_id)
         finally:
             self._count(scope["path"], status)
-            line = _log(scope, status, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            line = _log(scope, status, seconds)
             if "slot" in state:
                 self._recent.add(state.get("tenant", ""), state["request_id"], line)
+            if _is_refused(scope, status):
+                number = next(self._ledger.numbers)
+                self._ledger.append(_refusal(number, state, status, seconds))
+
+
+def _is_refused(scope: Scope, status: int) -> bool:
+    """Without a known caller it is not booked: anyone could displace what is in the journal."""
+    slot: PrepareSlot | None = scope["state"].get("slot")
+    has_failed = status >= 400 and status != LEFT and not (slot and slot.answers)
+    return has_failed and "owner" in scope["state"] and is_prepared(scope)
+
+
+def _refusal(number: int, state: dict[str, Any], status: int, seconds: float) -> RequestRecord:
+    problem: Problem | None = state.get("problem")
+    slot: PrepareSlot | None = state.get("slot")
+    return RequestRecord(
+        number=number,
+        seconds=round(seconds, 3),
+        tenant=state["tenant"],
+        agent=slot.agent if slot else None,
+        model="",
+        state="refused",
+        prompt_tokens=problem.overflow.n_tokens if problem and problem.overflow else 0,
+        answer_tokens=0,
+        receipt=None,
+        error=problem.message if problem else "",
+        status=status,
+        ended=time.time(),
+        request_id=state["request_id"],
+    )
 
 
 def _id_of(headers: Headers) -> str:
@@ -240,7 +277,7 @@ def _answered(slot: PrepareSlot | None, tenant: str) -> dict[str, Any]:
     if not receipts:
         return {"agent": agent}
     receipt = sum_receipts(receipts)
-    first_ms = [record.ttft_ms for record in ended if record.ttft_ms is not None]
+    first = min(ended, key=lambda record: record.ttft_ms or math.inf)
     return {
         "agent": agent,
         "prompt_tokens": receipt.prompt_tokens,
@@ -248,7 +285,8 @@ def _answered(slot: PrepareSlot | None, tenant: str) -> dict[str, Any]:
         **receipt.reused,
         "computed": receipt.recomputed,
         "answer_tokens": sum(record.answer_tokens for record in ended),
-        "first_token_ms": min(first_ms, default=None),
+        "first_token_ms": first.ttft_ms,
+        **{f"{name}_ms": ms for name, ms in first.phases_ms.items()},
         "finished": all(record is not None and record.state == "done" for record in records),
         **({"repeated_calls": n} if (n := len(receipt.repeated_calls)) else {}),
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from keepwarm.errors import Busy, KeepwarmError
 from keepwarm.server.http.body import check_structure
 from keepwarm.server.http.problems import problem_of, respond
 from keepwarm.telemetry.ledger import RequestRecord
+from keepwarm.text.request import Arrival
 from keepwarm.text.sandbox.deadline import PrepareDeadline
 
 T = TypeVar("T")
@@ -218,12 +220,14 @@ class PrepareLimiter:
         return self._short.n_held + self._long.n_held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        prepares = scope["type"] == "http" and _is_prepared(scope["path"])
-        if not prepares or scope["method"] != "POST":
+        if not is_prepared(scope):
             await self._app(scope, receive, send)
             return
         try:
             body = await _read(receive)
+            state = scope.setdefault("state", {})
+            now = time.perf_counter()
+            state["arrival"] = Arrival(state.get("began", now), now)
             if body is not None:
                 await self._prepare(body, scope, receive, send)
         except KeepwarmError as error:  # from before the application, which answers its own
@@ -265,8 +269,11 @@ class PrepareLimiter:
         )
 
 
-def _is_prepared(path: str) -> bool:
-    return path in PATHS or OF_AGENT.fullmatch(path) is not None
+def is_prepared(scope: Scope) -> bool:
+    """Whether it is a request with a prompt."""
+    if scope["type"] != "http" or scope["method"] != "POST":
+        return False
+    return scope["path"] in PATHS or OF_AGENT.fullmatch(scope["path"]) is not None
 
 
 async def _read(receive: Receive) -> bytes | None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NotRequired
 
 from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict
 
 from keepwarm import errors
@@ -86,13 +87,14 @@ class Overflow(NamedTuple):
     """A prompt that is too long, in the sentences by which clients know to shorten it."""
 
     n_tokens: int
-    most: int
+    most: int  # of a prompt: the context, less one token of the answer
 
     @property
     def openai(self) -> str:
         return (
-            f"This model's maximum context length is {self.most} tokens. However, your messages "
-            f"resulted in {self.n_tokens} tokens. Please reduce the length of the messages."
+            f"This model's maximum context length is {self.most + 1} tokens. However, your "
+            f"messages resulted in {self.n_tokens} tokens, and the answer needs at least one. "
+            "Please reduce the length of the messages."
         )
 
     @property
@@ -189,14 +191,23 @@ def body_for(path: str, problem: Problem) -> dict[str, Any]:
     return anthropic_body(problem) if is_anthropic(path) else openai_body(problem)
 
 
+class ProblemResponse(Response):
+    """An error response; the request's `state` has its problem afterwards, for the journal."""
+
+    media_type = "application/json"
+
+    def __init__(self, path: str, problem: Problem) -> None:
+        body = json.dumps(body_for(path, problem))
+        super().__init__(body, status_code=problem.status, headers=_headers(problem))
+        self._problem = problem
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})["problem"] = self._problem
+        await super().__call__(scope, receive, send)
+
+
 def respond(path: str, problem: Problem) -> Response:
-    """An error response."""
-    return Response(
-        json.dumps(body_for(path, problem)),
-        status_code=problem.status,
-        headers=_headers(problem),
-        media_type="application/json",
-    )
+    return ProblemResponse(path, problem)
 
 
 def _headers(problem: Problem) -> dict[str, str]:

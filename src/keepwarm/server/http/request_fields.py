@@ -16,13 +16,13 @@ from keepwarm.prefix.policy import Policy
 from keepwarm.server.http.body import JsonInput, given_body, ignored_fields
 from keepwarm.server.http.clients import AGENT_HEADER
 from keepwarm.server.http.keys import tenant_agent_id
-from keepwarm.text.request import KVOptions
+from keepwarm.text.request import Arrival, KVOptions
 
 CACHE_HEADER = "x-keepwarm-cache"
 AGENT_IN_PATH = "agent_id"  # of routes that continue an agent
 # How coding agents name their conversation; the first one present counts.
 SESSION_HEADERS = ("x-claude-code-session-id", "session-id", "session_id", "x-session-id")
-AGENT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")  # leaves room for a tenant prefix
+AGENT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
 
 PolicyName = Literal["read-write", "read-only", "ephemeral", "no-store", "durable"]
 
@@ -55,7 +55,8 @@ class KeepwarmOptions(JsonInput):
         description="The messages are only what is new in the agent's conversation.",
     )
     explain: bool = Field(
-        default=False, description="Report in the receipt why tokens were computed."
+        default=False,
+        description="Report in the receipt why tokens were computed, and where the time went.",
     )
     kv: KVOptionsIn | None = Field(
         default=None, description="Null, or null in a field, turns the server's options off."
@@ -87,6 +88,7 @@ class RequestFields(NamedTuple):
     continues: bool = False
     exact: bool = False
     request_id: str = ""
+    arrival: Arrival | None = None
     ignored_fields: tuple[str, ...] = ()
 
 
@@ -126,6 +128,7 @@ def request_fields(
         exact=_is_exact(options),
         timeout_s=settings_of(request).request_timeout_s or None,
         request_id=getattr(request.state, "request_id", ""),
+        arrival=getattr(request.state, "arrival", None),
         ignored_fields=ignored_fields(body, given_body(request)) if body else (),
     )
 
@@ -155,7 +158,7 @@ def _agent(headers: Mapping[str, str], options: KeepwarmOptions, hint: str | Non
 def checked_agent_id(named: str) -> str:
     if not AGENT_ID.fullmatch(named):
         raise BadField(
-            "An agent id has up to 100 letters, digits and . _ @ -, "
+            "An agent id has up to 128 letters, digits and . _ @ -, "
             "and begins with a letter or digit.",
             "keepwarm.agent",
         )

@@ -59,6 +59,7 @@ class ReceiptOut(TypedDict):
     scored: NotRequired[int]  # prompt tokens with logprobs, for which nothing is reused
     continued: NotRequired[int]  # known tokens of the agent, if only new messages were sent
     model: NotRequired[str]  # whose vectors they are
+    phases_ms: NotRequired[dict[str, float]]  # parts of the time to the first token
 
 
 def receipt_dict(receipt: Receipt, **more: object) -> ReceiptOut:

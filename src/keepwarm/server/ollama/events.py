@@ -78,7 +78,7 @@ class AnswerMeta:
             "total_duration": _ns(time.perf_counter() - self.began),
             "load_duration": _ns(self.load_s),
             "prompt_eval_count": usage.prompt_tokens,
-            "prompt_eval_duration": _ns(usage.ttft_ms / 1000),
+            "prompt_eval_duration": _ns(usage.ttft_ms / 1000 - self.load_s),
             "eval_count": usage.completion_tokens,
             "eval_duration": _ns(decode_s),
             "keepwarm": receipt_dict(receipt, dropped_messages=self.n_dropped),

@@ -120,6 +120,7 @@ async def _answer(
     can_drop: bool,
 ) -> Response:
     """The answer to what is asked, or to the newer part of it that fits if some can be dropped."""
+    arrival: engine_request.Arrival = call.request.state.arrival
     began = time.perf_counter()
     host = await _host_to_ask(body, call, wants_answer=bool(asked))
     if host is None or not asked:
@@ -133,7 +134,7 @@ async def _answer(
     droppable = asked if can_drop else ()
     answer, n_dropped = await submit_shortened(host, call.slot, request, build, droppable)
     pieces = Pieces(host.engine.model.tokenizer) if body.logprobs else None
-    meta = AnswerMeta(host.name, part, began, load_s, n_dropped, pieces)
+    meta = AnswerMeta(host.name, part, arrival.began, load_s, n_dropped, pieces)
     if body.stream is False:
         return WholeAnswer(answer, partial(whole, meta))
     return LineStream(answer, AnswerLines(meta))

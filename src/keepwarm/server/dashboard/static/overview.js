@@ -11,7 +11,7 @@ const SOURCES = [["live", "live caches"], ["memory", "memory"], ["disk", "disk"]
   .map(([kind, name]) => ({ kind, name, value: of(kind) }));
 const LATENCIES = [{ kind: "p50", name: "median", value: of("ttft_p50_ms") }, { kind: "p95", name: "95th percentile", value: of("ttft_p95_ms") }];
 const ANSWERS = [{ kind: "finished", name: "finished", value: of("finished") }, { kind: "cancelled", name: "cancelled", value: of("cancelled") },
-  { kind: "failed", name: "failed", value: of("failed") }];
+  { kind: "failed", name: "failed", value: (point) => point.failed + point.refused }];
 
 export function condition(found) {
   const level = found?.level ?? "green";
@@ -48,14 +48,14 @@ export function show(saved, choose) {
 
 function tiles(saved) {
   const { today, total, points } = saved;
-  const failed = points.reduce((n, point) => n + point.failed, 0);
+  const [failed, refused] = ["failed", "refused"].map((name) => points.reduce((n, point) => n + point[name], 0));
   const all = points.reduce((n, point) => n + answers(point), 0);
   const written = Object.entries(saved.written_by_day).at(-1)?.[1] ?? 0;
   return [
     tile("Hit rate", rate(saved.hit_rate), `${rate(saved.hit_rate_from_turn_2)} from the second turn on`),
     tile("First token", ms(saved.ttft_p50_ms), `95th percentile ${ms(saved.ttft_p95_ms)}`),
     tile("Time saved today", seconds(today.saved_s), `in total ${seconds(total.saved_s)}`),
-    tile("Failed answers", count(failed), `of ${count(all)} in ${plural(saved.hours, "hour")}`),
+    tile("Errors", count(failed + refused), `${count(refused)} refused, of ${plural(all, "request")} in ${plural(saved.hours, "hour")}`),
     tile("On disk", bytes(saved.disk.n_bytes), `${plural(saved.blocks, "block")} and the index; ${bytes(written)} written today`),
     tile("Up for", ago(saved.started).replace(" ago", ""), `version ${saved.version}`),
   ];
@@ -78,7 +78,7 @@ function pointTable(points) {
     .map((name) => ({ name, number: true }))];
   const rows = points.filter((point) => tokens(point) || answers(point)).map((point) =>
     [clock(point.at), ...sources.map((one) => count(one.value(point))), percent(tokens(point) - point.computed, tokens(point)),
-      count(point.generated), ms(point.ttft_p50_ms), ms(point.ttft_p95_ms), count(point.failed)]);
+      count(point.generated), ms(point.ttft_p50_ms), ms(point.ttft_p95_ms), count(point.failed + point.refused)]);
   return rows.length ? table("By time", columns, rows) : empty("No requests in this period.");
 }
 

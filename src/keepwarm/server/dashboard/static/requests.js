@@ -38,7 +38,7 @@ function renderRunning() {
 
 function renderEnded() {
   const wanted = byId("request-state").value;
-  const found = state.ended.filter((one) => matches(one) && (!wanted || one.state === wanted));
+  const found = state.ended.filter((one) => matches(one) && (!wanted || wanted.split(" ").includes(one.state)));
   const { rows, page, n } = slice(found, state.page, PAGE);
   put("ended", rows.length ? table("Recent requests", COLUMNS, rows.map(row))
     : state.ended.length ? empty("No recent request matches; clear the filter.")
@@ -102,10 +102,16 @@ function stack(parts, whole) {
   return h("span", { class: "stack", "aria-hidden": "true" }, bars);
 }
 
+// What the time to the first token went into, as far as it came.
+function phases(one) {
+  const parts = Object.entries(one.phases_ms).map(([name, ms]) => `${name.replace("_", " ")} ${seconds(ms / 1000)}`);
+  return [one.ttft_ms === null ? "–" : seconds(one.ttft_ms / 1000), ...parts.length ? [parts.join(", ")] : []].join(": ");
+}
+
 function open(one) {
   const rate = one.tokens_per_second ? `${count(one.tokens_per_second)} tokens per second` : "–";
-  const facts = [["Agent", one.agent ?? "–"], ["State", one.state], ["Request id", one.request_id || "–"],
-    ["Decode speed", rate], ...(one.error ? [["Error", one.error]] : [])];
+  const facts = [["Agent", one.agent ?? "–"], ["State", one.status ? `${one.state} (${one.status})` : one.state], ["Request id", one.request_id || "–"],
+    ["First token", phases(one)], ["Decode speed", rate], ...(one.error ? [["Error", one.error]] : [])];
   details(`Request #${one.number}`,
     h("dl", {}, facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
     h("h3", {}, "Receipt"), h("pre", {}, one.receipt ? JSON.stringify(one.receipt, null, 2) : "none: it was not looked up"),
