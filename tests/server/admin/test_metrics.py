@@ -203,6 +203,7 @@ def table():
         (*monitoring.LOADS, "counter", "model"),
         (*monitoring.HTTP, "counter", "api, outcome"),
         (*monitoring.TTFT, "histogram", "warm"),
+        (*monitoring.PHASES, "counter", "part"),
         (*monitoring.TOKEN, "histogram", ""),
     ]
     read = [(each.name, each.help, each.kind, each.label) for each in monitoring.SAMPLES]
