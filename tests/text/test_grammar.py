@@ -15,7 +15,7 @@ from keepwarm.errors import BadInput, EngineFailed
 from keepwarm.kv import make_caches
 from keepwarm.text import grammar
 from keepwarm.text.detokenize import decode
-from keepwarm.text.grammar import MAX_COMPILED, Grammars
+from keepwarm.text.grammar import ANY_OBJECT, MAX_COMPILED, Grammars
 from keepwarm.text.request import Format, Sampling
 from tests.kit.checkpoints import write_checkpoint
 
@@ -186,6 +186,41 @@ def test_whitespace_is_bounded(model, grammars):
     feed(matcher, encode(model, '"a":1}'))
 
 
+def test_keywords_that_no_grammar_expresses_are_ignored_and_named(model, grammars):
+    schema = {"type": "array", "items": {"format": "nobody's", "type": "string"}}
+    matcher = grammars.compile(Format(schema={**schema, "uniqueItems": True}))
+    assert matcher.ignored == ("uniqueItems", "format")
+    feed(matcher, encode(model, '["a","a"]'))
+    assert grammars.compile(Format(schema=PERSON)).ignored == ()
+
+
+AGE = {"type": "object", "properties": {"age": {"type": "integer"}}}
+NAME = {"type": "object", "properties": {"name": {"const": "x"}}, "required": ["name"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "fits"),
+    [
+        (AGE, '{"age":1}', True),
+        (AGE, '{"invented":1}', False),
+        (AGE | {"additionalProperties": True}, '{"invented":1}', True),
+        (ANY_OBJECT, '{"invented":1}', True),
+        ({"type": "array", "items": AGE}, '[{"invented":1}]', False),
+        ({"anyOf": [AGE, NAME]}, '{"name":"x","invented":1}', False),
+        (AGE | {"anyOf": [NAME]}, '{"age":1,"name":"x"}', True),
+        ({"allOf": [AGE, NAME]}, '{"age":1,"name":"x"}', True),
+    ],
+)
+def test_no_keys_are_invented_in_an_answer(model, grammars, schema, text, fits):
+    matcher = grammars.compile(Format(schema=schema))
+    for token in encode(model, text):
+        if token not in allowed_by(matcher):
+            assert not fits
+            return
+        matcher.advance(token)
+    assert fits
+
+
 # Reasoning before the answer
 
 
@@ -241,7 +276,7 @@ def test_a_grammar_is_compiled_once_and_the_oldest_is_dropped(model, n_vocab):
     ("wanted", "reason"),
     [
         (Format(schema={"type": "objekt"}), "Invalid type: objekt"),
-        (Format(schema={"not": {"type": "string"}}), 'Unimplemented keys: ["not"]'),
+        (Format(schema={"not": {"type": "string"}}, strict=True), 'Unimplemented keys: ["not"]'),
         (Format(schema={"$ref": "http://example.com/a"}), "does not fetch"),
         (Format(schema={"type": "string", "pattern": "("}), "unclosed group"),
         (Format(schema={"type": "integer", "minimum": 5, "maximum": 1}), "Unsatisfiable"),

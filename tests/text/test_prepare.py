@@ -1,6 +1,7 @@
 """A prepared request: what it refuses, and the effect of tool_choice."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from tokenizers import AddedToken
@@ -213,3 +214,11 @@ def test_a_strict_tool_binds_its_calls_and_is_offered_like_any_other(plain):
     loose = prepared_by(plain, tool_choice=AUTO)
     assert loose.new_matcher() is None
     assert loose.tokens == prepared_by(plain, **wishes).tokens
+
+
+def test_the_receipt_names_keywords_of_a_schema_that_are_ignored(plain):
+    wanted = Format(schema={"type": "array", "items": {"type": "integer"}, "uniqueItems": True})
+    prepared = prepared_by(plain, format=wanted, ignored_fields=("store",))
+    assert prepared.request.ignored_fields == ("store", "schema.uniqueItems")
+    with pytest.raises(BadInput, match="uniqueItems"):
+        prepared_by(plain, format=replace(wanted, strict=True))

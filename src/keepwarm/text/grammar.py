@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from threading import Lock
@@ -28,6 +28,13 @@ MAX_CHARACTERS = 256 << 10  # of a schema or a grammar
 MAX_GBNF = 16 << 10  # characters; converting a grammar four times as long takes seconds
 LARK = re.compile(r"^[ \t]*(?:%llguidance\b|start[ \t]*:(?!:=))", re.MULTILINE)
 ANY_OBJECT = {"type": "object"}
+# Keywords by which an object's keys are not only those of its `properties`.
+OPEN_KEYS = {
+    *("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref"),
+    *("allOf", "anyOf", "oneOf", "if"),
+}
+ADDING = {"allOf", "anyOf", "oneOf"}  # keywords whose parts may describe one object together
+_QUOTED = re.compile(r'"([\w$-]+)"')
 # Bounded: some models would write whitespace until max_tokens.
 BLANKS = r"[ \n\r\t]{1,64}"
 
@@ -47,6 +54,13 @@ class GrammarMatcher:
         self._after = tuple(after)
         self._last: deque[int] = deque(maxlen=len(self._after))
         self._begun = begun or not self._after
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Keywords of its JSON schemas that the grammar does not express."""
+        warnings = " ".join(self._matcher.get_grammar_warnings())
+        found = [*_QUOTED.findall(warnings), *(["format"] if "Unknown format" in warnings else ())]
+        return tuple(dict.fromkeys(found))
 
     @property
     def finished(self) -> bool:
@@ -207,7 +221,7 @@ def _grammar_of(wanted: Format) -> str | None:
     """The format as llguidance's grammar; the order of a schema's properties is kept."""
     schema = wanted.schema if wanted.schema is not None else ANY_OBJECT if wanted.json else None
     if wanted.grammar is None:
-        return None if schema is None else _schema_grammar(schema)
+        return None if schema is None else _schema_grammar(schema, wanted.strict)
     if schema is not None:
         raise BadInput("The answer's format is both JSON and a grammar; choose one.")
     return LLMatcher.grammar_from_lark(_lark(wanted.grammar))
@@ -237,12 +251,38 @@ def _with_preamble(preamble: str, text: str, wanted: Format) -> str:
     return json.dumps({"grammars": both})
 
 
-def _schema_grammar(schema: Any) -> str:
+def closed(schema: Any) -> Any:
+    """The schema with no other keys than it names, where it does not say: none are invented.
+
+    An object that names no keys, or whose keys another part of the schema adds, stays open.
+    """
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    own = schema.get("properties")
+    kept = {key: v if own and key in ADDING else _closed_part(key, v) for key, v in schema.items()}
+    if own and not OPEN_KEYS & schema.keys():
+        kept["additionalProperties"] = False
+    return kept
+
+
+def _closed_part(key: str, value: Any) -> Any:
+    if key in ("properties", "$defs", "definitions") and isinstance(value, Mapping):
+        return {name: closed(each) for name, each in value.items()}
+    return closed(value) if key in ("items", "prefixItems", "anyOf", "oneOf") else value
+
+
+def _schema_grammar(schema: Any, is_strict: bool) -> str:
     try:
         text = json.dumps(schema, allow_nan=False)
+        if '"allOf"' not in text:  # it joins objects, and one that is closed fits no other
+            text = json.dumps(closed(schema))
     except (TypeError, ValueError, RecursionError) as error:
         raise BadInput(f"The answer's JSON schema is not valid JSON ({error}).") from error
-    return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": BLANKS})
+    return LLMatcher.grammar_from_json_schema(
+        text, defaults={"whitespace_pattern": BLANKS, "lenient": not is_strict}
+    )
 
 
 def _unpack(bits: bytes, n_vocab: int) -> TokenMask:

@@ -32,6 +32,7 @@ from keepwarm.text.tools import CallReader
 
 MAX_CHOICES = 16
 MAX_AGENTS = 256
+MAX_KEYWORDS = 16  # of schemas, named in a receipt
 MAX_LINES = 64  # of an answer
 MIN_LINE = 24  # characters; shorter lines are in many texts
 
@@ -200,6 +201,8 @@ class Preparer:
         wants_cuts = wants_cuts or request.explain
         prompt = self._render(request, stored, self._limits, deadline, wants_cuts=wants_cuts)
         thinks = request.messages is not None and self._opens_thinking(request, prompt)
+        grammar = self._grammar(request, thinks, deadline)
+        request = _with_ignored_keywords(request, grammar)
         sampling = request.sampling
         if _forbids_calls(request):
             sampling = _without_calls(sampling, self.markup)
@@ -212,7 +215,7 @@ class Preparer:
             self._stop_tokens,
             self.markup,
             REASONING if thinks else self._first_segment(request),
-            self._grammar(request, thinks, deadline),
+            grammar,
             Explainer(
                 request, prompt, self._recent, request.explain and self._answers.are_quoted(request)
             ),
@@ -358,6 +361,14 @@ class Preparer:
         may_call = choice.mode != "none" and wanted.grammar is None
         tools = request.tools if may_call else ()
         return answer_grammar(self.markup, preamble, tools, choice.parallel)
+
+
+def _with_ignored_keywords(request: Request, grammar: GrammarMatcher | None) -> Request:
+    keywords = () if grammar is None else grammar.ignored[:MAX_KEYWORDS]
+    if not keywords:
+        return request
+    named = tuple(f"schema.{each}" for each in keywords)
+    return replace(request, ignored_fields=request.ignored_fields + named)
 
 
 def _forbids_calls(request: Request) -> bool:

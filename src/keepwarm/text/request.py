@@ -80,6 +80,7 @@ class Format:
     json: bool = False  # any JSON object
     schema: Mapping[str, Any] | None = None  # JSON that matches this JSON schema
     grammar: str | None = None  # text that matches this grammar: llguidance's Lark, or GBNF
+    strict: bool = False  # refuse schemas with keywords that no grammar expresses
 
 
 @dataclass(frozen=True)

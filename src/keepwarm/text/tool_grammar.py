@@ -14,17 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from keepwarm.errors import BadInput
+from keepwarm.text.grammar import OPEN_KEYS, closed
 from keepwarm.text.parsing import Markup, Preamble
 from keepwarm.text.request import Tool, ToolChoice
 from keepwarm.text.tools import HARMONY, STRICT, parses
 
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _GUIDANCE = {**_SPACES, "lenient": True}  # unknown schema keywords are ignored, not refused
-# Keywords by which an object's keys are not only those of its `properties`.
-_OPEN_KEYS = {
-    *("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref"),
-    *("allOf", "anyOf", "oneOf", "if"),
-}
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
 
 
@@ -193,27 +189,6 @@ def _resolved(part: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     return {**(targets[0] if targets else schema), **definitions}
 
 
-def _closed(schema: Any) -> Any:
-    """The schema with no other keys than it names, where it does not say: none are invented.
-
-    An object that names no keys, or whose keys another part of the schema adds, stays open.
-    """
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    closed = {key: _closed_part(key, value) for key, value in schema.items()}
-    if schema.get("properties") and not _OPEN_KEYS & schema.keys():
-        closed["additionalProperties"] = False
-    return closed
-
-
-def _closed_part(key: str, value: Any) -> Any:
-    if key in ("properties", "$defs", "definitions") and isinstance(value, Mapping):
-        return {name: _closed(each) for name, each in value.items()}
-    return _closed(value) if key in ("items", "prefixItems", "anyOf", "oneOf") else value
-
-
 def _json_rule(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': _GUIDANCE})}"
 
@@ -320,9 +295,9 @@ class CallWriter(LarkWriter):
         if syntax.parameters is not None:
             yield from self._parameters(f"{rule}_arguments", syntax.parameters, schema)
             return
-        if schema.get("properties") == {} and not _OPEN_KEYS & schema.keys():
+        if schema.get("properties") == {} and not OPEN_KEYS & schema.keys():
             schema = _NO_PARAMETERS  # as a function without any is commonly written
-        yield f"{rule}_arguments: {_json_rule(_closed({**schema, 'type': 'object'}))}"
+        yield f"{rule}_arguments: {_json_rule(closed({**schema, 'type': 'object'}))}"
 
     def _parameters(self, rule: str, form: Parameters, schema: Mapping[str, Any]) -> Iterator[str]:
         """Those of the schema in its order; one that is not required may be left out."""
@@ -342,7 +317,7 @@ class CallWriter(LarkWriter):
         end, quote = form.after, form.quote
         is_text = schema.get("type", "string") == "string"  # parsers take untyped values as text
         if quote == '"' or not (is_text or "enum" in schema):
-            return f"{rule}: {_json_rule(_closed(schema))} {self.literal(end)}"
+            return f"{rule}: {_json_rule(closed(schema))} {self.literal(end)}"
         if "enum" in schema:
             texts = [
                 f"{quote}{v}{quote}" if isinstance(v, str) else json.dumps(v)

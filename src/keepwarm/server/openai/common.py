@@ -95,11 +95,12 @@ def _response_format(wanted: ResponseFormat | None) -> Format | None:
         return None
     if wanted.type == "json_object":
         return Format(json=True) if wanted.schema_ is None else Format(schema=wanted.schema_)
-    schema = wanted.json_schema.schema_ if wanted.json_schema is not None else None
-    if schema is None:
+    given = wanted.json_schema
+    schema = given.schema_ if given is not None else None
+    if given is None or schema is None:
         where = "response_format.json_schema.schema"
         raise BadField(f"{where} is missing; the format json_schema needs it.", where)
-    return Format(json=True, schema=schema)
+    return Format(json=True, schema=schema, strict=bool(given.strict))
 
 
 def _structured(wanted: StructuredOutputs | None) -> Format | None:

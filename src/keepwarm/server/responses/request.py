@@ -274,7 +274,7 @@ def _format(wanted: TextFormat) -> Format | None:
     if wanted.schema_ is None:
         where = "text.format.schema"
         raise BadField(f"{where} is missing; the format json_schema needs it.", where)
-    return Format(json=True, schema=wanted.schema_)
+    return Format(json=True, schema=wanted.schema_, strict=bool(wanted.strict))
 
 
 def _sampling(body: ResponsesRequest) -> Sampling:
