@@ -6,14 +6,14 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import httpx
 
 from keepwarm.errors import KeepwarmError, Unreachable
 
-Message: TypeAlias = Mapping[str, str]
+Message: TypeAlias = Mapping[str, Any]
 # Called with the arrival time in seconds of every piece of text; False ends the stream.
 OnText: TypeAlias = Callable[[float], bool]
 
@@ -33,6 +33,15 @@ class BenchRequest:
     policy: str | None = None  # cache policy of Keepwarm; other servers ignore it
     forbidden: Sequence[int] = ()  # stop tokens, so that answers have their full length
     on_text: OnText = keep_reading
+    headers: Mapping[str, str] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)  # fields of the body
+
+
+class ReplyToken(NamedTuple):
+    """A token of an answer, where logprobs were asked for."""
+
+    text: str
+    gap: float  # to the logprob of the nearest other token
 
 
 class TimedReply(NamedTuple):
@@ -45,6 +54,7 @@ class TimedReply(NamedTuple):
     cached_tokens: int
     completion_tokens: int
     reused: Mapping[str, int]  # tokens by tier, if the target reports them
+    tokens: tuple[ReplyToken, ...] = ()
 
     @property
     def ttft_s(self) -> float:
@@ -98,7 +108,8 @@ class HttpClient:
 
     @contextmanager
     def _stream(self, ask: BenchRequest) -> Iterator[Iterator[str]]:
-        headers = {"X-Keepwarm-Cache": ask.policy} if ask.policy else {}
+        policy = {"X-Keepwarm-Cache": ask.policy} if ask.policy else {}
+        headers = {**ask.headers, **policy}
         url = f"{self._base}/chat/completions"
         try:
             with self._http.stream("POST", url, json=self._body(ask), headers=headers) as response:
@@ -116,6 +127,7 @@ class HttpClient:
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **ask.more,
         }
         if ask.forbidden:
             body["logit_bias"] = {str(token): -100 for token in ask.forbidden}
@@ -142,6 +154,7 @@ class _Reader:
         self._times: list[float] = []
         self._usage: Mapping[str, Any] = {}
         self._reused: Mapping[str, int] = {}
+        self._tokens: list[ReplyToken] = []
 
     def read(self, line: str) -> bool:
         """Parse a line of the stream; True if it holds text."""
@@ -152,7 +165,9 @@ class _Reader:
             raise KeepwarmError(f"The stream ended with an error: {json.dumps(chunk['error'])}.")
         self._usage = chunk.get("usage") or self._usage
         self._reused = (chunk.get("keepwarm") or {}).get("reused", self._reused)
-        text = "".join(_text_of(choice) for choice in chunk.get("choices") or ())
+        choices = chunk.get("choices") or ()
+        self._tokens += [token for choice in choices for token in _tokens_of(choice)]
+        text = "".join(_text_of(choice) for choice in choices)
         self._text.append(text)
         return bool(text)
 
@@ -171,7 +186,15 @@ class _Reader:
             details.get("cached_tokens") or 0,
             usage.get("completion_tokens", len(self._times)),
             self._reused,
+            tuple(self._tokens),
         )
+
+
+def _tokens_of(choice: Mapping[str, Any]) -> Iterator[ReplyToken]:
+    for token in (choice.get("logprobs") or {}).get("content") or ():
+        others = [each for each in token["top_logprobs"] if each["token"] != token["token"]]
+        gaps = [abs(token["logprob"] - each["logprob"]) for each in others]
+        yield ReplyToken(token["token"], min(gaps, default=0.0))
 
 
 def _text_of(choice: Mapping[str, Any]) -> str:

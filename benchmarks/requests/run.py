@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.requests.client import BenchRequest, Message, TimedReply
 from benchmarks.requests.prompts import PromptGenerator, system, user
 from benchmarks.requests.report.results import Better, Claim, Series
 from benchmarks.requests.targets import DROPS_PAGES, Target, drop_pages
 from keepwarm.errors import Unreachable
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -173,11 +175,11 @@ class WorkloadRun:
         return self.claim(what, pairs, wanted, at_least=at_least, value=value)
 
 
-def ask_together(asks: Sequence[Callable[[], TimedReply]]) -> list[TimedReply]:
+def ask_together(asks: Sequence[Callable[[], T]]) -> list[T]:
     """Send all requests at the same moment, each from its own thread."""
     gate = threading.Barrier(len(asks))
 
-    def begin(ask: Callable[[], TimedReply]) -> TimedReply:
+    def begin(ask: Callable[[], T]) -> T:
         gate.wait()
         return ask()
 

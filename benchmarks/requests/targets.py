@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import httpx
 import psutil
@@ -98,9 +98,9 @@ class ServerProcess:
         self.name, self.about, self.store = name, about, store
         self.is_ours = store is not None
         self._command, self._health, self._log = command, health, log
-        self._environ = {**os.environ, "HF_HUB_OFFLINE": "1", **(environ or {})}
-        self._environ.pop("PYTHONDONTWRITEBYTECODE", None)  # bytecode, as an installed one has
-        self._environ["KEEPWARM_REMOTE"] = NO_REMOTE
+        self.environ = {**os.environ, "HF_HUB_OFFLINE": "1", **(environ or {})}  # of the next start
+        self.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # bytecode, as an installed one has
+        self.environ["KEEPWARM_REMOTE"] = NO_REMOTE
         self._process: subprocess.Popen[bytes] | None = None
         self._client: HttpClient | None = None
 
@@ -108,7 +108,7 @@ class ServerProcess:
         began, port = time.perf_counter(), free_port()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*self._command, "--port", str(port)], env=self._environ, stdout=log, stderr=log
+                [*self._command, "--port", str(port)], env=self.environ, stdout=log, stderr=log
             )
         address = f"http://127.0.0.1:{port}"
         self._wait_for(f"{address}{self._health}")
@@ -142,6 +142,10 @@ class ServerProcess:
             raise Unreachable(f"{self.name} is not running.")
         return self._client.ask(ask)
 
+    @property
+    def process(self) -> psutil.Process:
+        return psutil.Process(self._running.pid)
+
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
@@ -159,10 +163,17 @@ class ServerProcess:
         times = psutil.Process(self._running.pid).cpu_times()
         return times.user + times.system
 
-    def held_bytes(self) -> Mapping[str, int]:
+    def cache_stats(self) -> Mapping[str, Any]:
+        """What Keepwarm says of its cache; empty for other servers."""
         if not self.is_ours or self._client is None:
             return {}
-        shown = self._client.get("/cache")
+        shown: Mapping[str, Any] = self._client.get("/cache")
+        return shown
+
+    def held_bytes(self) -> Mapping[str, int]:
+        shown = self.cache_stats()
+        if not shown:
+            return {}
         tiers = {name: tier["n_bytes"] for name, tier in shown["tiers"].items()}
         return _by_tier(shown["live"]["n_bytes"], tiers)
 

@@ -55,7 +55,7 @@ def write_checkpoint(
     """Write a Hugging Face style checkpoint that `load` and the command line accept."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizer or make_tokenizer()
-    config = make_config(tokenizer, n_context) | shape
+    config = {**make_config(tokenizer, n_context), **shape}
     weights = {name: array.astype(dtype) for name, array in make_weights(config, seed).items()}
     mx.save_safetensors(str(directory / "model.safetensors"), weights, {"format": "mlx"})
     tokenizer.save(str(directory / "tokenizer.json"))

@@ -1,0 +1,113 @@
+"""The results as tables in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from benchmarks.day.figures import (
+    Results,
+    by_kind,
+    goals,
+    hours_of,
+    recomputed,
+    requests_of,
+    waiting_s,
+    written_bytes,
+)
+from keepwarm.units import format_bytes
+
+GOALS = ("goal", "found", "wanted", "")
+TOTALS = (
+    *("server", "requests", "waiting, s", "computed ÷ new", "written", "starts, s", "errors"),
+    "prompts counted otherwise",
+)
+KINDS = ("kind of request", "server", "n", "p50, s", "p95, s", "new tokens", "computed")
+HOURS = ("hour", "server", "resident", "of it KV", "threads", "descriptors", "store", "evicted")
+VERDICTS = {True: "holds", False: "**does not hold**", None: "not measured"}
+
+
+def tables(results: Results) -> str:
+    """Conditions, goals, totals, first tokens by kind, and the hours of every server."""
+    return "\n\n".join(_parts(results)) + "\n"
+
+
+def _parts(results: Results) -> Iterator[str]:
+    yield _conditions(results)
+    rows = [(each.what, each.found, each.goal, VERDICTS[each.holds]) for each in goals(results)]
+    yield _table(GOALS, rows)
+    yield _table(TOTALS, [_total(results, name) for name in results["servers"]])
+    yield _table(KINDS, _kinds(results))
+    yield _table(HOURS, _hours(results))
+    yield from _errors(results)
+
+
+def _conditions(results: Results) -> str:
+    machine = results["machine"]
+    return (
+        f"`{results['command']}`, {results['date']}: {results['model']}, lengths ÷ "
+        f"{results['scale']}, {results['turns']} turns, {results['images']} images noted; "
+        f"{machine['backend']} on {machine['n_cpus']} cores of {machine['architecture']}, load "
+        f"{machine['load'][0]:g} at the start; {results['seconds']:,} s in all. A tie is a gap "
+        f"below {results['tie']:g} between two logprobs."
+    )
+
+
+def _total(results: Results, name: str) -> tuple[str, ...]:
+    noted = requests_of(results, name)
+    starts = ", ".join(f"{seconds:.1f}" for seconds in results["servers"][name]["starts_s"])
+    n_errors = sum(bool(note.error) for note in noted)
+    n_otherwise = sum(note.n_counted != note.n_prompt for note in noted if not note.error)
+    return (
+        name,
+        str(len(noted)),
+        f"{waiting_s(noted):.1f}",
+        f"{recomputed(noted):.2f}",
+        format_bytes(written_bytes(results, name)),
+        starts,
+        str(n_errors),
+        str(n_otherwise),
+    )
+
+
+def _kinds(results: Results) -> Iterator[Sequence[str]]:
+    found = {
+        name: {each.kind: each for each in by_kind(requests_of(results, name))}
+        for name in results["servers"]
+    }
+    for kind in next(iter(found.values())):
+        for name, kinds in found.items():
+            if kind not in kinds:
+                continue
+            each = kinds[kind]
+            times = (f"{each.p50_s:.3f}", f"{each.p95_s:.3f}")
+            yield kind, name, str(each.n), *times, f"{each.n_new:,}", f"{each.n_computed:,}"
+
+
+def _hours(results: Results) -> Iterator[Sequence[str]]:
+    of_all = {name: hours_of(results, name) for name in results["servers"]}
+    for name, hours in of_all.items():
+        for hour in hours:
+            sizes = [format_bytes(n) for n in (hour.resident_bytes, hour.cached_bytes)]
+            counts = [str(hour.n_threads), str(hour.n_descriptors)]
+            stored = format_bytes(hour.stored_bytes) if hour.stored_bytes else ""
+            evicted = str(hour.n_evicted) if hour.stored_bytes else ""
+            yield f"{hour.hour}:00", name, *sizes, *counts, stored, evicted
+
+
+def _errors(results: Results) -> Iterator[str]:
+    lines = [
+        f"- {name}, {note.kind}: {note.error}"
+        for name in results["servers"]
+        for note in requests_of(results, name)
+        if note.error
+    ]
+    servers = results["servers"].items()
+    lines += [f"- {name}: {server['gone']}" for name, server in servers if server["gone"]]
+    if lines:
+        yield "Errors:"
+        yield "\n".join(lines)
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

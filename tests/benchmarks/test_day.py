@@ -1,0 +1,189 @@
+"""The day of a coding agent: what is sent in which order, and what is made of what was noted."""
+
+from collections import Counter
+from dataclasses import asdict, replace
+from itertools import pairwise
+
+import pytest
+from benchmarks.day import script
+from benchmarks.day.figures import goals, rank
+from benchmarks.day.hosts import Hour, Noted, Tokens, judge, reworded, sampled, with_tools
+from benchmarks.day.page import tables
+from benchmarks.day.script import Day, DayRequest
+from benchmarks.requests.client import ReplyToken
+from benchmarks.requests.prompts import PromptGenerator, assistant, system, user
+
+from tests.kit.agent_model import TOKENIZER
+from tests.kit.checkpoints import write_checkpoint
+
+SCALE = 16
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return PromptGenerator(TOKENIZER.parent)
+
+
+@pytest.fixture(scope="module")
+def steps(prompts):
+    return list(Day(prompts, scale=SCALE).steps())
+
+
+def requests_of(steps):
+    return [request for step in steps for request in step.requests]
+
+
+def test_a_whole_day_has_all_that_it_should(steps):
+    requests = requests_of(steps)
+    kinds = Counter(request.kind for request in requests)
+    mine = [each for each in requests if each.person == 1 and not each.session.startswith("sub")]
+    assert len(mine) - 2 - kinds[script.COMPACT] == 60, "without two titles"
+    assert kinds[script.TITLED] == kinds[script.BEGIN] == 3
+    assert (kinds[script.SUB_BEGIN], kinds[script.SUB_TURN]) == (6, 12)
+    assert kinds[script.COMPACT] == kinds[script.COMPACTED_TURN] == kinds[script.RETURN] == 1
+    assert {each.session for each in mine} == {"first", "other"}
+
+
+@pytest.mark.parametrize("n_turns", [script.LEAST_TURNS, 60])
+def test_three_restarts_and_a_kill_in_the_middle_of_conversations(prompts, n_turns):
+    steps = list(Day(prompts, n_turns, scale=256).steps())
+    events = [step.event for step in steps if step.event]
+    assert events == [script.RESTART, script.KILL, script.RESTART, script.CAP]
+    after = [request for step in steps if step.event for request in step.requests]
+    assert {request.kind for request in after} == {"after a restart", "after kill -9"}
+    assert all(len(request.messages) > 2 for request in after if request.person == 1)
+    assert Counter(r.kind for r in requests_of(steps))[script.COMPACT] == 1
+
+
+def test_the_second_person_comes_at_noon_and_asks_at_the_same_moment(steps):
+    with_her = [step for step in steps if any(each.person == 2 for each in step.requests)]
+    assert with_her[0].hour == 12
+    assert all(len(step.requests) == 2 for step in with_her[1:])
+    assert [step.hour for step in steps] == sorted(step.hour for step in steps)
+    assert {step.hour for step in steps} == set(script.HOURS)
+
+
+def test_lengths_are_those_of_a_day(prompts):
+    """28 k tokens before the first question, compaction at 128 k."""
+    first, *_, last = _turns_before_compaction(list(Day(prompts).steps()))
+    assert _n_tokens(first, prompts) == pytest.approx(28_000 + 3_700, rel=0.05)
+    assert _n_tokens(last, prompts) == pytest.approx(script.COMPACTED, rel=0.05)
+
+
+def _turns_before_compaction(steps):
+    requests = requests_of(steps)
+    end = next(n for n, each in enumerate(requests) if each.kind == script.COMPACT)
+    return [each for each in requests[:end] if each.session == "first" and each.tools]
+
+
+def _n_tokens(request, prompts):
+    calls = [call["function"] for m in request.messages for call in m.get("tool_calls", ())]
+    texts = [*(m["content"] for m in request.messages), *(call["arguments"] for call in calls)]
+    return sum(prompts.count(text) for text in [*texts, *map(str, request.tools)])
+
+
+def test_history_only_grows_and_results_belong_to_calls(steps):
+    for one, other in pairwise(_turns_before_compaction(steps)):
+        assert other.messages[: len(one.messages)] == one.messages
+        said, read = other.messages[len(one.messages) :]
+        ids = [call["id"] for call in said.get("tool_calls", ())]
+        assert ids == ([read["tool_call_id"]] if read["role"] == "tool" else [])
+
+
+def test_two_days_are_the_same(prompts, steps):
+    assert list(Day(prompts, scale=SCALE).steps()) == steps
+
+
+def test_new_tokens_are_those_behind_any_prompt_before(tmp_path):
+    source = write_checkpoint(tmp_path / "source")
+    model = with_tools(source, tmp_path / "model", 9_000)
+    assert "tools" in (model / "tokenizer_config.json").read_text()
+    tokens = Tokens(model)
+    tool = {"type": "function", "function": {"name": "read", "description": "Reads."}}
+    first = DayRequest("turn", 1, "one", [system("The fox."), user("The dog sleeps.")], [tool])
+    n_first, new = tokens.count(first)
+    assert new == n_first
+    answered = [*first.messages, assistant("It does."), user("And the tree?")]
+    n_second, new = tokens.count(replace(first, messages=answered))
+    assert new == n_second - n_first, "the prompt ends where the answer begins"
+    n_other, new = tokens.count(reworded(first))
+    assert (n_other, new < n_other) == (n_first, True), "as long, and the beginning is known"
+
+
+def test_an_answer_differs_unless_the_cold_run_was_undecided():
+    sure, unsure = ReplyToken("ab", 2.0), ReplyToken("cd", 0.0001)
+    assert judge("abcd", "abcd", [sure, unsure], 1e-3) == "same"
+    assert judge("abxy", "abcd", [sure, unsure], 1e-3) == "tie"
+    assert judge("xycd", "abcd", [sure, unsure], 1e-3) == "differs"
+    assert judge("cdxy", "cdab", [unsure, sure], 1e-3) == "tie", "after a tie all may differ"
+
+
+def test_samples_are_answers_that_reused_something():
+    noted = [Noted(n, 9, kind, 1, "s", 9, 9, n_cached=n) for n, kind in enumerate("abbbb")]
+    assert sampled(noted, ["text"] * 5, 2) == [1, 4]
+    assert sampled(noted, ["text"] * 4 + [""], 9) == [1, 2, 3]
+
+
+def test_ranks():
+    assert [rank(range(1, 101), percent) for percent in (50, 95, 100)] == [50, 95, 100]
+    assert rank([3.0], 95) == 3.0
+
+
+def noted(kind=script.TURN, **more):
+    base = Noted(0, 9, kind, 1, "s", 1000, 100, 1000, 900, n_answer=10, first_s=1.0)
+    return replace(base, **more)
+
+
+def results(ours, theirs=(), **more):
+    hour = asdict(Hour(9, 1000, 100, 5, 9, 0, 0))
+    later = {**hour, "resident_bytes": more.pop("resident_bytes", 1000)}
+    base = {
+        "starts_s": [1.0],
+        "events": [],
+        "gone": "",
+        "cap_bytes": 0,
+        "hours": [hour, later],
+        "written_bytes": 0,
+        "reported_bytes": more.pop("reported_bytes", 1),
+    }
+    sent = {"keepwarm": ours, "mlx-lm": theirs}
+    servers = {name: {**base, "requests": list(map(asdict, n))} for name, n in sent.items() if n}
+    machine = {"backend": "cpu", "n_cpus": 2, "architecture": "aarch64", "load": [1.0]}
+    head = {"command": "day", "date": "today", "model": "tiny", "scale": 8, "turns": 12}
+    said = {"images": 0, "seconds": 1, "tie": 1e-3, "kv_bytes_per_token": 1, "machine": machine}
+    return {**head, **said, "servers": servers, "cold": [{"verdict": "same"}], **more}
+
+
+def held(found):
+    return [goal.holds for goal in goals(found)]
+
+
+def test_all_goals_hold_where_they_do():
+    ours = [noted(), noted("after a restart", again_s=0.8)]
+    theirs = [noted(first_s=3.0), noted(first_s=3.0)]
+    found = results(ours, theirs, reported_bytes=264)
+    assert held(found) == [True] * 8
+    assert tables(found).count("| holds |") == 8
+
+
+@pytest.mark.parametrize(
+    ("place", "found"),
+    [
+        (0, results([noted(n_cached=894)])),
+        (1, results([noted(n_cached=835), *[noted(n_new=110)] * 9])),
+        (2, results([noted()], [noted(first_s=2.8)])),
+        (3, results([noted(again_s=0.7)])),
+        (4, results([noted()], reported_bytes=133)),
+        (5, results([noted()], resident_bytes=1_200)),
+        (6, results([noted(error="It broke.")])),
+        (7, results([noted()], cold=[{"verdict": "same"}, {"verdict": "differs"}])),
+    ],
+)
+def test_each_goal_alone_can_fail(place, found):
+    assert [n for n, holds in enumerate(held(found)) if holds is False] == [place]
+
+
+def test_what_was_not_measured_is_said():
+    found = results([noted()], cold=[], kv_bytes_per_token=None)
+    assert [n for n, holds in enumerate(held(found)) if holds is None] == [2, 3, 4, 7]
+    assert tables(found).count("| not measured |") == 4
