@@ -6,16 +6,20 @@ The cost of a restore or a prefill depends on shapes, not on values.
 from __future__ import annotations
 
 import json
+import shutil
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx import nn
+from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from benchmarks.requests.files import COPIED
 from keepwarm.errors import UnknownModel
+from keepwarm.models.catalog import read_config
 from keepwarm.models.load import Model
 
 BITS, GROUP = 4, 64
@@ -133,6 +137,33 @@ SHAPES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 16,
         "max_position_embeddings": 8192,
     },
+    "tiny-hybrid": {  # three layers of four with a state
+        "model_type": "qwen3_next",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "full_attention_interval": 4,
+        "partial_rotary_factor": 0.5,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 0,
+        "num_experts_per_tok": 0,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 0,
+        "shared_expert_intermediate_size": 0,
+        "vocab_size": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+    },
 }
 
 
@@ -141,9 +172,19 @@ def build(shape: str, directory: Path, *, quantised: bool = True, seed: int = 0)
 
     Weights depend only on shape and seed.
     """
+    config = config_of(shape)
+    module = _random_module(config, quantised=quantised, seed=seed)
+    path = _name_weights(directory / shape, {**config, "seed": seed, "quantised": quantised})
+    return Model(shape, path, module, None, config, config["max_position_embeddings"])
+
+
+def config_of(shape: str) -> dict[str, Any]:
     if shape not in SHAPES:
         raise UnknownModel(f"There is no shape {shape!r}; there are {', '.join(sorted(SHAPES))}.")
-    config = SHAPES[shape]
+    return SHAPES[shape]
+
+
+def _random_module(config: dict[str, Any], *, quantised: bool, seed: int) -> Any:
     home = import_module(f"mlx_lm.models.{config['model_type']}")
     mx.random.seed(seed)
     module = home.Model(home.ModelArgs.from_dict(config))
@@ -151,8 +192,25 @@ def build(shape: str, directory: Path, *, quantised: bool = True, seed: int = 0)
     if quantised:
         nn.quantize(module, group_size=GROUP, bits=BITS)  # type: ignore[attr-defined]
     mx.eval(module)
-    path = _name_weights(directory / shape, {**config, "seed": seed, "quantised": quantised})
-    return Model(shape, path, module, None, config, config["max_position_embeddings"])
+    return module
+
+
+def write_checkpoint(shape: str, tokenizer_of: Path, directory: Path) -> Path:
+    """A model directory that servers load, with the vocabulary of another model; 4-bit on a GPU."""
+    vocabulary = read_config(tokenizer_of)
+    taken = ("vocab_size", "bos_token_id", "eos_token_id")
+    config = config_of(shape) | {key: vocabulary[key] for key in taken if key in vocabulary}
+    quantised = mx.default_device() == mx.gpu
+    module = _random_module(config, quantised=quantised, seed=0)
+    directory.mkdir(parents=True)
+    for pattern in COPIED:
+        for file in tokenizer_of.glob(pattern):
+            shutil.copy(file, directory)
+    weights: dict[str, mx.array] = dict(tree_flatten(module.parameters()))
+    mx.save_safetensors(str(directory / "model.safetensors"), weights, {"format": "mlx"})
+    packed = {"quantization": {"group_size": GROUP, "bits": BITS}} if quantised else {}
+    (directory / "config.json").write_text(json.dumps(config | packed))
+    return directory
 
 
 def make_tokenizer(shape: str, directory: Path) -> Any:

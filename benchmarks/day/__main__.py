@@ -16,13 +16,16 @@ from typing import Annotated, Any
 import mlx.core as mx
 import typer
 
-from benchmarks.day.hosts import Host, Tokens, compare_with_cold, run, with_tools
+from benchmarks.day.cold import compare_with_cold
+from benchmarks.day.hosts import Host, run
+from benchmarks.day.model import Tokens, with_tools
 from benchmarks.day.page import tables
 from benchmarks.day.script import COMPACTED, LEAST_TURNS, TURNS, Day, Step
 from benchmarks.requests import files
 from benchmarks.requests.measure import describe_machine
 from benchmarks.requests.prompts import PromptGenerator
 from benchmarks.requests.targets import ServerProcess, keepwarm_server, mlx_lm_server
+from benchmarks.shapes import write_checkpoint
 from keepwarm import config
 from keepwarm.cli.options import check_parents
 from keepwarm.errors import BadInput, KeepwarmError
@@ -36,6 +39,7 @@ class Plan:
     """What is run, as the command line says."""
 
     model: str
+    shape: str
     scale: int
     turns: int
     samples: int
@@ -45,7 +49,8 @@ class Plan:
 
     @property
     def command(self) -> str:
-        words = [f"--scale {self.scale}", f"--turns {self.turns}", f"--samples {self.samples}"]
+        words = [f"--shape {self.shape}"] * bool(self.shape)
+        words += [f"--scale {self.scale}", f"--turns {self.turns}", f"--samples {self.samples}"]
         words += ["--one-by-one"] * self.one_by_one + [f"--only {name}" for name in self.only]
         words += [f"--rival {each.partition('=')[0]}=…" for each in self.rivals]
         return " ".join(["python -m benchmarks.day", *words])
@@ -54,6 +59,9 @@ class Plan:
 def day(
     *,
     model: Annotated[str, typer.Option(help="Model name or directory.")] = "",
+    shape: Annotated[
+        str, typer.Option(help="Random weights of this shape, with the model's vocabulary.")
+    ] = "",
     scale: Annotated[int, typer.Option(min=1, help="Divide all lengths by this.")] = 8,
     turns: Annotated[
         int, typer.Option(min=LEAST_TURNS, help="Of the first person; events keep their place.")
@@ -71,13 +79,14 @@ def day(
             help="NAME=COMMAND of another server, with {model} in it; --port is added. Repeatable."
         ),
     ] = None,
-    output: Annotated[Path | None, typer.Option("--json", help="Write all that was noted.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="Write all records.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the tables.")] = None,
 ) -> None:
     """Send a day of requests to every server, and say which goals hold."""
     check_parents(output, markdown)
     name = model or config.load().model
-    results = measure(Plan(name, scale, turns, samples, one_by_one, only or [], rival or []))
+    chosen = (only or [], rival or [])
+    results = measure(Plan(name, shape, scale, turns, samples, one_by_one, *chosen))
     print(tables(results))
     if output is not None:
         output.write_text(json.dumps(results, indent=1) + "\n")
@@ -93,7 +102,7 @@ def measure(plan: Plan) -> dict[str, Any]:
         "command": plan.command,
         "date": datetime.now(UTC).date().isoformat(),
         "machine": machine,
-        "model": Path(plan.model).name,
+        "model": plan.shape or Path(plan.model).name,
         "scale": plan.scale,
         "turns": plan.turns,
         "seconds": round(time.monotonic() - began),
@@ -102,14 +111,17 @@ def measure(plan: Plan) -> dict[str, Any]:
 
 
 def _run(plan: Plan, folder: Path) -> dict[str, Any]:
-    source = files.full_precision(files.model_directory(plan.model), folder / "weights")
+    source = files.model_directory(plan.model)
+    if plan.shape:
+        source = write_checkpoint(plan.shape, source, folder / "shape")
+    source = files.full_precision(source, folder / "weights")
     model = with_tools(source, folder / "model", ROOM * COMPACTED // plan.scale)
     steps = list(Day(PromptGenerator(model), plan.turns, plan.scale).steps())
     stop_tokens = files.stop_tokens(model)
     hosts = [Host(server, stop_tokens) for server in _servers(plan, model, folder)]
     try:
         for group in [[host] for host in hosts] if plan.one_by_one else [hosts]:
-            run(group, steps, Tokens(model))
+            run(group, steps, Tokens(model), lambda line: print(line, file=sys.stderr))
     finally:
         for host in hosts:
             host.server.close()
@@ -140,7 +152,7 @@ def _servers(plan: Plan, model: Path, folder: Path) -> Iterator[ServerProcess]:
 
 
 def _n_images(steps: Sequence[Step]) -> int:
-    """Messages with a note of an image, each counted once."""
+    """Messages that mention an image, each counted once."""
     messages = [message for step in steps for asked in step.requests for message in asked.messages]
     return len({m["content"] for m in messages if m["content"].startswith("[Image")})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from benchmarks.day.hosts import Hour, Noted
+from benchmarks.day.hosts import HourSample, RequestRecord
 from benchmarks.day.script import RETURN, SUB_TURN, TURN
 from keepwarm.units import format_bytes
 
@@ -23,7 +23,7 @@ class Goal(NamedTuple):
     holds: bool | None  # None: it was not measured
 
 
-class OfKind(NamedTuple):
+class KindFigures(NamedTuple):
     """The requests of one kind to one server."""
 
     kind: str
@@ -34,55 +34,59 @@ class OfKind(NamedTuple):
     n_computed: int
 
 
-def requests_of(results: Results, name: str) -> list[Noted]:
-    return [Noted(**each) for each in results["servers"][name]["requests"]]
+def requests_of(results: Results, name: str) -> list[RequestRecord]:
+    return [RequestRecord(**each) for each in results["servers"][name]["requests"]]
 
 
-def hours_of(results: Results, name: str) -> list[Hour]:
-    return [Hour(**each) for each in results["servers"][name]["hours"]]
+def hours_of(results: Results, name: str) -> list[HourSample]:
+    return [HourSample(**each) for each in results["servers"][name]["hours"]]
 
 
-def by_kind(noted: Sequence[Noted]) -> list[OfKind]:
-    kinds = dict.fromkeys(note.kind for note in noted)
-    return [_of_kind(kind, [note for note in noted if note.kind == kind]) for kind in kinds]
+def by_kind(records: Sequence[RequestRecord]) -> list[KindFigures]:
+    kinds = dict.fromkeys(record.kind for record in records)
+    return [
+        _kind_figures(kind, [record for record in records if record.kind == kind]) for kind in kinds
+    ]
 
 
-def _of_kind(kind: str, noted: Sequence[Noted]) -> OfKind:
-    seconds = [note.first_s for note in noted]
-    answered = [note for note in noted if not note.error]
-    new, computed = _sum_new(answered), sum(note.n_computed for note in answered)
-    return OfKind(kind, len(noted), rank(seconds, 50), rank(seconds, 95), new, computed)
+def _kind_figures(kind: str, records: Sequence[RequestRecord]) -> KindFigures:
+    seconds = [record.first_s for record in records]
+    answered = [record for record in records if not record.error]
+    new, computed = _sum_new(answered), sum(record.n_computed for record in answered)
+    return KindFigures(
+        kind, len(records), percentile(seconds, 50), percentile(seconds, 95), new, computed
+    )
 
 
-def rank(values: Sequence[float], percent: int) -> float:
+def percentile(values: Sequence[float], percent: int) -> float:
     """The smallest value that so many percent of all do not exceed."""
     return sorted(values)[max(1, -(-percent * len(values) // 100)) - 1]
 
 
-def _sum_new(noted: Sequence[Noted]) -> int:
-    return sum(note.n_new for note in noted)
+def _sum_new(records: Sequence[RequestRecord]) -> int:
+    return sum(record.n_new for record in records)
 
 
-def waiting_s(noted: Sequence[Noted]) -> float:
+def waiting_s(records: Sequence[RequestRecord]) -> float:
     """Seconds to the first token, of all requests together."""
-    return sum(note.first_s for note in noted)
+    return sum(record.first_s for record in records)
 
 
-def recomputed(noted: Sequence[Noted]) -> float:
+def recomputed(records: Sequence[RequestRecord]) -> float:
     """Prompt tokens computed ÷ those that no request before began with."""
-    answered = [note for note in noted if not note.error]
-    return sum(note.n_computed for note in answered) / max(1, _sum_new(answered))
+    answered = [record for record in records if not record.error]
+    return sum(record.n_computed for record in answered) / max(1, _sum_new(answered))
 
 
 def goals(results: Results) -> list[Goal]:
-    noted = requests_of(results, OURS)
-    n_errors = sum(bool(note.error) for note in noted)
+    records = requests_of(results, OURS)
+    n_errors = sum(bool(record.error) for record in records)
     return [
-        _at_most("prompt tokens computed ÷ new, whole day", recomputed(noted), RECOMPUTED),
-        _beyond(noted),
+        _at_most("prompt tokens computed ÷ new, whole day", recomputed(records), RECOMPUTED),
+        _beyond(records),
         _waiting(results),
-        _restarted(noted),
-        _written(results, noted),
+        _restarted(records),
+        _written(results, records),
         _flat(hours_of(results, OURS)),
         Goal("errors", str(n_errors), "0", n_errors == 0),
         _cold(results["cold"]),
@@ -95,10 +99,10 @@ def _at_most(what: str, found: float | None, limit: float, notes: str = "") -> G
     return Goal(what, f"{found:.3g}{notes}", f"≤ {limit:g}", found <= limit)
 
 
-def _beyond(noted: Sequence[Noted]) -> Goal:
-    found = [note for note in noted if note.kind in ORDINARY and not note.error]
-    most = max((note.n_beyond for note in found), default=0)
-    above = sum(note.n_beyond > BEYOND for note in found)
+def _beyond(records: Sequence[RequestRecord]) -> Goal:
+    found = [record for record in records if record.kind in ORDINARY and not record.error]
+    most = max((record.n_beyond for record in found), default=0)
+    above = sum(record.n_beyond > BEYOND for record in found)
     notes = f" ({above} of {len(found)} turns above)" if above else ""
     what = "most tokens computed beyond new on an ordinary turn"
     return Goal(what, f"{most:,}{notes}", f"≤ {BEYOND}", most <= BEYOND)
@@ -112,15 +116,19 @@ def _waiting(results: Results) -> Goal:
     return _at_most(what, ours / theirs, WAITING, f" ({ours:.1f} s, {theirs:.1f} s)")
 
 
-def _restarted(noted: Sequence[Noted]) -> Goal:
-    ratios = [note.first_s / note.again_s for note in noted if note.again_s and not note.error]
+def _restarted(records: Sequence[RequestRecord]) -> Goal:
+    ratios = [
+        record.first_s / record.repeat_s
+        for record in records
+        if record.repeat_s and not record.error
+    ]
     what = "first token after a restart or kill ÷ the same turn without, highest"
     return _at_most(what, max(ratios, default=None), RESTARTED, f" (of {len(ratios)})")
 
 
-def _written(results: Results, noted: Sequence[Noted]) -> Goal:
+def _written(results: Results, records: Sequence[RequestRecord]) -> Goal:
     per_token, n_bytes = results["kv_bytes_per_token"], written_bytes(results, OURS)
-    n_tokens = _sum_new(noted) + sum(note.n_answer for note in noted)
+    n_tokens = _sum_new(records) + sum(record.n_answer for record in records)
     found = n_bytes / (per_token * n_tokens) if per_token else None
     notes = f" ({format_bytes(n_bytes)})"
     return _at_most("bytes written ÷ KV of new tokens", found, WRITTEN, notes)
@@ -132,7 +140,7 @@ def written_bytes(results: Results, name: str) -> int:
     return max(int(server["written_bytes"]), int(server["reported_bytes"]))
 
 
-def _flat(hours: Sequence[Hour]) -> Goal:
+def _flat(hours: Sequence[HourSample]) -> Goal:
     """Without keys and values, for which there are budgets."""
     first, *later = (hour.resident_bytes - hour.cached_bytes for hour in hours)
     found = max(later) / first if later else None

@@ -45,7 +45,7 @@ def _conditions(results: Results) -> str:
     machine = results["machine"]
     return (
         f"`{results['command']}`, {results['date']}: {results['model']}, lengths ÷ "
-        f"{results['scale']}, {results['turns']} turns, {results['images']} images noted; "
+        f"{results['scale']}, {results['turns']} turns, {results['images']} images mentioned; "
         f"{machine['backend']} on {machine['n_cpus']} cores of {machine['architecture']}, load "
         f"{machine['load'][0]:g} at the start; {results['seconds']:,} s in all. A tie is a gap "
         f"below {results['tie']:g} between two logprobs."
@@ -53,15 +53,15 @@ def _conditions(results: Results) -> str:
 
 
 def _total(results: Results, name: str) -> tuple[str, ...]:
-    noted = requests_of(results, name)
+    records = requests_of(results, name)
     starts = ", ".join(f"{seconds:.1f}" for seconds in results["servers"][name]["starts_s"])
-    n_errors = sum(bool(note.error) for note in noted)
-    n_otherwise = sum(note.n_counted != note.n_prompt for note in noted if not note.error)
+    n_errors = sum(bool(record.error) for record in records)
+    n_otherwise = sum(record.n_counted != record.n_prompt for record in records if not record.error)
     return (
         name,
-        str(len(noted)),
-        f"{waiting_s(noted):.1f}",
-        f"{recomputed(noted):.2f}",
+        str(len(records)),
+        f"{waiting_s(records):.1f}",
+        f"{recomputed(records):.2f}",
         format_bytes(written_bytes(results, name)),
         starts,
         str(n_errors),
@@ -96,13 +96,13 @@ def _hours(results: Results) -> Iterator[Sequence[str]]:
 
 def _errors(results: Results) -> Iterator[str]:
     lines = [
-        f"- {name}, {note.kind}: {note.error}"
+        f"- {name}, {record.kind}: {record.error}"
         for name in results["servers"]
-        for note in requests_of(results, name)
-        if note.error
+        for record in requests_of(results, name)
+        if record.error
     ]
     servers = results["servers"].items()
-    lines += [f"- {name}: {server['gone']}" for name, server in servers if server["gone"]]
+    lines += [f"- {name}: {server['failure']}" for name, server in servers if server["failure"]]
     if lines:
         yield "Errors:"
         yield "\n".join(lines)

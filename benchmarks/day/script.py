@@ -150,12 +150,12 @@ class Session:
 
     def compact(self) -> DayRequest:
         """The whole conversation as one text; then it goes on from a summary of it."""
-        told = "\n\n".join(message["content"] for message in self.messages[1:])
+        text = "\n\n".join(message["content"] for message in self.messages[1:])
         about = self.writer.text(TITLE, "compaction")
         summary = self.writer.text(SUMMARY, self.name, "summary")
         self.messages = [self.messages[0], user("What did we do so far?"), assistant(summary)]
         self.n_turns += -self.n_turns % QUESTION_EVERY  # a question comes next
-        return self._request(COMPACT, [system(about), user(told)], [])
+        return self._request(COMPACT, [system(about), user(text)], [])
 
     @property
     def _is_question(self) -> bool:
@@ -203,8 +203,8 @@ class Day:
 
     def _session(self, name: str, person: int, folder: str, number: int) -> Session:
         """All have one client: the system text differs where it names the folder."""
-        told = self._writer.text(SYSTEM, "system")
-        env = f"{told}\n\n<env>\n  Working directory: {folder}\n</env>"
+        text = self._writer.text(SYSTEM, "system")
+        env = f"{text}\n\n<env>\n  Working directory: {folder}\n</env>"
         lengths = lengths_of(self._recorded[number])
         return Session(self._writer, name, person, lengths, env, self._tools)
 
@@ -258,9 +258,9 @@ class Day:
         """Two at once, of three turns each."""
         lengths = lengths_of(self._recorded[SUB])
         tools = self._tools[: max(1, len(self._tools) * SUB_TOOLS // TOOLS)]
-        told = self._writer.text(SUB_SYSTEM, "sub-agent")
+        text = self._writer.text(SUB_SYSTEM, "sub-agent")
         subs = [
-            Session(self._writer, f"sub {turn} {n}", 1, lengths[2 + 3 * n :], told, tools)
+            Session(self._writer, f"sub {turn} {n}", 1, lengths[2 + 3 * n :], text, tools)
             for n in range(2)
         ]
         for number in range(3):

@@ -1,18 +1,24 @@
-"""The day of a coding agent: what is sent in which order, and what is made of what was noted."""
+"""The day of a coding agent: what is sent in which order, and what is made of the records."""
 
 from collections import Counter
 from dataclasses import asdict, replace
 from itertools import pairwise
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from benchmarks.day import script
-from benchmarks.day.figures import goals, rank
-from benchmarks.day.hosts import Hour, Noted, Tokens, judge, reworded, sampled, with_tools
+from benchmarks.day.cold import judge, sample_positions
+from benchmarks.day.figures import goals, percentile
+from benchmarks.day.hosts import Host, HourSample, RequestRecord, reworded, run
+from benchmarks.day.model import Tokens, with_tools
 from benchmarks.day.page import tables
 from benchmarks.day.script import Day, DayRequest
-from benchmarks.requests.client import ReplyToken
+from benchmarks.requests.client import ReplyToken, TimedReply
 from benchmarks.requests.prompts import PromptGenerator, assistant, system, user
 
+from keepwarm.errors import Unreachable
+from tests.kit import generated
 from tests.kit.agent_model import TOKENIZER
 from tests.kit.checkpoints import write_checkpoint
 
@@ -119,28 +125,30 @@ def test_an_answer_differs_unless_the_cold_run_was_undecided():
 
 
 def test_samples_are_answers_that_reused_something():
-    noted = [Noted(n, 9, kind, 1, "s", 9, 9, n_cached=n) for n, kind in enumerate("abbbb")]
-    assert sampled(noted, ["text"] * 5, 2) == [1, 4]
-    assert sampled(noted, ["text"] * 4 + [""], 9) == [1, 2, 3]
+    records = [
+        RequestRecord(n, 9, kind, 1, "s", 9, 9, n_cached=n) for n, kind in enumerate("abbbb")
+    ]
+    assert sample_positions(records, ["text"] * 5, 2) == [1, 4]
+    assert sample_positions(records, ["text"] * 4 + [""], 9) == [1, 2, 3]
 
 
 def test_ranks():
-    assert [rank(range(1, 101), percent) for percent in (50, 95, 100)] == [50, 95, 100]
-    assert rank([3.0], 95) == 3.0
+    assert [percentile(range(1, 101), percent) for percent in (50, 95, 100)] == [50, 95, 100]
+    assert percentile([3.0], 95) == 3.0
 
 
-def noted(kind=script.TURN, **more):
-    base = Noted(0, 9, kind, 1, "s", 1000, 100, 1000, 900, n_answer=10, first_s=1.0)
+def record(kind=script.TURN, **more):
+    base = RequestRecord(0, 9, kind, 1, "s", 1000, 100, 1000, 900, n_answer=10, first_s=1.0)
     return replace(base, **more)
 
 
 def results(ours, theirs=(), **more):
-    hour = asdict(Hour(9, 1000, 100, 5, 9, 0, 0))
+    hour = asdict(HourSample(9, 1000, 100, 5, 9, 0, 0))
     later = {**hour, "resident_bytes": more.pop("resident_bytes", 1000)}
     base = {
         "starts_s": [1.0],
         "events": [],
-        "gone": "",
+        "failure": "",
         "cap_bytes": 0,
         "hours": [hour, later],
         "written_bytes": 0,
@@ -159,31 +167,133 @@ def held(found):
 
 
 def test_all_goals_hold_where_they_do():
-    ours = [noted(), noted("after a restart", again_s=0.8)]
-    theirs = [noted(first_s=3.0), noted(first_s=3.0)]
+    ours = [record(), record("after a restart", repeat_s=0.8)]
+    theirs = [record(first_s=3.0), record(first_s=3.0)]
     found = results(ours, theirs, reported_bytes=264)
     assert held(found) == [True] * 8
     assert tables(found).count("| holds |") == 8
 
 
 @pytest.mark.parametrize(
-    ("place", "found"),
+    ("position", "found"),
     [
-        (0, results([noted(n_cached=894)])),
-        (1, results([noted(n_cached=835), *[noted(n_new=110)] * 9])),
-        (2, results([noted()], [noted(first_s=2.8)])),
-        (3, results([noted(again_s=0.7)])),
-        (4, results([noted()], reported_bytes=133)),
-        (5, results([noted()], resident_bytes=1_200)),
-        (6, results([noted(error="It broke.")])),
-        (7, results([noted()], cold=[{"verdict": "same"}, {"verdict": "differs"}])),
+        (0, results([record(n_cached=894)])),
+        (1, results([record(n_cached=835), *[record(n_new=110)] * 9])),
+        (2, results([record()], [record(first_s=2.8)])),
+        (3, results([record(repeat_s=0.7)])),
+        (4, results([record()], reported_bytes=133)),
+        (5, results([record()], resident_bytes=1_200)),
+        (6, results([record(error="It broke.")])),
+        (7, results([record()], cold=[{"verdict": "same"}, {"verdict": "differs"}])),
     ],
 )
-def test_each_goal_alone_can_fail(place, found):
-    assert [n for n, holds in enumerate(held(found)) if holds is False] == [place]
+def test_each_goal_alone_can_fail(position, found):
+    assert [n for n, holds in enumerate(held(found)) if holds is False] == [position]
 
 
 def test_what_was_not_measured_is_said():
-    found = results([noted()], cold=[], kv_bytes_per_token=None)
+    found = results([record()], cold=[], kv_bytes_per_token=None)
     assert [n for n, holds in enumerate(held(found)) if holds is None] == [2, 3, 4, 7]
     assert tables(found).count("| not measured |") == 4
+
+
+def test_the_page_is_current():
+    page = generated.DAY.read_text()
+    assert generated.day(page) == page, "run: python -m tests.kit.generated"
+
+
+class StubProcess:
+    """Ends at any signal."""
+
+    def __init__(self, calls):
+        self._calls = calls
+        self._ended = False
+
+    def send_signal(self, how):
+        self._calls.append(how.name)
+        self._ended = True
+
+    def status(self):
+        return psutil.STATUS_ZOMBIE if self._ended else psutil.STATUS_RUNNING
+
+    def io_counters(self):
+        return SimpleNamespace(write_bytes=7)
+
+    def children(self, **_):
+        return []
+
+    def memory_info(self):
+        return SimpleNamespace(rss=1)
+
+    def num_threads(self):
+        return 1
+
+    num_fds = num_threads
+
+
+class StubServer:
+    """Notes what is done to it; from `n_starts` on it does not start."""
+
+    name, about, store, is_ours = "stub", "", None, False
+
+    def __init__(self, n_starts=99):
+        self.calls = []
+        self._left = n_starts
+
+    def start(self):
+        if not self._left:
+            raise Unreachable("It does not start.")
+        self._left -= 1
+        self.calls.append("start")
+        self.process = StubProcess(self.calls)
+        return 1.0
+
+    def ask(self, ask):
+        self.calls.append("ask")
+        if ask.messages[-1]["content"] == "break":
+            raise Unreachable("No answer.")
+        return TimedReply("text", (0.5,), 1.0, 10, 4, 1, {})
+
+    def kill(self):
+        """Only reaps: the process has ended."""
+
+    def cache_stats(self):
+        return {}
+
+    held_bytes = cache_stats
+
+
+class CountNothing:
+    def count(self, request):
+        return 10, 6
+
+
+def run_day(server, *steps):
+    host = Host(server, [])
+    run([host], steps, CountNothing(), lambda _: None)
+    return host
+
+
+def step(hour=9, event="", text="Hi"):
+    return script.Step(hour, [DayRequest("turn", 1, "one", [user(text)])], event)
+
+
+def test_a_server_is_killed_at_once_after_an_answer_and_started_for_the_next():
+    server = StubServer()
+    host = run_day(server, step(), step(event=script.KILL), step(10, script.RESTART))
+    asked = ["start", "ask"]
+    assert server.calls == [*asked, "SIGKILL", *asked, "SIGTERM", *asked, "SIGTERM"]
+    assert host.events == [script.KILL, script.RESTART]
+    assert [sample.hour for sample in host.hours] == [9, 10]
+    assert host.written_bytes == 3 * 7
+
+
+def test_an_error_is_noted_and_the_day_goes_on():
+    host = run_day(StubServer(), step(text="break"), step())
+    assert [record.error for record in host.records] == ["No answer.", ""]
+    assert [record.n_computed for record in host.records] == [0, 6]
+
+
+def test_a_server_that_does_not_start_again_has_no_further_part():
+    host = run_day(StubServer(n_starts=1), step(), step(event=script.RESTART), step())
+    assert (host.failure, len(host.records)) == ("It does not start.", 1)

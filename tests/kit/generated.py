@@ -1,7 +1,7 @@
 """Pages generated from code and results: the public API, the command line's help, the table of
 settings, models by memory, the results of `benchmarks.requests`, the README's
-figure and table of them, and the pages of the zoo, of the conversations, of coding agents and of
-other projects' tests.
+figure and table of them, and the pages of the zoo, of the conversations, of coding agents, of their
+working day and of other projects' tests.
 
 `python -m tests.kit.generated` writes them; tests compare them with the code.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import typer.main
+from benchmarks.day.page import tables as day_tables
 from benchmarks.requests.report import tables
 from benchmarks.requests.report.results import Results
 from benchmarks.requests.summary import summary
@@ -51,6 +52,10 @@ ARCHITECTURES = DOCS / "architectures.md"
 CONVERSATIONS = DOCS / "results" / "conversations"
 CODERS = DOCS / "results" / "coders"
 CLIENTS = DOCS / "clients.md"
+DAY, DAY_RESULTS = DOCS / "day.md", DOCS / "results" / "day.json"
+DAY_TABLES = re.compile(
+    r"(?<=<!-- measured, from docs/results/day.json -->\n).*?(?=<!-- end -->)", re.DOTALL
+)
 JOURNEYS, SESSIONS = (DOCS / "results" / f"{name}.json" for name in ("journeys", "sessions"))
 BETWEEN = re.compile(r"(?<=<!-- settings, from the code -->\n).*?(?=<!-- end -->)", re.DOTALL)
 CHOICES = re.compile(r"(?<=<!-- models by memory -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -180,6 +185,11 @@ def readme(page: str) -> str:
     return MEASURED.sub(lambda _: measured_table(Results.read(BASELINE)), page)
 
 
+def day(page: str) -> str:
+    """The page with the generated tables."""
+    return DAY_TABLES.sub(lambda _: day_tables(json.loads(DAY_RESULTS.read_text())), page)
+
+
 if __name__ == "__main__":
     API.write_text(api_page())
     COMMAND_LINE.write_text(command_line())
@@ -193,6 +203,7 @@ if __name__ == "__main__":
     CONVERSATIONS.with_suffix(".md").write_text(conversations_page(said))
     asked = json.loads(CODERS.with_suffix(".json").read_text())
     CODERS.with_suffix(".md").write_text(coders.page(asked))
+    DAY.write_text(day(DAY.read_text()))
     FOREIGN.with_suffix(".md").write_text(foreign_page(json.loads(FOREIGN.read_text())))
     journeys, begun = (json.loads(path.read_text()) for path in (JOURNEYS, SESSIONS))
     CLIENTS.write_text(coders.clients(CLIENTS.read_text(), journeys, begun))
