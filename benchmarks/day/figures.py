@@ -123,7 +123,9 @@ def _restarted(records: Sequence[RequestRecord]) -> Goal:
         if record.repeat_s and not record.error
     ]
     what = "first token after a restart or kill ÷ the same turn without, highest"
-    return _at_most(what, max(ratios, default=None), RESTARTED, f" (of {len(ratios)})")
+    above = sum(ratio > RESTARTED for ratio in ratios)
+    notes = f" ({above} of {len(ratios)} above)"
+    return _at_most(what, max(ratios, default=None), RESTARTED, notes)
 
 
 def _written(results: Results, records: Sequence[RequestRecord]) -> Goal:
