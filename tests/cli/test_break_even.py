@@ -26,7 +26,8 @@ def tier(bytes_per_s, latency_s=0.0):
     [
         (costs(), tier(200 * MB), 256),
         (costs(), tier(50 * MB), None),
-        (costs(), tier(200 * MB, latency_s=10.0), 2048),  # n / 100 = 10 + n / 200 at 2,000
+        (costs(), tier(200 * MB, latency_s=0.01), 256),
+        (costs(), tier(200 * MB, latency_s=1.0), 4096),  # 4 s are a tenth of 4,000 / 100
         (costs(point_bytes=1000 * MB), tier(200 * MB), 1024),  # n / 100 = 5 + n / 200 at 1,000
         (costs(), tier(100.01 * MB, latency_s=1e6), None),
     ],
@@ -53,6 +54,10 @@ def test_the_sentence():
     assert describe(costs(), tier(50 * MB)) == (
         "computing beats loading up to 131,072 tokens "
         "(50.0 MB/s, or 50 tokens/s of model, against 100 computed)"
+    )
+    assert describe(costs(), tier(200 * MB, latency_s=60.0)) == (
+        "too far, never asked: computing beats loading up to 131,072 tokens "
+        "(200 MB/s, or 200 tokens/s of model, against 100 computed)"
     )
 
 

@@ -339,3 +339,24 @@ def test_what_may_be_read_but_not_written_is_read(fleet, limit, caplog):
         for _ in range(4):
             assert not erase_from_tier(tier, [NAMESPACE], [named], ())
         assert tier.is_trusted, "to refuse a write is no failure"
+
+
+# Distance
+
+
+@pytest.mark.parametrize(("round_trip_s", "computing_s"), [(0.03, 10.0), (0.06, 10.0)])
+def test_a_distant_server_is_used_for_what_takes_long_to_compute(fleet, round_trip_s, computing_s):
+    fleet.proxy.move_to(fleet.second.port)
+    fleet.proxy.disconnect()
+    fleet.proxy.delay_s = round_trip_s
+    fleet.tier._measure()
+    before = fleet.tier.stats().errors
+    for _ in range(5):
+        fleet.tier._known._blocks.clear()
+        fleet.tier._known._children.clear()
+        assert fleet.tier.ask(QUESTION, computing_s)
+        assert fleet.tier.have([ONE.key])
+    assert fleet.tier.stats().errors == before
+    n_calls = len(fleet.tier.speed._calls)
+    assert fleet.tier.ask(QUESTION._replace(n_here=1), 0.1), "too far for so little"
+    assert len(fleet.tier.speed._calls) == n_calls

@@ -30,9 +30,10 @@ class ModelCosts(NamedTuple):
         return USUAL_TOKENS / self.rates.prefill_s(0, USUAL_TOKENS)
 
     def is_faster(self, remote: RemoteReport, n_tokens: int) -> bool:
-        """Whether so many tokens are loaded no slower than they are computed."""
+        """Whether so many tokens are asked for, and loaded no slower than they are computed."""
+        computing_s = self.rates.prefill_s(0, n_tokens)
         load_s = remote.latency_s + self.size.n_bytes(n_tokens) / remote.bytes_per_s
-        return load_s <= self.rates.prefill_s(0, n_tokens)
+        return remote.is_asked(computing_s) and load_s <= computing_s
 
 
 def is_here(settings: Settings) -> bool:
@@ -64,8 +65,9 @@ def break_even(model: ModelCosts, remote: RemoteReport) -> int | None:
 def describe(model: ModelCosts, remote: RemoteReport) -> str:
     """The break-even in one sentence."""
     n_tokens = break_even(model, remote)
+    is_far = n_tokens is None and break_even(model, remote._replace(latency_s=0.0)) is not None
     verdict = (
-        f"computing beats loading up to {MOST_TOKENS:,} tokens"
+        f"{'too far, never asked: ' * is_far}computing beats loading up to {MOST_TOKENS:,} tokens"
         if n_tokens is None
         else f"loading beats computing from {n_tokens:,} tokens on"
     )

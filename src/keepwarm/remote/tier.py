@@ -55,6 +55,7 @@ from keepwarm.store.tier import (
 
 LOG = logging.getLogger(__name__)
 ASK_S = 0.05  # for a question
+BATCH_CALLS = 2  # that a question to Redis may take as long as
 MAX_ASK_SHARE = 0.1  # of the time to compute, for a question to a distant store
 MIN_READ_S = 0.05
 READERS = 3  # that share the rate
@@ -153,9 +154,10 @@ class RemoteTier:
 
     def _ask_s(self, lookup: RemoteLookup, computing_s: float) -> float | None:
         """Seconds that a question may take; None if it is not worth asking."""
-        if not self.backend.is_distant:
-            return ASK_S
-        return lookup_s(n_round_trips(lookup) * self.speed.call_s, computing_s)
+        is_batch = self.backend.in_batches
+        planned_s = (BATCH_CALLS if is_batch else n_round_trips(lookup)) * self.speed.call_s
+        is_near = planned_s <= ASK_S if is_batch else not self.backend.is_distant
+        return ASK_S if is_near else lookup_s(planned_s, computing_s)
 
     def load_s(self, n_bytes: int) -> float:
         return self.speed.load_s(n_bytes)
