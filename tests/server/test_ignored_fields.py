@@ -197,6 +197,30 @@ def test_what_has_no_effect_beside_the_rest_is_named(path, fields, named):
     assert list(ignored_fields(model.model_validate(body), body)) == named
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize(
+    ("field", "asks", "idle"),
+    [
+        ("stop_token_ids", [7], []),
+        ("min_tokens", 5, 0),
+        ("ignore_eos", True, False),
+        ("bad_words", ["no"], None),
+        ("chat_template", "{{ messages }}", ""),
+        ("documents", [{"text": "An oak."}], []),
+    ],
+)
+def test_what_would_change_the_answer_and_cannot_be_done_is_refused(path, field, asks, idle):
+    model, base, _ = SCHEMAS[path]
+    with pytest.raises(ValueError, match="would change the answer"):
+        model.model_validate(base | {field: asks})
+    model.model_validate(base | {field: idle})
+
+
+def test_synonyms_are_read():
+    body = {**CHAT, "stop_sequences": ["a"], "repeat_penalty": 2, "n_predict": 3, "think": False}
+    assert ignored_fields(ChatRequest.model_validate(body), body) == ()
+
+
 def test_lists_are_looked_into_and_null_asks_for_nothing():
     tool = {"type": "function", "function": {"name": "look", "strict": True, "cost": 1}}
     said = [SAID[0], {**SAID[0], "audio": None, "weight": 0}, {**SAID[0], "annotations": []}]

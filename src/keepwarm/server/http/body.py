@@ -13,7 +13,14 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.routing import APIRoute
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+)
 from starlette.routing import compile_path
 
 from keepwarm.errors import BadInput, TooLarge
@@ -62,6 +69,16 @@ TopP: TypeAlias = Annotated[
 TopK: TypeAlias = Annotated[
     int, BeforeValidator(_whole), Field(ge=-1), AfterValidator(lambda given: max(given, 0))
 ]
+
+
+def _refuse(given: object) -> object:
+    if given:
+        raise ValueError("it would change the answer, and this server cannot do it; leave it out")
+    return given
+
+
+# A field that other servers heed, and that constrains the answer.
+Refused: TypeAlias = Annotated[Any, AfterValidator(_refuse), IGNORED]
 
 TokenCount: TypeAlias = Annotated[
     int, Field(ge=TO_THE_END, description="-1: up to the end of the context; 0: no answer.")
@@ -153,8 +170,12 @@ def _is_media(given: dict[str, object]) -> bool:
 
 
 def _names(model: type[BaseModel]) -> dict[str, str]:
-    fields = model.model_fields.items()
-    return {field.alias or name: name for name, field in fields if IGNORED not in field.metadata}
+    heeded = [item for item in model.model_fields.items() if IGNORED not in item[1].metadata]
+    names = {field.alias or name: name for name, field in heeded}
+    for name, field in heeded:
+        if isinstance(field.validation_alias, AliasChoices):
+            names |= {str(each): name for each in field.validation_alias.choices}
+    return names
 
 
 class LateRoute(APIRoute):

@@ -59,6 +59,7 @@ from keepwarm.text.request import (
 )
 
 NOT_THINKING = frozenset({"none", "minimal"})
+SWITCHED = {"enabled": True, "disabled": False}  # otherwise the template decides
 
 
 # Request
@@ -67,11 +68,12 @@ NOT_THINKING = frozenset({"none", "minimal"})
 def request_of(body: ChatRequest, fields: RequestFields, settings: Settings) -> Request:
     tools = offered_tools(body)
     options = dict(body.chat_template_kwargs or {})
-    thinking = options.pop("enable_thinking", None)
+    thinking = options.pop("enable_thinking", _thinking(body))
     is_partial = _is_partial(body, options.pop("continue_final_message", None))
-    if body.reasoning_effort is not None:
-        options["reasoning_effort"] = body.reasoning_effort
-        thinking = body.reasoning_effort not in NOT_THINKING if thinking is None else thinking
+    effort = body.reasoning_effort or (body.reasoning.effort if body.reasoning else None)
+    if effort is not None:
+        options["reasoning_effort"] = effort
+        thinking = effort not in NOT_THINKING if thinking is None else thinking
     limit = body.max_completion_tokens
     max_tokens = body.max_tokens if limit is None else limit
     unread = SkippedContent.of(settings, "messages", [message.role for message in body.messages])
@@ -88,6 +90,14 @@ def request_of(body: ChatRequest, fields: RequestFields, settings: Settings) -> 
         n=body.n or 1,
         **fields._asdict(),
     )
+
+
+def _thinking(body: ChatRequest) -> bool | None:
+    """By any of the fields that other servers have for it."""
+    if body.enable_thinking is not None or body.thinking is None:
+        return body.enable_thinking
+    given = body.thinking
+    return given if isinstance(given, bool) else SWITCHED.get(given.type)
 
 
 def _is_partial(body: ChatRequest, in_options: object) -> bool:

@@ -18,6 +18,7 @@ from keepwarm.server.http.sse import comment, frame, receipt_dict
 from keepwarm.server.openai.shapes import (
     BaseCompletionRequest,
     ChatRequest,
+    GuidedOutputs,
     ResponseFormat,
     ShowsLogprobs,
     StructuredOutputs,
@@ -80,6 +81,8 @@ def format_of(body: BaseCompletionRequest) -> Format | None:
         "grammar": Format(grammar=body.grammar) if body.grammar else None,
         "json_schema": None if body.json_schema is None else Format(schema=body.json_schema),
         "structured_outputs": _structured(body.structured_outputs),
+        "guided_json": _structured(_guided(body)),
+        "format": _ollama_format(body.format),
     }
     if isinstance(body, ChatRequest):
         wanted["response_format"] = _response_format(body.response_format)
@@ -101,6 +104,24 @@ def _response_format(wanted: ResponseFormat | None) -> Format | None:
         where = "response_format.json_schema.schema"
         raise BadField(f"{where} is missing; the format json_schema needs it.", where)
     return Format(json=True, schema=schema, strict=bool(given.strict))
+
+
+def _guided(body: GuidedOutputs) -> StructuredOutputs | None:
+    given = {
+        "json": body.guided_json,
+        "regex": body.guided_regex,
+        "choice": body.guided_choice,
+        "grammar": body.guided_grammar,
+    }
+    if all(each is None for each in given.values()):
+        return None
+    return StructuredOutputs.model_validate(given)
+
+
+def _ollama_format(given: str | dict[str, Any] | None) -> Format | None:
+    if not given:
+        return None
+    return Format(json=True, schema=given if isinstance(given, dict) else None)
 
 
 def _structured(wanted: StructuredOutputs | None) -> Format | None:

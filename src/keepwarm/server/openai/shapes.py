@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from keepwarm.server.http.body import (
     IGNORED,
@@ -13,6 +13,7 @@ from keepwarm.server.http.body import (
     Checked,
     JsonInput,
     Members,
+    Refused,
     TokenCount,
     TopK,
     TopP,
@@ -23,6 +24,7 @@ from keepwarm.server.http.request_fields import PromptBody
 MAX_CHOICES = 16
 MAX_ANSWERS = 128  # of all prompts of a request
 MAX_STOPS = 16
+MAX_TOKENS = AliasChoices("max_tokens", "n_predict", "max_new_tokens")
 Prompts = str | Checked[str] | Checked[int] | Checked[Checked[int]]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -150,21 +152,50 @@ class StreamOptions(JsonInput):
     include_usage: bool | None = None
 
 
-class BaseCompletionRequest(PromptBody):
+class GuidedOutputs(JsonInput):
+    """vLLM's fields before `structured_outputs`."""
+
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[Checked[str], Field(min_length=1, max_length=MAX_MEMBERS)] | None = (
+        None
+    )
+    guided_grammar: str | None = None
+
+
+class UnsupportedFields(JsonInput):
+    """What other servers take to constrain an answer, and this one cannot do."""
+
+    stop_token_ids: Refused = None
+    min_tokens: Refused = None
+    ignore_eos: Refused = None
+    bad_words: Refused = None
+    chat_template: Refused = None
+    documents: Refused = None
+
+
+class BaseCompletionRequest(PromptBody, GuidedOutputs, UnsupportedFields):
     """The fields that chat and text completions share."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     seed: int | None = None
-    stop: str | Annotated[Checked[str], Field(max_length=MAX_STOPS)] | None = None
+    stop: str | Annotated[Checked[str], Field(max_length=MAX_STOPS)] | None = Field(
+        default=None, validation_alias=AliasChoices("stop", "stop_sequences")
+    )
     temperature: float | None = Field(
         default=None, ge=0, le=2, description="0 is greedy. Default: see `/v1/models`."
     )
     top_p: TopP | None = None
     top_k: TopK | None = Field(default=None, description="0 or -1: all tokens.")
     min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    repetition_penalty: float | None = Field(
+        default=None,
+        gt=0,
+        le=10,
+        validation_alias=AliasChoices("repetition_penalty", "repeat_penalty"),
+    )
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: dict[str, Bias] | None = Field(
@@ -177,6 +208,9 @@ class BaseCompletionRequest(PromptBody):
     structured_outputs: StructuredOutputs | None = Field(
         default=None, description="As vLLM takes it."
     )
+    format: Literal["json", ""] | dict[str, Any] | None = Field(
+        default=None, description="As Ollama takes it."
+    )
 
     @property
     def wants_usage(self) -> bool:
@@ -186,6 +220,14 @@ class BaseCompletionRequest(PromptBody):
         return ("stream_options",) if self.wants_usage and not self.stream else ()
 
 
+class ReasoningOptions(JsonInput):
+    effort: str | None = None
+
+
+class ThinkingOptions(JsonInput):
+    type: Literal["enabled", "disabled", "auto"]
+
+
 class ShowsLogprobs(JsonInput):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -193,7 +235,7 @@ class ShowsLogprobs(JsonInput):
 
 class ChatRequest(BaseCompletionRequest, ShowsLogprobs):
     messages: Members[ChatMessage] = Field(min_length=1)
-    max_tokens: TokenCount | None = None
+    max_tokens: TokenCount | None = Field(default=None, validation_alias=MAX_TOKENS)
     max_completion_tokens: TokenCount | None = None
     response_format: ResponseFormat | None = None
     tools: Members[ChatTool | CustomChatTool] | None = None
@@ -204,6 +246,13 @@ class ChatRequest(BaseCompletionRequest, ShowsLogprobs):
     function_call: Literal["none", "auto"] | FunctionName | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    reasoning: ReasoningOptions | None = Field(
+        default=None, description="`effort` is another `reasoning_effort`."
+    )
+    enable_thinking: bool | None = Field(
+        default=None, validation_alias=AliasChoices("enable_thinking", "think")
+    )
+    thinking: bool | ThinkingOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = Field(
         default=None, description="The last message is the beginning of the answer."
@@ -215,7 +264,7 @@ class ChatRequest(BaseCompletionRequest, ShowsLogprobs):
 
 class CompletionRequest(BaseCompletionRequest):
     prompt: Prompts
-    max_tokens: TokenCount | None = None  # 16
+    max_tokens: TokenCount | None = Field(default=None, validation_alias=MAX_TOKENS)  # 16
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool | None = None
     suffix: str | None = Field(default=None, description="Needs a model with fill-in tokens.")
