@@ -134,11 +134,42 @@ def test_who_cannot_be_continued(llama, tmp_path):
             go_on(engine, NEXT, tenant="alice", kv=KVOptions(max_kv_size=64))
         with pytest.raises(UnknownAgent, match="no agent 'other'"):
             go_on(engine, NEXT, agent="other")
-        for missing in ({"agent": None}, {"messages": None, "prompt": "text"}):
+        for missing in ({"agent": None}, {"messages": None}):
             request = replace(Request(messages=[NEXT], agent="ops", continues=True), **missing)
-            with pytest.raises(BadInput, match="needs an agent and messages"):
+            with pytest.raises(BadInput, match="needs an agent, and messages or a prompt"):
                 engine.submit(request)
         assert go_on(engine, NEXT, tenant="alice").receipt.continued
+
+
+def test_raw_text_continues_an_agent_by_its_id(model, tmp_path):
+    """As the whole text does: without a second beginning, and without the end of the answer."""
+    with engine_on(model, tmp_path) as engine:
+        asked = Request(prompt="The quick brown fox", agent="ops", sampling=EIGHT)
+        first = engine.submit(asked).result()
+        stops = model.tokenizer.eos_token_ids
+        known = [*engine.prepare(asked).tokens, *(one for one in ids(first) if one not in stops)]
+        more = replace(asked, prompt=" and the lazy dog", continues=True)
+        tokens = engine.prepare(more).tokens
+        assert tokens[: len(known)] == known
+        assert model.tokenizer.decode(tokens[len(known) :]) == " and the lazy dog"
+        second = engine.submit(more).result()
+        assert second.receipt.continued == len(known)
+        assert second.receipt.cached_tokens >= len(known) - 1
+        by_id = replace(more, prompt=[5, 6, 7])
+        third = engine.prepare(by_id).tokens
+        assert third[: len(tokens)] == tokens
+        assert third[-3:] == [5, 6, 7]
+
+
+def test_raw_text_of_an_agent_whose_blocks_are_gone_is_refused(llama, tmp_path):
+    with engine_on(llama, tmp_path) as engine:
+        asked = Request(prompt="The quick brown fox", agent="ops", sampling=EIGHT)
+        engine.submit(asked).result()
+        agents(engine)
+        disk = engine.store.on_disk.disk
+        disk.delete_all([stored.key for stored in disk.walk()])
+        with pytest.raises(BadInput, match="only the new text, because its blocks were evicted"):
+            engine.submit(replace(asked, continues=True))
 
 
 def test_an_agent_that_was_only_created_begins_with_its_first_messages(llama, tmp_path):

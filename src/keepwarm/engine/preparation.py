@@ -102,8 +102,8 @@ class Preparation:
     def _history(self, request: Request, lane: Lane) -> KnownHistory:
         """What the store has of the conversation, its latest turn included."""
         self._lanes.call(lambda: None).result()  # answers are sent before they are kept
-        if request.agent is None or request.messages is None:
-            raise BadInput("To continue, a request needs an agent and messages; send both.")
+        if request.agent is None or (request.messages is None and request.prompt is None):
+            raise BadInput("To continue, a request needs an agent, and messages or a prompt.")
         self._recorder.wait_until_recorded(request.agent)
         latest = self._store.on_disk.latest_turn(request.agent)
         if latest.namespace not in lane.namespaces and not latest.is_empty:

@@ -34,13 +34,13 @@ def with_kept_options(request: Request) -> Request:
     Clients send the same system prompt with every request: it is not repeated.
     """
     turn = request.history.turn if request.history else None
-    if turn is None:
+    if turn is None or request.messages is None:
         return request
-    n_known = _n_known_systems(turn.messages, request.messages or ())
+    n_known = _n_known_systems(turn.messages, request.messages)
     has_options = request.thinking is not None or request.template_options
     return replace(
         request,
-        messages=list(request.messages or ())[n_known:],
+        messages=list(request.messages)[n_known:],
         breakpoints=[
             replace(each, message=each.message - n_known if each.message >= 0 else each.message)
             for each in request.breakpoints
@@ -80,6 +80,19 @@ def with_kept_messages(request: Request) -> Request:
             for each in request.breakpoints
         ],
     )
+
+
+def known_text(tokenizer: Any, request: Request) -> Sequence[int]:
+    """The tokens that a raw prompt continues, without the one that ended the last answer."""
+    history = request.history
+    if history is None or not history.tokens:
+        if history is None or (history.turn is not None and not history.turn.messages):
+            return ()
+        raise BadInput(
+            f"Agent {request.agent!r} cannot be continued with only the new text, because its "
+            "blocks were evicted; send the whole text."
+        )
+    return history.tokens[:-1] if stop_text(tokenizer, history.tokens) else history.tokens
 
 
 def last_answer(

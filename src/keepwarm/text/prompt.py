@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import common_prefix
-from keepwarm.text.continuing import SuffixRenderer, last_answer, with_kept_messages
+from keepwarm.text.continuing import SuffixRenderer, known_text, last_answer, with_kept_messages
 from keepwarm.text.detokenize import decode
 from keepwarm.text.past_answers import Continuations, KnownSpan, Splicer, encode
 from keepwarm.text.prompt_limits import PromptLimits
@@ -213,7 +213,7 @@ class Prompter:
         if (request.messages is None) == (request.prompt is None):
             raise BadInput("A request has either messages or a prompt; give one of them.")
         if request.messages is None:
-            return self._raw(request.prompt or "")
+            return self._raw(request)
         _check_partial(request)
         knows_past = request.history is not None and not request.partial_answer
         prompt = self._continued(request, limits) if knows_past else None
@@ -301,15 +301,18 @@ class Prompter:
         conforming = self.template.conform(adapted.messages)
         return write(self._tokenizer, conforming, adapted.tools, **options)
 
-    def _raw(self, prompt: str | Sequence[int]) -> Prompt:
-        if not self._raw_special_tokens:
-            tokens = self._specials.raw(prompt)
-        elif isinstance(prompt, str):
-            tokens = list(self._tokenizer.encode(prompt))
-        else:
-            tokens = list(prompt)
-        whole = TokenisedText(prompt if isinstance(prompt, str) else "", tokens, [])
+    def _raw(self, request: Request) -> Prompt:
+        prompt, known = request.prompt or "", known_text(self._tokenizer, request)
+        tokens = self._raw_tokens(prompt)
+        if known and isinstance(prompt, str):  # no tokens that begin a text in its middle
+            tokens = tokens[common_prefix(tokens, self._tokenizer.encode("")) :]
+        whole = TokenisedText(prompt if isinstance(prompt, str) else "", [*known, *tokens], [])
         return Prompt(self._tokenizer, whole, 0, lambda _: "", partial(encode, self._tokenizer))
+
+    def _raw_tokens(self, prompt: str | Sequence[int]) -> list[int]:
+        if not self._raw_special_tokens:
+            return self._specials.raw(prompt)
+        return list(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
 
 
 def _written(tokenizer: Any, calls: CallMarkers) -> list[str | None]:

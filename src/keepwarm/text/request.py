@@ -140,7 +140,7 @@ class Request:
     policy: Policy = Policy.READ_WRITE
     agent: str | None = None  # names the conversation in the store; reuse needs no name
     nameless: bool = False  # `agent` is a name in this process only: no agent is recorded
-    continues: bool = False  # the messages are only what is new in the agent's conversation
+    continues: bool = False  # messages or prompt are only what is new in the agent's conversation
     history: KnownHistory | None = None  # what they continue; the engine finds it
     tenant: str = ""  # tenants never reuse each other's blocks
     breakpoints: Sequence[Breakpoint] = ()

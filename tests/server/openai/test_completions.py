@@ -59,6 +59,14 @@ def test_text_and_tokens_are_one_prompt(client, model):
     assert again.usage.prompt_tokens_details.cached_tokens == len(tokens) - 1
 
 
+def test_text_continues_an_agent(client):
+    first = ask(client, extra_body={"keepwarm": {"agent": "text"}})
+    more = ask(client, " and", extra_body={"keepwarm": {"agent": "text", "continue": True}})
+    known = first.usage.prompt_tokens + first.usage.completion_tokens
+    assert known - 1 <= more.keepwarm["continued"] <= known
+    assert more.usage.prompt_tokens > known
+
+
 def test_several_prompts_answer_in_order(client, model):
     alone = [ask(client, prompt).choices[0].text for prompt in PROMPTS]
     both = ask(client, PROMPTS)
