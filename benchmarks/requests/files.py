@@ -130,10 +130,11 @@ def stop_tokens(source: Path) -> list[int]:
 
 
 def kv_bytes_per_token(source: Path) -> int | None:
-    """KV bytes per token; None if the model has sliding windows or an unknown layout."""
+    """KV bytes per token; None if the model has sliding windows, states or an unknown layout."""
     found = read_config(source)
     heads = found.get("num_key_value_heads") or found.get("num_attention_heads")
-    if not heads or found.get("sliding_window") or "num_hidden_layers" not in found:
+    is_mixed = found.get("sliding_window") or found.get("full_attention_interval")
+    if not heads or is_mixed or "num_hidden_layers" not in found:
         return None
     width = found.get("head_dim") or found["hidden_size"] // found["num_attention_heads"]
     n_bytes = 2 if mx.default_device() == mx.gpu else 4
