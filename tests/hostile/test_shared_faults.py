@@ -42,7 +42,7 @@ from keepwarm.store.tiers import Tiers
 from tests.kit.compare import assert_same
 from tests.kit.faulty_proxy import FaultyProxy
 from tests.kit.places import KINDS
-from tests.kit.redis_server import redis_server
+from tests.kit.redis_server import free_port, redis_server
 from tests.kit.runs import cold, continue_from, prefill, prompt_of
 from tests.store.kit import first_block, record
 
@@ -362,6 +362,19 @@ def full(scene: Scene) -> Undo:
     return undo
 
 
+def read_only(scene: Scene) -> Undo:
+    """A replica; a bucket without the right to put."""
+    if scene.kind == "s3":
+        body = b"<Error><Code>AccessDenied</Code></Error>"
+        head = b"HTTP/1.1 403 Forbidden\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        said = head % len(body) + body
+        scene.proxy.answer = lambda data: said if data.startswith(b"PUT") else None
+        scene.proxy.disconnect()
+        return scene.proxy.mend
+    configure(scene, f"REPLICAOF 127.0.0.1 {free_port()}")
+    return lambda: configure(scene, "REPLICAOF NO ONE")
+
+
 def wrong_password(scene: Scene) -> Undo:
     if scene.kind == "s3":
         return answered(b"", "403 Forbidden")(scene)
@@ -412,6 +425,7 @@ FAULTS = (
     Fault("evicted between question and read", evicted, FROM_BLOCK, FROM_BLOCK, FROM_BLOCK,
           "directory"),
     Fault("full", full, NOT_KEPT, NOT_KEPT, NOT_KEPT),
+    Fault("may be read, not written", read_only, NOT_KEPT, NONE, NOT_KEPT, "redis"),
     Fault("wrong password", wrong_password, GONE, NONE, GONE, "redis"),
     Fault("a clock that is off by a day", clock_off, HIT, HIT, GONE),
     Fault("killed and restarted empty", emptied, GONE, GONE, GONE, "redis"),
