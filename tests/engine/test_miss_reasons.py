@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from typing import get_args
 
 import pytest
 
 from keepwarm.cache.store import Budgets
+from keepwarm.errors import Cancelled
 from keepwarm.prefix.policy import Policy
 from keepwarm.records.record import Part, encode_record, open_record, read_record
-from keepwarm.text.request import Miss, MissCause
+from keepwarm.text.request import Miss, MissCause, Progress
 from tests.kit.engines import FixedRates, ask, engine_on, tokens_of
 from tests.kit.runs import prompt_of
 
@@ -183,10 +185,66 @@ def test_a_divergence_is_one_on_every_kind_of_model(architecture, models, tmp_pa
         assert asked(engine, before).miss.reason == "evicted", "the control"
 
 
+@pytest.mark.parametrize(
+    ("architecture", "nearest"),
+    [("llama", 300), ("gemma3_text", 300), ("falcon_h1", 300), ("mamba2", 256)],
+)
+def test_a_divergence_is_known_after_a_restart(architecture, nearest, models, tmp_path):
+    """From what is stored: where only states are, up to the last that both prompts have."""
+    before, other = prompt_of(N), prompt_of(N, seed=7)
+    model = models.of(architecture)
+    with engine_on(model, tmp_path) as engine:
+        asked(engine, before)
+    with engine_on(model, tmp_path) as engine:
+        miss = asked(engine, [*before[:300], *other[:200]]).miss
+        assert miss.nearest == nearest
+        assert miss.reason == ("diverged" if nearest == 300 else "new")
+        assert asked(engine, [*other[:300], 1, 2]).miss.nearest == 0, "the control"
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_missing_checkpoint_is_the_reason_where_it_would_spare_most(restart, models, tmp_path):
+    before, other = prompt_of(N), prompt_of(N, seed=7)
+    prompt, model = [*before[:550], *other[:20]], models.of("falcon_h1")
+    with ExitStack() as stack:
+        engine = stack.enter_context(engine_on(model, tmp_path))
+        asked(engine, before)
+        if restart:
+            stack.close()
+            engine = stack.enter_context(engine_on(model, tmp_path))
+        miss = asked(engine, prompt).miss
+        assert (miss.reason, miss.nearest) == ("no checkpoint", 550)
+        assert miss.position < 512
+        assert asked(engine, [*before[:550], *other[20:40]]).cached_tokens == 550, "it is kept now"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", *STATES])
+def test_what_a_cancelled_prefill_left_was_not_computed(architecture, models, tmp_path):
+    """Nothing was evicted, and no disk is too small; nor is it shown as computed twice."""
+    prompt = prompt_of(N)
+    with engine_on(models.of(architecture), tmp_path) as engine:
+        engine._scheduler.slice_sizer.max_slice = 16
+        answer = engine.submit(ask(prompt))
+        done = next(event.done for event in answer if isinstance(event, Progress))
+        answer.cancel()
+        with pytest.raises(Cancelled):
+            answer.result()
+        n_computed = engine.ledger.records()[-1].computed_tokens
+        assert done <= n_computed < N - 1
+        receipt = asked(engine, prompt)
+        assert (receipt.miss.reason, receipt.miss.nearest) == ("not computed", n_computed)
+        assert receipt.cached_tokens == n_computed
+        assert engine.ledger.misses() == []
+        evict(engine, prompt)
+        engine.clear()
+        assert asked(engine, prompt).miss.reason == "evicted", "the control"
+
+
 def test_no_reason_is_left_out():
     """A new reason needs a test above; `compacted` has its own in `tests/session`."""
     here = {"new", "diverged", "evicted", "damaged", "unreadable", "refused layout", "failed"}
-    assert here | {"not worth loading", "disabled", "compacted"} == set(get_args(MissCause))
+    here |= {"not computed", "no checkpoint", "not worth loading", "disabled", "compacted"}
+    assert here == set(get_args(MissCause))
     assert "reason" in {field.name for field in fields(Miss)}
 
 

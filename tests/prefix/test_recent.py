@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from keepwarm.prefix.recent import MissExplanation, NearestPrompt, RecentPrompts
+from keepwarm.prefix.recent import MissExplanation, NearestPrompt, RecentPrompts, StoredPrefix
 
 
 def tokens_of(n, seed=0):
@@ -58,10 +58,40 @@ def test_state_layers_go_back_to_a_cut_and_that_is_no_eviction(recent):
     prompt = [*SYSTEM, *FIRST[:10], 1, *FIRST[11:], *SECOND]
 
     def reason(restored):
-        return recent.explain("ours", prompt, CUTS, restored, only_at_cuts=True).reason
+        return recent.explain("ours", prompt, CUTS, restored, StoredPrefix(has_rows=False)).reason
 
     assert reason(40) == "diverged"
     assert reason(0) == "evicted"
+
+
+def test_what_a_cut_short_prompt_had_left_was_not_computed():
+    """The same again, one that parts in what was not computed, and one that parts before."""
+    recent = RecentPrompts()
+    recent.remember("ours", EARLIER, CUTS, n_computed=64)
+
+    def explained(prompt, restored):
+        return recent.explain("ours", prompt, CUTS, restored)[2:]
+
+    assert explained(EARLIER, 64) == ("not computed", 64)
+    assert explained([*EARLIER[:90], *tokens_of(20, 9)], 64) == ("not computed", 64)
+    assert explained([*EARLIER[:50], *tokens_of(50, 9)], 50) == ("diverged", 50)
+    assert explained(EARLIER, 32) == ("evicted", 64)
+    recent.remember("ours", EARLIER, CUTS)
+    assert explained(EARLIER, 64) == ("evicted", 100)
+
+
+def test_what_is_stored_tells_of_prompts_that_nobody_remembers():
+    prompt, nobody = EARLIER, RecentPrompts()
+
+    def explained(restored, *stored):
+        return nobody.explain("ours", prompt, CUTS, restored, StoredPrefix(*stored))[2:]
+
+    assert explained(64, 64, True) == ("diverged", 64)
+    assert explained(64, 64, False) == ("new", 64)
+    assert explained(8, 8, True) == ("new", 8), "the opening of a template"
+    assert explained(10, 64, True, True) == ("no checkpoint", 64)
+    assert explained(40, 64, True, True) == ("diverged", 64), "the larger part"
+    assert explained(0, 100, False, True) == ("no checkpoint", 100)
 
 
 def test_all_that_can_be_restored_is_no_miss(recent):

@@ -273,6 +273,11 @@ class Job:
         return self.waits_for is not None
 
     @property
+    def n_processed(self) -> int:
+        """Tokens of its prompt that are in its cache: reused or computed."""
+        return self.n_prefilled + (self.receipt.cached_tokens if self.receipt else 0)
+
+    @property
     def is_finished(self) -> bool:
         return all(sequence.reason for sequence in self.sequences)
 
@@ -420,16 +425,15 @@ def make_receipt(job: Job, warm: WarmPrefix, load_s: float) -> Receipt:
 
 
 def _miss(job: Job, warm: WarmPrefix) -> Miss | None:
-    """Why not more was reused: what the restore met with, else what earlier prompts tell."""
-    lane, n_known = job.lane, warm.n_tokens
+    """Why not more was reused: what the restore met with, else what is stored and what earlier
+    prompts tell."""
+    if not job.request.policy.reads:
+        return job.prepared.explain(warm.n_tokens)
     why: MissCause | None = FAULTS.get(warm.fault) if warm.fault else None
-    reads, restorer = job.request.policy.reads, lane.restorer
-    n_stored = lane.n_stored(job.tokens) if reads else 0
-    if why is None and n_stored > n_known:
+    if why is None and job.lane.n_stored(job.tokens) > warm.n_tokens:
         why = "not worth loading"
-    n_held = restorer.n_held(job.tokens) if reads and restorer.needs.points else n_stored
-    is_states_alone = not lane.restorer.needs.delta
-    return job.prepared.explain(n_known, why, held=n_held, only_at_cuts=is_states_alone)
+    stored = job.lane.restorer.stored_prefix(job.tokens)
+    return job.prepared.explain(warm.n_tokens, why, stored)
 
 
 @dataclass(eq=False)

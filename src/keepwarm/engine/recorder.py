@@ -244,12 +244,17 @@ class RecentTexts:
             self._nearest[job.number] = self._recent.nearest(whose, job.tokens)
 
     def remember(self, job: Job) -> None:
-        """The answers, for the client's next turn, which sends them back as text."""
+        """The answers, for the client's next turn, which sends them back as text; of a prompt that
+        was cut short, how far it was computed."""
         for sequence in job.sequences if job.request.policy.writes else ():
             if sequence.capture.claim.is_forgotten:
                 continue
-            kept = [*job.cuts, len(job.tokens) - 1, len(sequence.tokens)]
-            self._recent.remember((job.request.kv, job.request.tenant), sequence.tokens, kept)
+            n_computed = job.n_processed
+            if n_computed >= len(job.tokens):
+                n_computed = len(sequence.tokens)
+            kept = [*job.cuts, len(job.tokens) - 1, n_computed]
+            owner = (job.request.kv, job.request.tenant)
+            self._recent.remember(owner, sequence.tokens, kept, n_computed)
             self._preparer.remember(job.prepared, sequence.tokens)
 
     def candidate(self, job: Job) -> MissCandidate | None:
@@ -266,8 +271,8 @@ class RecentTexts:
             job.lane.model.name,
             time.time(),
             pack(job.tokens),
-            nearest.entry.packed,
-            nearest.n_common,
+            nearest.entry.packed[: 4 * nearest.entry.n_computed],
+            nearest.n_computed,
             job.receipt.cached_tokens,
             len(job.tokens) / job.lane.restorer.rates.prefill_s(0, len(job.tokens)),
         )

@@ -21,6 +21,7 @@ class RememberedPrompt(NamedTuple):
 
     packed: bytes
     cuts: tuple[int, ...]
+    n_computed: int  # of its tokens; not all, if it was cut short
 
     @property
     def n_tokens(self) -> int:
@@ -33,16 +34,39 @@ class NearestPrompt(NamedTuple):
     n_common: int
     entry: RememberedPrompt | None
 
+    @property
+    def n_computed(self) -> int:
+        """How many of these were computed."""
+        return 0 if self.entry is None else min(self.n_common, self.entry.n_computed)
 
-Reason: TypeAlias = Literal["new", "diverged", "evicted"]
+    @property
+    def goes_on(self) -> bool:
+        """Whether the earlier prompt has more, other tokens."""
+        return self.entry is not None and self.n_common < self.entry.n_tokens
+
+
+class StoredPrefix(NamedTuple):
+    """What a store has of a prompt, whoever put it there, whether or not it can be restored."""
+
+    n_tokens: int = 0  # leading ones, of some stored prompt
+    goes_on: bool = False  # that prompt, with other tokens
+    only_at_points: bool = False  # a prompt is restored at restore points alone
+    has_rows: bool = True  # of every token; else only states
+
+
+NOTHING_STORED = StoredPrefix()
+Reason: TypeAlias = Literal["new", "diverged", "evicted", "not computed", "no checkpoint"]
 
 
 class MissExplanation(NamedTuple):
     """Why a prompt was not restored further. Positions only, no text.
 
-    new        no similar prompt was seen, or all that was similar was restored
-    diverged   an earlier prompt was the same up to `nearest` and then differed
-    evicted    an earlier prompt was the same for longer, but is no longer stored
+    new             no similar prompt was seen, or all that was similar was restored
+    diverged        an earlier prompt was the same up to `nearest` and then differed
+    evicted         an earlier prompt was the same for longer, but is no longer stored
+    not computed    an earlier prompt was the same, and was cut short at `nearest`
+    no checkpoint   `nearest` tokens are stored, and most of the rest would be spared by a
+                    checkpoint there
     """
 
     position: int  # the first token that was not restored
@@ -69,9 +93,17 @@ class RecentPrompts:
     def __len__(self) -> int:
         return len(self._seen)
 
-    def remember(self, owner: Hashable, tokens: Sequence[int], cuts: Sequence[int] = ()) -> None:
-        """Add a prompt, in place of shorter ones that it continues."""
-        entry = RememberedPrompt(pack(tokens), tuple(cuts))
+    def remember(
+        self,
+        owner: Hashable,
+        tokens: Sequence[int],
+        cuts: Sequence[int] = (),
+        n_computed: int | None = None,
+    ) -> None:
+        """Add a prompt, in place of shorter ones that it continues; all of it was computed, or
+        `n_computed` tokens."""
+        n_computed = len(tokens) if n_computed is None else n_computed
+        entry = RememberedPrompt(pack(tokens), tuple(cuts), n_computed)
         for key in self._of(owner):
             if entry.packed.startswith(self._seen[key].packed):
                 self._drop(key)
@@ -98,26 +130,23 @@ class RecentPrompts:
         tokens: Sequence[int],
         cuts: Sequence[int],
         restored: int,
-        *,
-        held: int = 0,
-        only_at_cuts: bool = False,
+        stored: StoredPrefix = NOTHING_STORED,
     ) -> MissExplanation | None:
         """Why no more than `restored` tokens were restored; None if that is all that can be.
 
-        `cuts[i]` is where message i ends. The first `held` tokens are stored, though for want of a
-        state or a window not all can be restored. A model that keeps states alone is restored
-        `only_at_cuts`, those of the earlier prompt.
+        `cuts[i]` is where message i ends. What is stored tells of prompts before a restart; what
+        is remembered, of those that are not stored.
         Call it before the prompt itself is remembered.
         """
         if restored >= len(tokens) - 1:
             return None
-        n_common, entry = self.nearest(owner, tokens)
+        found = self.nearest(owner, tokens)
         message = bisect_right(cuts, restored)
         return MissExplanation(
             position=restored,
             message=message if message < len(cuts) else None,
-            reason=_reason(len(tokens), max(restored, held), n_common, entry, only_at_cuts),
-            nearest=n_common,
+            reason=_reason(len(tokens), restored, stored, found),
+            nearest=max(found.n_computed, stored.n_tokens),
         )
 
     def _of(self, owner: Hashable) -> list[tuple[Hashable, int]]:
@@ -127,14 +156,25 @@ class RecentPrompts:
         self._n_bytes -= len(self._seen.pop(key).packed)
 
 
-def _reason(
-    n_prompt: int, held: int, n_common: int, entry: RememberedPrompt | None, only_at_cuts: bool
-) -> Reason:
-    if entry is None or n_common < min(SIMILAR_TOKENS, n_prompt - 1):
+def _reason(n_prompt: int, restored: int, stored: StoredPrefix, found: NearestPrompt) -> Reason:
+    limit = n_prompt - 1
+    n_known = min(max(found.n_common, stored.n_tokens), limit)
+    if n_known < min(SIMILAR_TOKENS, limit):
         return "new"
-    kept = min(n_common, n_prompt - 1)
-    if only_at_cuts:
-        kept = max((cut for cut in entry.cuts if cut <= kept), default=0)
-    if held < kept:
+    if max(restored, stored.n_tokens) < _n_kept(found, limit, stored.has_rows):
         return "evicted"
-    return "diverged" if n_common < entry.n_tokens else "new"
+    n_stored = min(stored.n_tokens, limit)
+    if stored.only_at_points and n_stored - restored > limit - n_stored:
+        return "no checkpoint"
+    if min(found.n_common, limit) > max(found.n_computed, stored.n_tokens):
+        return "not computed"
+    goes_on = found.goes_on if found.n_common >= stored.n_tokens else stored.goes_on
+    return "diverged" if goes_on else "new"
+
+
+def _n_kept(found: NearestPrompt, limit: int, has_rows: bool) -> int:
+    """Tokens that could be restored when the earlier prompt ended; with states alone, at a cut."""
+    n_kept = min(found.n_computed, limit)
+    if has_rows or found.entry is None:
+        return n_kept
+    return max((cut for cut in found.entry.cuts if cut <= n_kept), default=0)

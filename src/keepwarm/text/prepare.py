@@ -13,7 +13,7 @@ from keepwarm.config import Settings
 from keepwarm.errors import BadInput, ContextTooLong
 from keepwarm.models.load import Model
 from keepwarm.prefix.blocks import common_prefix
-from keepwarm.prefix.recent import RecentPrompts
+from keepwarm.prefix.recent import NOTHING_STORED, RecentPrompts, StoredPrefix
 from keepwarm.text.detokenize import decode
 from keepwarm.text.grammar import GrammarMatcher, Grammars, Trial
 from keepwarm.text.parsing import NORMAL, REASONING, Markup, Preamble
@@ -50,9 +50,7 @@ class Explainer:
         self,
         n_known: int,
         why: MissCause | None = None,
-        *,
-        held: int = 0,
-        only_at_cuts: bool = False,
+        stored: StoredPrefix = NOTHING_STORED,
     ) -> Miss | None:
         """Why no more than `n_known` tokens are reused; `why` if the caller knows.
 
@@ -61,9 +59,7 @@ class Explainer:
         if not self.request.policy.reads:
             return Miss(0, None, "disabled")
         scope, tokens = (self.request.kv, self.request.tenant), self.prompt.tokens
-        found = self.recent.explain(
-            scope, tokens, (), n_known, held=held, only_at_cuts=only_at_cuts
-        )
+        found = self.recent.explain(scope, tokens, (), n_known, stored)
         if found is None:
             return None
         begins_anew = found.reason == "diverged" or (found.reason == "new" and not n_known)

@@ -195,6 +195,8 @@ MissCause: TypeAlias = Literal[
     "diverged",
     "compacted",
     "evicted",
+    "not computed",
+    "no checkpoint",
     "not worth loading",
     "damaged",
     "unreadable",
@@ -212,6 +214,9 @@ class Miss:
     diverged            an earlier prompt differs from `nearest` on
     compacted           the prompt quotes an earlier answer: the client has shortened the history
     evicted             more was the same, but is no longer stored
+    not computed        more was the same, but that request was cut short after `nearest` tokens
+    no checkpoint       more is stored, up to `nearest`, but no state or window to continue from:
+                        most of what was computed
     not worth loading   more is stored, but computing it is faster
     damaged             a record of it did not match its digests, and was quarantined
     unreadable          a record could not be read, or is of a newer Keepwarm
@@ -223,7 +228,7 @@ class Miss:
     position: int  # the first token that was not reused
     message: int | None  # the message it belongs to
     reason: MissCause
-    nearest: int = 0  # tokens in common with the most similar earlier prompt
+    nearest: int = 0  # tokens in common with the most similar earlier prompt that were computed
 
 
 @dataclass(frozen=True)

@@ -104,15 +104,19 @@ def test_a_sibling_reuses_the_shared_part_to_the_token(name, tier, tiny_model, r
     assert_same(reference(name, tuple(other)), run)
 
 
-@pytest.mark.parametrize(("name", "n_held"), [("falcon_h1", 600), ("mamba2", 0)])
-def test_rows_are_held_where_a_prompt_cannot_be_restored(name, n_held, tiny_model):
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [("falcon_h1", (600, True, True, True)), ("mamba2", (0, False, True, False))],
+)
+def test_rows_are_held_where_a_prompt_cannot_be_restored(name, stored, tiny_model):
     """No state was kept at the place; what has no rows holds none."""
     model = tiny_model(name)
     kept = restorer(model, MemoryTier(1 << 30))
     compute(model, kept, PROMPT, kept.restore(PROMPT))
     other = PROMPT[:600] + prompt_of(50, seed=4)
     assert kept.restore(other).n_tokens == 0
-    assert kept.n_held(other) == n_held
+    assert kept.stored_prefix(other) == stored
+    assert kept.stored_prefix(PROMPT) == (len(PROMPT), False, *stored[2:])
 
 
 def test_a_place_survives_if_nearly_all_of_it_is_on_disk(tiny_model, tmp_path):

@@ -150,7 +150,7 @@ class Machine(NamedTuple):
     def n_matched(self, tokens: Sequence[int]) -> int:
         """Tokens in whole blocks by our own look-up."""
         lane, more = self.engine.lane_of(), [*tokens, 0]  # the last one is never reused
-        n_found = max(lane.restorer.n_held(more), lane.n_live(more))
+        n_found = max(lane.restorer.stored_prefix(more).n_tokens, lane.n_live(more))
         return n_found // BLOCK_TOKENS * BLOCK_TOKENS
 
     def compare(self, name: str, indexer: Indexer, prompts: Prompts) -> Phase:

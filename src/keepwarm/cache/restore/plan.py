@@ -112,6 +112,13 @@ class KnownBlocks:
         n_common = max((child.n_common for child in self.children), default=0)
         return self.n_stored + n_common
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether one that has these in common has more tokens in the same block."""
+        nearest = max((child.n_common for child in self.children), default=0)
+        near = (child.key for child in self.children if child.n_common == nearest)
+        return any(self.known[key].n_tokens > nearest for key in near if key in self.known)
+
 
 class Candidate(NamedTuple):
     """A point that might be restored, and the block with the rows past the matched ones."""

@@ -44,6 +44,7 @@ from keepwarm.prefix.blocks import (
     root,
 )
 from keepwarm.prefix.policy import Policy
+from keepwarm.prefix.recent import StoredPrefix
 from keepwarm.records.record import Part
 from keepwarm.store.tier import BlockInfo, RemoteLookup, SharedTier
 from keepwarm.store.tiers import DISK, SHARED, DiskAnswers, TierLookups, Tiers
@@ -135,7 +136,6 @@ class Restorer:
         n_tokens = made.plan(tokens).n_tokens
         made.n_saved(tokens, policy)
         if self.needs.points:
-            made.n_held(tokens)
             made.survives(tokens[:n_tokens])
         answers.close()
         return made
@@ -255,11 +255,12 @@ class Restorer:
             if not tier.ask(lookup, computing_s):
                 return
 
-    def n_held(self, tokens: Sequence[int]) -> int:
-        """Tokens of a prompt whose rows are stored, whether or not it can be restored there."""
-        for_rows = replace(self)  # with the same answers
-        for_rows.needs = replace(self.needs, window=0, state=False)
-        return for_rows.plan(tokens).n_tokens if self.needs.delta else 0
+    def stored_prefix(self, tokens: Sequence[int]) -> StoredPrefix:
+        """What is stored of a prompt, whether or not it can be restored there."""
+        blocks = self.blocks_of(tokens, self.lookups)
+        n_tokens = max([blocks.n_shared, *blocks.states])
+        goes_on = blocks.goes_on and n_tokens == blocks.n_shared < len(tokens)
+        return StoredPrefix(n_tokens, goes_on, self.needs.points, self.needs.delta)
 
     def restore(
         self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE, beyond: int = 0
