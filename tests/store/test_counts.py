@@ -7,7 +7,8 @@ import pytest
 
 from keepwarm.agents.agent_store import AgentStore
 from keepwarm.files import SharedLock
-from keepwarm.store.counts import CountsFile, PromptCounts
+from keepwarm.prefix.policy import Policy
+from keepwarm.store.counts import CountsFile, PromptCounts, warm_tier
 from keepwarm.text.request import Request, Sampling
 from tests.kit.engines import ask, engine_on
 from tests.kit.runs import prompt_of
@@ -25,14 +26,51 @@ def test_everything_follows_from_the_counts():
         "prompt_tokens": 400,
         "reused": {"live": 90, "memory": 50, "disk": 100},
         "computed": 160,
-        "hits": {"live": 1, "memory": 1, "disk": 1},
-        "misses": {"live": 2, "memory": 2, "disk": 2},
+        "hits": {"live": 1, "memory": 0, "disk": 1},
+        "misses": {"live": 2, "memory": 3, "disk": 2},
         "hit_rate": 0.6,
         "hit_rate_from_turn_2": 0.8,
     }
     assert PromptCounts().hit_rate is None
     assert FIRST.hit_rate == 0
     assert FIRST.hit_rate_from_turn_2 is None
+
+
+@pytest.mark.parametrize(
+    ("reused", "tier"),
+    [
+        ({}, None),
+        ({"memory": 4}, None),
+        ({"memory": 50}, None),
+        ({"memory": 51}, "memory"),
+        ({"memory": 30, "disk": 31}, "disk"),
+    ],
+)
+def test_warm_is_more_reused_than_computed(reused, tier):
+    """The four tokens that begin every prompt of a template warm nothing."""
+    assert warm_tier(100, reused) == tier
+    hits = PromptCounts.of_request(100, reused, is_later_turn=False).hits
+    assert hits == ({} if tier is None else {tier: 1})
+
+
+def test_what_asks_for_no_reuse_is_in_no_hit_rate(models, tmp_path):
+    """Embeddings, warm-ups and requests that read nothing; the charts leave them out too."""
+    prompt = prompt_of(40)
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        engine.submit(ask(prompt)).result()
+        before, minutes = engine.stats().counts, engine.ledger.minutes()
+        engine.submit(ask(prompt, 0)).result()
+        engine.submit(ask(prompt, policy=Policy.NO_STORE)).result()
+        engine.submit(Request(prompt=prompt, embed=True)).result()
+        assert engine.stats().counts == before
+        assert before.prompt_tokens == 40
+        assert sum_of("prompt", engine.ledger.minutes()) == sum_of("prompt", minutes) == 40
+        engine.submit(ask(prompt)).result()
+        assert engine.stats().counts.hit_rate == round(39 / 80, 4), "the control"
+
+
+def sum_of(name, minutes):
+    return sum(amounts[name] for amounts in minutes.values())
 
 
 def test_a_hand_made_sequence(models, tmp_path):

@@ -99,8 +99,8 @@ class Recorder:
             self._pool.submit(self._run, self._pin, job, list(job.tokens))
 
     def count(self, record: RequestRecord) -> None:
-        """Count a request that has been looked up, however it ended."""
-        if record.receipt is None:
+        """Count a request that has been looked up to be answered, however it ended."""
+        if record.receipt is None or not record.asks_for_reuse:
             return
         n_prompt, is_later = record.processed_tokens, record.is_later_turn
         self._store.counts.add(
@@ -315,11 +315,11 @@ class Auditor:
         self._random = random.Random(seed)  # noqa: S311, it picks samples
 
     def wants(self, sequence: RunningSequence) -> bool:
-        """Whether to audit it: a sample of the warm answers with repeatable sampling."""
+        """Whether to audit it: a sample of the answers with repeatable sampling that reuse any."""
         job, sampling = sequence.job, sequence.job.request.sampling
         is_repeatable = sampling.temperature == 0 or sampling.seed is not None
-        is_warm = job.receipt is not None and job.receipt.cached_tokens > 0
-        if job.audit or sequence.choice or not (is_repeatable and is_warm):
+        is_reused = job.receipt is not None and job.receipt.cached_tokens > 0
+        if job.audit or sequence.choice or not (is_repeatable and is_reused):
             return False
         return self._random.random() < self._share
 

@@ -2,6 +2,7 @@
 
 A request asks for the tokens of its prompt. Each is found live, in memory, on disk or in a
 shared tier, or is computed. Hits, misses and rates follow from these counts and from nothing else.
+Embeddings, warm-ups and requests that read nothing are not counted: they ask for no reuse.
 """
 
 from __future__ import annotations
@@ -24,12 +25,22 @@ TIERS = ("live", "memory", "disk")
 ALL_TIERS = (*TIERS, "shared")  # shown only where there is one
 
 
+def warm_tier(prompt_tokens: int, reused: Mapping[str, int]) -> str | None:
+    """The tier that most of a warm request's prompt came from; None if the request is cold.
+
+    Warm is: more reused than computed. The only definition.
+    """
+    n_reused = sum(reused.values())
+    is_warm = n_reused > prompt_tokens - n_reused
+    return max(reused, key=lambda tier: reused[tier]) if is_warm else None
+
+
 @dataclass(frozen=True)
 class PromptCounts:
     requests: int = 0
     prompt_tokens: int = 0  # asked
     reused: Mapping[str, int] = field(default_factory=dict)  # tokens found, by tier
-    hits: Mapping[str, int] = field(default_factory=dict)  # requests that found some, by tier
+    hits: Mapping[str, int] = field(default_factory=dict)  # warm requests, by `warm_tier`
     later_prompt_tokens: int = 0  # of requests from the second turn of a conversation on
     later_reused_tokens: int = 0
 
@@ -39,8 +50,9 @@ class PromptCounts:
     ) -> Self:
         n_reused = sum(reused.values())
         found = {tier: n for tier, n in reused.items() if n}
+        warm = warm_tier(prompt_tokens, reused)
         later = (prompt_tokens, n_reused) if is_later_turn else (0, 0)
-        return cls(1, prompt_tokens, found, dict.fromkeys(found, 1), *later)
+        return cls(1, prompt_tokens, found, {} if warm is None else {warm: 1}, *later)
 
     def plus(self, other: PromptCounts) -> PromptCounts:
         return PromptCounts(
@@ -59,7 +71,7 @@ class PromptCounts:
 
     @property
     def misses(self) -> dict[str, int]:
-        """Requests that found nothing in a tier."""
+        """Requests that are no hits of a tier."""
         return {tier: self.requests - n_hits for tier, n_hits in _by_tier(self.hits).items()}
 
     @property

@@ -1,4 +1,4 @@
 """What was done: one record of every request that ended, and what all of them add up to.
 
-Imports `prefix`, `text`.
+Imports `prefix`, `store`, `text`.
 """

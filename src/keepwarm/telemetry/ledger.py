@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from keepwarm.store.counts import warm_tier
 from keepwarm.telemetry.misses import (
     MAX_CANDIDATES,
     MAX_MISSES,
@@ -75,6 +76,7 @@ class RequestRecord:
     ttft_ms: float | None = None  # from its first byte to the first of its answer
     usage: Usage | None = None
     is_later_turn: bool = False
+    asks_for_reuse: bool = True  # not an embedding, a warm-up, or one that reads nothing
     error: str = ""
     status: int | None = None  # of HTTP, of one that failed
     ended: float | None = None  # seconds since the epoch
@@ -92,8 +94,7 @@ class RequestRecord:
 
     @property
     def is_warm(self) -> bool:
-        """Whether more of its prompt was reused than computed."""
-        return sum(self.reused.values()) > self.computed_tokens
+        return warm_tier(self.processed_tokens, self.reused) is not None
 
     @property
     def saved_ms(self) -> float:
@@ -108,9 +109,8 @@ class RequestRecord:
         """What it adds to the history of its minute."""
         is_timed = self.is_answered and self.ttft_ms is not None
         amounts = {
-            **self.reused,
+            **({**self.reused, "prompt": self.processed_tokens} if self.asks_for_reuse else {}),
             **({latency_name(self.ttft_ms or 0.0): 1} if is_timed else {}),
-            "prompt": self.processed_tokens,
             "saved_ms": round(self.saved_ms),
             OUTCOMES[self.state]: 1,
         }

@@ -48,7 +48,7 @@ class FiguresOut(TypedDict):
     prompt_tokens: int
     reused: dict[str, int]  # tokens by tier
     computed: int  # tokens
-    hits: dict[str, int]  # requests that reused tokens of a tier
+    hits: dict[str, int]  # warm requests, by the tier of their larger part
     misses: dict[str, int]  # and that did not
     hit_rate: float | None  # tokens reused ÷ prompt tokens
     hit_rate_from_turn_2: float | None

@@ -161,11 +161,11 @@ SAMPLES = (
         _figure("hit_rate_from_turn_2"),
     ),
     Sample(
-        "keepwarm_hits", "counter", "Requests to the store that reused tokens of a tier.", "tier",
-        _figure("hits"),
+        "keepwarm_hits", "counter", "Warm requests to the store that reused most from a tier.",
+        "tier", _figure("hits"),
     ),
     Sample(
-        "keepwarm_misses", "counter", "Requests to the store that reused none.", "tier",
+        "keepwarm_misses", "counter", "Requests to the store that did not.", "tier",
         _figure("misses"),
     ),
     Sample(
