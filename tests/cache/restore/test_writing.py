@@ -7,9 +7,11 @@ import time
 import pytest
 
 from keepwarm.cache.restore import writing
+from keepwarm.cache.restore.forgetting import Deletions, RequestClaim, Share
 from keepwarm.cache.restore.writing import WRITE_BACKOFF_S, MemorySaver, Writer
 from keepwarm.prefix.policy import Policy
 from keepwarm.records.record import Part, ReadBuffer
+from keepwarm.store.disk.disk import DiskLimits
 from keepwarm.store.disk.write_budget import WriteBudget
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tiers import Tiers
@@ -91,7 +93,34 @@ def test_writer_saves_no_block_whose_parent_was_not_saved(disk, records):
     writer.put(records[1], Policy.READ_WRITE)
     writer.close()
     assert not disk.have([records[1].header.key])
-    assert writer.stats().dropped == 1
+    assert lost(writer) == {"orphan": 1}
+
+
+def lost(writer):
+    return {why: n for why, n in writer.stats().lost.items() if n}
+
+
+def test_what_a_full_disk_refuses_is_no_full_queue(disk, records):
+    disk.limits = DiskLimits(max_bytes=1, min_free_bytes=0)
+    writer = Writer(None, disk, 64 * MIB)
+    for record in records:
+        writer.put(record, Policy.READ_WRITE)
+    writer.close()
+    assert lost(writer) == {"disk_full": 1, "orphan": len(records) - 1}
+
+
+def test_what_was_forgotten_was_not_dropped(disk, records):
+    """One is being written, the others wait."""
+    gated = Gated(disk)
+    writer = Writer(None, gated, 64 * MIB)
+    claim = RequestClaim(None, "", kit.NAMESPACE, [1] * 2000, since=0, to_disk=True)
+    for record in records:
+        writer.put(record, Policy.READ_WRITE, share=Share(claim, 256))
+    writer.forget(Deletions(None, str))
+    assert not writer.kept([record.header.key for record in records[1:]]), "the control"
+    gated.gate.set()
+    writer.close()
+    assert lost(writer) == {}
 
 
 def test_writer_counts_of_two_threads_are_not_lost(disk, monkeypatch):
@@ -112,7 +141,8 @@ def test_writer_counts_of_two_threads_are_not_lost(disk, monkeypatch):
         writer.put(one, Policy.READ_WRITE)
     writer.close()
     assert writer.stats().failed > 0
-    assert writer.stats().failed + writer.stats().dropped == len(made)
+    assert lost(writer).keys() == {"disk_error", "queue_full"}
+    assert sum(lost(writer).values()) == len(made)
 
 
 def test_the_same_record_is_written_once(disk, records):
@@ -147,7 +177,8 @@ def test_a_full_queue_drops_the_deepest_and_counts_it(disk, records):
     there = [bool(disk.have([record.header.key])) for record in records]
     assert there[0]
     assert there == sorted(there, reverse=True), "a block without its parent is of no use"
-    assert writer.stats().dropped == there.count(False) > 0
+    assert sum(lost(writer).values()) == there.count(False)
+    assert lost(writer)["queue_full"] > 0
     writer.close()
 
 
@@ -203,7 +234,7 @@ def test_a_disk_that_refuses_costs_a_counter_and_no_more(disk, records):
     writer.flush()
     stats = writer.stats()
     assert stats.failed >= 1
-    assert stats.failed + stats.dropped == len(records)  # those after a lost one are of no use
+    assert lost(writer) == {"disk_error": 1, "orphan": len(records) - 1}
     assert not writer.kept([record.header.key for record in records]), "they can be put again"
     writer.close()
 

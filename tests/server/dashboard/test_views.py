@@ -158,6 +158,12 @@ def test_a_request_that_fails_in_the_engine_is_booked_once(serving, monkeypatch)
         ({"tiers": {"disk": TierStats(quarantined=1)}}, "red", "1 damaged record was quarantined"),
         ({"writes": WriteStats(failed=2)}, "red", "2 saves failed"),
         ({"writes": WriteStats(dropped=1)}, "amber", "1 save was dropped"),
+        (
+            {"writes": WriteStats(disk_full=3, orphans=9)},
+            "amber",
+            "3 saves were dropped: the store",
+        ),
+        ({"writes": WriteStats(over_budget=1, orphans=2)}, "amber", "raise disk_writes_per_day"),
         ({"failed_restores": {"damaged": 3}}, "amber", "3 restores failed"),
     ],
 )

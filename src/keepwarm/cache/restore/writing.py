@@ -37,10 +37,23 @@ class WriteStats:
     written_records: int = 0
     written_bytes: int = 0
     dropped: int = 0  # saves for which the queue had no room
-    failed: int = 0  # saves that the disk refused
+    failed: int = 0  # saves that the disk failed at
     over_budget: int = 0  # saves beyond today's write budget
+    disk_full: int = 0  # saves for which the disk budget had no room
+    orphans: int = 0  # saves of blocks whose parent was not saved
     queued_blocks: int = 0  # not on disk yet
     queued_bytes: int = 0
+
+    @property
+    def lost(self) -> dict[str, int]:
+        """Saves that were wanted and not done, by reason. What was forgotten was not wanted."""
+        return {
+            "queue_full": self.dropped,
+            "disk_full": self.disk_full,
+            "disk_error": self.failed,
+            "daily_budget": self.over_budget,
+            "orphan": self.orphans,
+        }
 
 
 class MemorySaver:
@@ -204,7 +217,12 @@ class Writer(MemorySaver):
 
     def stats(self) -> WriteStats:
         queued = self.queued.stats()
-        return replace(self._stats, queued_blocks=queued.blocks, queued_bytes=queued.n_bytes)
+        return replace(
+            self._stats,
+            dropped=self._stats.dropped + queued.evicted,
+            queued_blocks=queued.blocks,
+            queued_bytes=queued.n_bytes,
+        )
 
     def close(self) -> None:
         with self._changed:
@@ -248,14 +266,19 @@ class Writer(MemorySaver):
         return 2 * self.queued.stats().n_bytes < self._max_queued_bytes
 
     def _write(self, key: BlockKey, part: Part) -> None:
+        lost = {"failed": 1}  # others delete all the time
         for _ in range(MAX_TRIES):
             record = self.queued.read(key, part)
-            if record is None or self._is_orphan(record):  # evicted, forgotten, or of no use
+            if record is None:  # written already, forgotten, or evicted, which the queue counts
+                lost = {}
+                break
+            if self._is_orphan(record):
+                lost = {"orphans": 1}
                 break
             if self._is_saved(record):
                 return
         self._drop(key, part)
-        self._count(dropped=1)
+        self._count(**lost)
 
     def _is_saved(self, record: Record) -> bool:
         """False if it must be tried again: it may be among what other processes have deleted."""
@@ -290,7 +313,7 @@ class Writer(MemorySaver):
         if put.durable.exception() is not None:
             self._refused(failed=1)
         elif record.header.part not in _parts(self._disk, record.header.key):
-            self._refused()  # the tier counts it
+            self._refused(disk_full=1)
 
     def _note_written(self, key: BlockKey) -> None:
         """Before the record leaves the queue, so that it is always found."""

@@ -136,15 +136,6 @@ def _outcomes(stats: Stats) -> Values:
     return {name: stats.counters[name] for name in ("finished", "cancelled", "failed")}
 
 
-def _dropped_saves(stats: Stats) -> Values:
-    writes = stats.writes
-    return {
-        "queue_full": writes.dropped,
-        "disk_error": writes.failed,
-        "daily_budget": writes.over_budget,
-    }
-
-
 def _written_bytes(stats: Stats) -> Values:
     return _one(stats.writes.written_bytes)
 
@@ -213,7 +204,8 @@ SAMPLES = (
     ),
     Sample("keepwarm_written_bytes", "counter", "Bytes written to disk.", "", _written_bytes),
     Sample(
-        "keepwarm_dropped_saves", "counter", "Saves that were dropped.", "reason", _dropped_saves
+        "keepwarm_dropped_saves", "counter", "Saves that were dropped.", "reason",
+        lambda stats: stats.writes.lost,
     ),
     Sample(
         "keepwarm_rebuilt_batches", "counter", "Batches rebuilt after a failure.", "",

@@ -63,7 +63,9 @@ RED = {
 }
 AMBER = {
     "read_errors": ("record", "records", "could not be read"),
-    "dropped_saves": ("save was", "saves were", "dropped: the queue or the daily budget was full"),
+    "disk_full": ("save was", "saves were", "dropped: the store is full; raise disk_bytes"),
+    "daily_budget": ("save was", "saves were", "dropped; raise disk_writes_per_day"),
+    "queue_full": ("save was", "saves were", "dropped: the disk is slower than the model"),
     "failed_restores": ("restore", "restores", "failed; the tokens were computed"),
 }
 ONE_FOR_ALL = frozenset({"memory", "buffers"})  # the store's tier, and MLX's buffers
@@ -328,7 +330,7 @@ def health_out(stats: Stats) -> dict[str, int]:
     return {
         "quarantined": sum(tier.quarantined for tier in tiers),
         "read_errors": sum(tier.errors for tier in tiers),
-        "dropped_saves": writes.dropped + writes.over_budget,
+        "dropped_saves": sum(writes.lost.values()) - writes.failed,
         "failed_saves": writes.failed + stats.counters["failed_saves"],
         "failed_restores": sum(stats.failed_restores.values()),
         "evicted": sum(tier.evicted for tier in tiers),
@@ -339,7 +341,7 @@ def health_out(stats: Stats) -> dict[str, int]:
 
 def condition_out(stats: Stats) -> JsonObject:
     """Whether the server is well, and if not, why."""
-    counts = health_out(stats)
+    counts = health_out(stats) | stats.writes.lost
     red, amber = (_reasons(counts, kinds) for kinds in (RED, AMBER))
     return {"level": "red" if red else "amber" if amber else "green", "reasons": [*red, *amber]}
 
