@@ -137,7 +137,7 @@ class Lane:
         try:
             return self.restorer.begin(tokens, policy, self._n_least(tokens), others_wait=True)
         except Exception:
-            self._count_failure()
+            _log_failure()
             return None
 
     def restore(
@@ -169,7 +169,7 @@ class Lane:
         try:
             copied = copy_without(caches, n_excess)
         except Exception:
-            self._count_failure()
+            _log_failure()
             return None
         n_kept = self.restorer.n_saved(tokens, policy)
         return WarmPrefix(copied, len(tokens), {"live": len(tokens)}, n_kept)
@@ -217,12 +217,8 @@ class Lane:
         try:
             return self._restore(tokens, policy, loading)
         except Exception:
-            self._count_failure()
+            _log_failure()
             return self._cold("error")
-
-    def _count_failure(self) -> None:
-        LOG.exception("a restore failed; the prompt is prefilled")
-        self.restorer.failures.add("error")
 
     def _restore(self, tokens: list[int], policy: Policy, loading: Loading | None) -> WarmPrefix:
         n_live = self._n_least(tokens)
@@ -251,6 +247,10 @@ class Lane:
         """Whether other requests have stored more of the same prompt meanwhile."""
         n_known = self.restorer.plan(loading.tokens).n_tokens
         return n_known >= loading.point.n_tokens + MIN_SHARED_TOKENS
+
+
+def _log_failure() -> None:
+    LOG.exception("a restore failed; the prompt is prefilled")
 
 
 @dataclass(frozen=True)

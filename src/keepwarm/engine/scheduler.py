@@ -229,6 +229,7 @@ class Intake:
         warm = copied or job.lane.restore(job.tokens, job.request.policy, loading)
         load_s = max(watch.seconds(), loading.seconds if loading else 0.0)
         job.restored = self._clock()
+        job.lane.restorer.failures.add(warm.fault)
         job.receipt = make_receipt(job, warm, load_s)
         job.sequences = [RunningSequence(job, choice) for choice in range(job.n_answers)]
         job.answer.put(Started(job.receipt))

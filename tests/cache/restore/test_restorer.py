@@ -119,6 +119,15 @@ def test_rows_are_held_where_a_prompt_cannot_be_restored(name, stored, tiny_mode
     assert kept.stored_prefix(PROMPT) == (len(PROMPT), False, *stored[2:])
 
 
+def test_the_opening_of_a_template_is_not_loaded(tiny_model):
+    """Every prompt has it; it would be read for every one."""
+    model = tiny_model("llama")
+    kept = restorer(model, MemoryTier(1 << 30))
+    compute(model, kept, PROMPT, kept.restore(PROMPT))
+    n_planned = [kept.plan([*PROMPT[:n], *prompt_of(50, seed=4)]).n_tokens for n in (4, 15, 16)]
+    assert n_planned == [0, 0, 16]
+
+
 def test_a_place_survives_if_nearly_all_of_it_is_on_disk(tiny_model, tmp_path):
     model, memory = tiny_model("llama"), MemoryTier(1 << 30)
     with closing(DiskTier(tmp_path / "store", DiskLimits(min_free_bytes=0))) as disk:

@@ -51,7 +51,8 @@ FAULTS: Final[tuple[Fault, ...]] = get_args(Fault)
 
 
 class RestoreFailures:
-    """Restores that failed, by reason. None of them fails a request: its prompt is computed.
+    """Requests whose restore failed in part or whole, by its first fault. None of them fails: the
+    prompt is computed.
 
     The engine's thread counts, any may read.
     """
@@ -59,8 +60,9 @@ class RestoreFailures:
     def __init__(self) -> None:
         self.by_reason: dict[str, int] = dict.fromkeys(FAULTS, 0)
 
-    def add(self, fault: Fault) -> None:
-        self.by_reason[fault] += 1
+    def add(self, fault: Fault | None) -> None:
+        if fault is not None:
+            self.by_reason[fault] += 1
 
 
 class ReadOutcome(NamedTuple):

@@ -44,7 +44,7 @@ from keepwarm.prefix.blocks import (
     root,
 )
 from keepwarm.prefix.policy import Policy
-from keepwarm.prefix.recent import StoredPrefix
+from keepwarm.prefix.recent import SIMILAR_TOKENS, StoredPrefix
 from keepwarm.records.record import Part
 from keepwarm.store.tier import BlockInfo, RemoteLookup, SharedTier
 from keepwarm.store.tiers import DISK, SHARED, DiskAnswers, TierLookups, Tiers
@@ -169,6 +169,8 @@ class Restorer:
     ) -> Plan:
         limit = self._limit(tokens)
         point = self._longest(tiers, tokens, limit, without) if limit > 0 else NOTHING
+        if point.n_tokens < SIMILAR_TOKENS:  # a read for what every prompt begins with
+            point = NOTHING
         n_here, shared_s = point.n_bytes, 0.0
         for tier, n_bytes in tiers.shared_bytes(point.keys_by_part).items():
             n_here -= n_bytes
@@ -270,7 +272,9 @@ class Restorer:
         Loads only if that restores more than `beyond` tokens, which the caller has already.
         """
         loading = self.begin(tokens, policy, beyond)
-        return EMPTY if loading is None else self.finish(loading, beyond)
+        restored = EMPTY if loading is None else self.finish(loading, beyond)
+        self.failures.add(restored.fault)
+        return restored
 
     def begin(
         self,
@@ -301,7 +305,8 @@ class Restorer:
 
     def finish(self, loading: Loading, beyond: int = 0) -> RestoredPrefix:
         """Wait for a load. A bad record is a miss: a new plan is made without it. A load that falls
-        behind its plan is left: what has arrived is here by then.
+        behind its plan is left: what has arrived is here by then. The caller counts the fault, once
+        for a request.
         """
         missed: set[BlockKey] = set()
         fault: Fault | None = None
@@ -314,8 +319,7 @@ class Restorer:
                     self.rates.saw_load(current.point.n_bytes, current.seconds)
                 self.touch(loading.tokens[: current.point.n_tokens], current.keys)
                 return loaded.restored._replace(fault=fault)
-            self.failures.add(loaded.fault or "error")
-            fault = fault or loaded.fault
+            fault = fault or loaded.fault or "error"
             missed |= loaded.missed
             current = self.begin(
                 loading.tokens, Policy.READ_ONLY, beyond, missed, only_here=current.is_late

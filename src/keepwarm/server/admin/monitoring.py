@@ -199,7 +199,7 @@ SAMPLES = (
     ),
     Sample(
         "keepwarm_failed_restores", "counter",
-        "Restores that failed in part or whole; the tokens were computed.", "reason",
+        "Requests whose restore failed in part or whole; the tokens were computed.", "reason",
         lambda stats: stats.failed_restores,
     ),
     Sample("keepwarm_written_bytes", "counter", "Bytes written to disk.", "", _written_bytes),
