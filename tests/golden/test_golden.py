@@ -67,11 +67,13 @@ def check_sound(disk_store):
 
 
 def corrected(answer):
-    """Nothing is evicted here, but a divergence on a model with states or windows said so."""
+    """Nothing is evicted here, but a divergence on a model with states or windows said so, or
+    that no state was kept where the prompts part."""
     miss = answer["receipt"]["miss"]
     if miss is None or miss["reason"] != "evicted":
         return answer
-    receipt = answer["receipt"] | {"miss": miss | {"reason": "diverged"}}
+    reason = "diverged" if answer["receipt"]["reused"] else "no checkpoint"
+    receipt = answer["receipt"] | {"miss": miss | {"reason": reason}}
     return answer | {"receipt": receipt}
 
 

@@ -10,6 +10,7 @@ from keepwarm.files import SharedLock
 from keepwarm.prefix.policy import Policy
 from keepwarm.store.counts import CountsFile, PromptCounts, warm_tier
 from keepwarm.text.request import Request, Sampling
+from tests.engine.test_embedding import embed, model_of
 from tests.kit.engines import ask, engine_on
 from tests.kit.runs import prompt_of
 
@@ -56,12 +57,12 @@ def test_warm_is_more_reused_than_computed(reused, tier):
 def test_what_asks_for_no_reuse_is_in_no_hit_rate(models, tmp_path):
     """Embeddings, warm-ups and requests that read nothing; the charts leave them out too."""
     prompt = prompt_of(40)
-    with engine_on(models.of("llama"), tmp_path) as engine:
+    with engine_on(model_of(models, "qwen3"), tmp_path) as engine:
         engine.submit(ask(prompt)).result()
         before, minutes = engine.stats().counts, engine.ledger.minutes()
         engine.submit(ask(prompt, 0)).result()
         engine.submit(ask(prompt, policy=Policy.NO_STORE)).result()
-        engine.submit(Request(prompt=prompt, embed=True)).result()
+        embed(engine, prompt).result()
         assert engine.stats().counts == before
         assert before.prompt_tokens == 40
         assert sum_of("prompt", engine.ledger.minutes()) == sum_of("prompt", minutes) == 40
