@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -126,7 +125,7 @@ class Writer(MemorySaver):
         self._max_queued_bytes = max_queued_bytes
         self.queued = MemoryTier(max_queued_bytes)
         self._disk = disk
-        self._order: deque[tuple[BlockKey, Part]] = deque()
+        self._order: dict[tuple[BlockKey, Part], bool] = {}  # False: it is forgotten
         self._shares: dict[tuple[BlockKey, Part], list[Share]] = {}  # of what is queued
         self._changed = threading.Condition()
         self._restores = 0
@@ -151,8 +150,8 @@ class Writer(MemorySaver):
         item = record.header.key, record.header.part
         with self._changed:
             if self.queued.put(record).stored:
-                self._order.append(item)
-                self._n_put += 1
+                self._n_put += item not in self._order
+                self._order[item] = True
                 self._changed.notify_all()
             elif not self.holds(record.header):
                 self._count(dropped=1)
@@ -172,6 +171,8 @@ class Writer(MemorySaver):
             for item, shares in self._shares.items():
                 if unclaimed.holds(shares):
                     self.queued.delete_part(*item)
+                    if item in self._order:
+                        self._order[item] = False
 
     def _drop(self, key: BlockKey, part: Part) -> None:
         with self._changed:
@@ -217,12 +218,7 @@ class Writer(MemorySaver):
 
     def stats(self) -> WriteStats:
         queued = self.queued.stats()
-        return replace(
-            self._stats,
-            dropped=self._stats.dropped + queued.evicted,
-            queued_blocks=queued.blocks,
-            queued_bytes=queued.n_bytes,
-        )
+        return replace(self._stats, queued_blocks=queued.blocks, queued_bytes=queued.n_bytes)
 
     def close(self) -> None:
         with self._changed:
@@ -246,14 +242,15 @@ class Writer(MemorySaver):
                 self._n_done += 1
                 self._changed.notify_all()
 
-    def _next(self) -> tuple[BlockKey, Part] | None:
+    def _next(self) -> tuple[BlockKey, Part, bool] | None:
         while not self._wait_for_work():
             self._catch_up()
         with self._changed:
             if not self._order:
                 return None
             self._changed.wait_for(lambda: not self._must_wait(), MAX_DEFERRAL_S)
-            return self._order.popleft()
+            item = next(iter(self._order))
+            return *item, self._order.pop(item)
 
     def _wait_for_work(self) -> bool:
         with self._changed:
@@ -265,12 +262,12 @@ class Writer(MemorySaver):
             return False
         return 2 * self.queued.stats().n_bytes < self._max_queued_bytes
 
-    def _write(self, key: BlockKey, part: Part) -> None:
+    def _write(self, key: BlockKey, part: Part, is_wanted: bool) -> None:
         lost = {"failed": 1}  # others delete all the time
         for _ in range(MAX_TRIES):
             record = self.queued.read(key, part)
-            if record is None:  # written already, forgotten, or evicted, which the queue counts
-                lost = {}
+            if record is None:  # evicted or forgotten
+                lost = {"dropped": int(is_wanted)}
                 break
             if self._is_orphan(record):
                 lost = {"orphans": 1}
