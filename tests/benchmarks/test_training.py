@@ -138,7 +138,9 @@ def test_tool_calls_write_what_was_read(samples, words, rng):
         old, new = read.split("\n"), made["arguments"].get("content", "").split("\n")
         if made["name"] == "write_file":
             assert len(old) == len(new)
-            assert sum(a != b for a, b in zip(old, new, strict=True)) == 1
+            [(before, after)] = [pair for pair in zip(old, new, strict=True) if len({*pair}) == 2]
+            assert after.startswith(f"{before}  # ")
+            assert f"`{before.strip()}`" in text  # the line that was asked for
         else:
             assert made["arguments"]["old"] in read
     assert names == {"write_file", "edit_file"}
