@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from keepwarm.text.sandbox.deadline import PrepareDeadline
 
 STEPS = 4  # a step is this fraction of the context
+MAX_STARTS = 256  # turns to begin with that are tried: of more, every second, fourth, …
 
 
 class HasRole(Protocol):
@@ -46,20 +47,21 @@ async def submit_shortened(
     except ContextTooLong:
         if not droppable:
             raise
-    kept = await slot.run(_kept, host.engine, build, droppable)
-    return await host.submit(build(kept), slot), len(droppable) - len(kept)
+    shortened, n_dropped = await slot.run(_shortened, host.engine, build, droppable)
+    return await host.submit(shortened, slot), n_dropped
 
 
-def _kept(
+def _shortened(
     engine: Engine,
     build: Callable[[Sequence[Entry]], Request],
     items: Sequence[Entry],
     deadline: PrepareDeadline,
-) -> list[Entry]:
+) -> tuple[Request, int]:
     def count(some: Sequence[Entry]) -> int:
         return engine.count_tokens(build(some), deadline)
 
-    return truncate(items, count, engine.model.n_context, build(items).sampling.max_tokens)
+    kept = truncate(items, count, engine.model.n_context, build(items).sampling.max_tokens)
+    return build(kept), len(items) - len(kept)
 
 
 def truncate(
@@ -76,10 +78,13 @@ def truncate(
     step = max(1, n_context // STEPS)
     total, room = count(items), min(max_tokens or step, step)
     n_excess = -(-(total + room - n_context) // step) * step
-    n_system, turns = _n_leading_system(items), _turn_starts(items)
-    without = [[*items[:n_system], *items[begin:]] for begin in turns]
-    found = bisect_left(without, True, key=lambda kept: total - count(kept) >= n_excess)
-    return without[min(found, len(without) - 1)] if without else list(items)
+    system, starts = items[: _n_leading_system(items)], _turn_starts(items)
+
+    def without(begin: int) -> list[Entry]:
+        return [*system, *items[begin:]]
+
+    found = bisect_left(starts, True, key=lambda begin: total - count(without(begin)) >= n_excess)
+    return without(starts[min(found, len(starts) - 1)]) if starts else list(items)
 
 
 def _n_leading_system(items: Sequence[HasRole]) -> int:
@@ -88,5 +93,10 @@ def _n_leading_system(items: Sequence[HasRole]) -> int:
 
 
 def _turn_starts(items: Sequence[HasRole]) -> list[int]:
-    """Where turns begin, except the first; no tool call is separated from its result there."""
-    return [index for index, item in enumerate(items) if item.role == "user"][1:]
+    """Where turns begin, except the first; no tool call is separated from its result there.
+
+    Of very many only some, the last among them: each one that is tried is a rendered prompt.
+    """
+    starts = [index for index, item in enumerate(items) if item.role == "user"][1:]
+    stride = 1 << (len(starts) // MAX_STARTS).bit_length()
+    return [*starts[:-1:stride], *starts[-1:]]

@@ -153,7 +153,7 @@ async def create_response(body: ResponsesRequest, call: Call, answers: Answers) 
     since = await slot.run(lambda _: answers.store.generation())
     items = await answers.conversation(body)
     build = partial(response_request, body, call)
-    request = await slot.build(lambda: build(items))
+    request = await slot.on_thread(build, items)  # however short the body, they may be many
     response = initial_response(body, host.name, request, host.engine.sampling)
     try:
         answer, n_dropped = await submit_shortened(
@@ -212,7 +212,7 @@ async def prepare_response(
     """The model, the request for it, and the items of the whole conversation."""
     host = await call.host(body.model)
     items = await answers.conversation(body)
-    return host, await call.slot.build(lambda: response_request(body, call, items)), items
+    return host, await call.slot.on_thread(response_request, body, call, items), items
 
 
 @router.post("/input_tokens")
