@@ -76,6 +76,7 @@ class Settings:
     allowed_origins: str = ""  # web origins that may call the server
     mcp: str = "off"  # an endpoint for agents to manage their memory; `all`: deleting too
     kv_events: str = ""  # addresses of KV events and replay, such as tcp://127.0.0.1:5557,…
+    kv_events_public: bool = False  # KV events, which are not encrypted, for other machines too
     kv_events_token_ids: bool = False  # include all prompts' tokens, which indexers match
     share_cache: bool = False  # all API keys share cached blocks
     raw_special_tokens: bool = True  # parse special tokens in raw prompts; false: they are text
@@ -92,6 +93,7 @@ class Settings:
     strict_model: bool = False  # refuse requests that name an unknown model
     max_body_bytes: int = 32 << 20
     max_concurrency: int = 128  # concurrent requests of one key
+    max_agents: int = 10_000  # agents of one key
     max_queue: int = 256  # waiting and running requests of all keys
     audit_share: float = 0.0  # share of cached answers that is recomputed cold and compared
     request_timeout_s: float = 3600.0
@@ -285,6 +287,7 @@ RANGES: Mapping[str, tuple[float, float]] = {  # of others their unit says it
     "retention_s": (0.0, 1e12),
     "port": (0, 65535),
     "max_body_bytes": (1, BYTES[1]),
+    "max_agents": COUNT,
     "max_concurrency": COUNT,
     "max_queue": COUNT,
     "audit_share": (0.0, 1.0),

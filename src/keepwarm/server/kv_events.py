@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from urllib.parse import urlsplit
 
 from keepwarm.cache.restore.restorer import Restorer
 from keepwarm.cache.store import Store
@@ -19,6 +20,7 @@ from keepwarm.engine.live import Live
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, chain_packed, unpack
 from keepwarm.records.record import Part
+from keepwarm.server.http.limits import is_loopback
 from keepwarm.store.tier import TierStats
 
 if TYPE_CHECKING:
@@ -144,7 +146,20 @@ def event_publisher(models: Models, settings: Settings) -> EventPublisher | None
             "KV events cannot tell the blocks of one key from another's; set share_cache, or leave "
             "kv_events empty."
         )
-    return EventPublisher(models, settings.listed("kv_events"), settings.kv_events_token_ids)
+    addresses = settings.listed("kv_events")
+    if not (settings.kv_events_public or all(map(_is_local, addresses))):
+        raise BadInput(
+            "KV events are not encrypted, and whoever reaches them reads what is cached; set "
+            "kv_events to an address as tcp://127.0.0.1:5557, or kv_events_public on a network "
+            "that you trust."
+        )
+    return EventPublisher(models, addresses, settings.kv_events_token_ids)
+
+
+def _is_local(address: str) -> bool:
+    """Whether only this machine reaches it; a name of a network interface may be any."""
+    place = urlsplit(address)
+    return place.scheme in ("ipc", "inproc") or is_loopback(place.hostname or "")
 
 
 class EventPublisher:

@@ -166,7 +166,7 @@ def told(subscriber):
     [
         (TENANTS, "set share_cache"),
         ({"kv_events": "tcp://127.0.0.1:1,tcp://127.0.0.1:2,tcp://127.0.0.1:3"}, "no more"),
-        ({"kv_events": "tcp://nowhere.invalid:1"}, "a free address"),
+        ({"kv_events": "tcp://nowhere.invalid:1", "kv_events_public": True}, "a free address"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, why):
