@@ -355,10 +355,10 @@ def test_other_numbers_are_used_only_where_that_is_wanted_and_said(
     with machine(model, tmp_path / "b", remote, settings=anything) as b:
         result = run(b, prompt)
         assert result.receipt.reused == {"shared": 256}
-        assert result.receipt.inexact == ("numerics",)
+        assert result.receipt.inexact == ("numerics", "unverified")
         use(b, [*prompt, *more])
     with machine(model, tmp_path / "b") as b:  # its store stays so
-        assert run(b, prompt).receipt.inexact == ("numerics",)
+        assert run(b, prompt).receipt.inexact == ("numerics", "unverified")
     with machine(model, tmp_path / "c", remote) as c:
         result = run(c, [*prompt, *more])
         assert result.receipt.reused == {}, "it was computed elsewhere, or on top of that"

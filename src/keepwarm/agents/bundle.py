@@ -149,7 +149,7 @@ def for_others(manifest: Manifest) -> Manifest:
     """
     identity, tenant = manifest.identity, tenant_of(manifest.identity.salt)
     agent = manifest.agent.removeprefix(f"{tenant}.") if tenant else manifest.agent
-    imported = bool(identity.origin)
+    imported = manifest.imported or bool(identity.origin)
     return replace(manifest, identity=model_alone(identity), agent=agent, imported=imported)
 
 

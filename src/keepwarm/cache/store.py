@@ -243,6 +243,7 @@ class Store:
             self._tiers["disk"] = disk
             lookups += [("memory", writer.queued), ("disk", disk)]
         self._is_mixed = self._note_mixed()
+        self._is_unverified = self._on_disk is not None and self._on_disk.is_unverified
         self._shared = self._open_shared() if self.settings.remotes else None
         self._lookups = Tiers(lookups, () if self._shared is None else self._shared.tiers)
         if self._shared is not None and self._on_disk is not None:
@@ -276,7 +277,15 @@ class Store:
         from keepwarm.remote.opening import SharedTiers  # only fleets need it
 
         disk = None if self._on_disk is None else self._on_disk.disk
-        return SharedTiers(self.settings, self.memory, disk, self._is_mixed)
+        note = self._note_unverified
+        return SharedTiers(self.settings, self.memory, disk, self._is_mixed, note)
+
+    def _note_unverified(self) -> None:
+        """A record has come from where anybody could have put it: for good, as above."""
+        if not self._is_unverified:
+            if self._on_disk is not None:
+                self._on_disk.note_unverified()
+            self._is_unverified = True
 
     def _note_mixed(self) -> bool:
         """Whether blocks of other classes may be here: since the setting allowed them, for good."""
@@ -345,6 +354,7 @@ class Store:
             forgetting=self._forgetting,
             uploader=None if self._shared is None else self._shared.uploader,
             is_mixed=self._is_mixed,
+            is_unverified=lambda: self._is_unverified,
         )
 
     def load_agent(self, agent_id: str, branch: int | None = None) -> AgentBlocks:

@@ -59,7 +59,8 @@ class Lane:
         `n_tokens` are those of prompt and answer so far. A bounded cache differs once it has
         dropped a row. Blocks of an import are whatever the bundle's author wrote, and so is what
         follows them. Where machines share blocks although they compute other numbers, any block may
-        be another's.
+        be another's. Once a block has come from a shared tier that anybody could have written to,
+        any block may be a stranger's too.
         """
         limit = self.options.max_kv_size
         windows = {leaf.window for leaf in self.restorer.layout.leaves()}
@@ -68,6 +69,7 @@ class Lane:
             "bounded": limit is not None and limit in windows and n_tokens > limit,
             "imported": bool(self.identity.origin and n_reused),
             "numerics": bool(self.restorer.is_mixed and n_reused),
+            "unverified": bool(n_reused and self.restorer.is_unverified()),
         }
         return tuple(reason for reason, holds in reasons.items() if holds)
 

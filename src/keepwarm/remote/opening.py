@@ -56,11 +56,17 @@ class SharedTiers:
     """The shared tiers of the settings, what is written to them and what is deleted from them."""
 
     def __init__(
-        self, settings: Settings, memory: MemoryTier, disk: DiskTier | None, is_mixed: bool
+        self,
+        settings: Settings,
+        memory: MemoryTier,
+        disk: DiskTier | None,
+        is_mixed: bool,
+        on_unverified: Callable[[], None],
     ) -> None:
+        """`on_unverified` is called when a record has come that anybody could have put there."""
         self._settings = settings
         self._disk = disk
-        self.tiers = open_remotes(settings, memory, disk, is_mixed)
+        self.tiers = open_remotes(settings, memory, disk, is_mixed, on_unverified)
         self.uploader: Uploader | None = None
         self._deleter: DeleterThread | None = None
         limits = RemoteLimits(settings.remote_bytes, settings.remote_age_s)
@@ -108,7 +114,11 @@ class SharedTiers:
 
 
 def open_remotes(
-    settings: Settings, memory: MemoryTier, disk: DiskTier | None, mixed: bool
+    settings: Settings,
+    memory: MemoryTier,
+    disk: DiskTier | None,
+    mixed: bool,
+    on_unverified: Callable[[], None] = lambda: None,
 ) -> list[RemoteTier]:
     """The shared tiers of the settings, in order. One that does not answer is tried again.
 
@@ -127,6 +137,7 @@ def open_remotes(
             mark=mark,
             fleet_key=fleet_key,
             any_class=settings.share_numerics == "any",
+            on_unverified=on_unverified,
         )
         for address in settings.remotes
     ]

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from keepwarm.concurrency import CallDeadline, CallError, SingleFlight
-from keepwarm.errors import BadRecord, NewerFormat
+from keepwarm.errors import BadRecord, KeepwarmError, NewerFormat
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import (
@@ -79,10 +79,12 @@ class RemoteTier:
         mark: bytes = b"",
         fleet_key: FleetKey | None = None,
         any_class: bool = False,
+        on_unverified: Callable[[], None] = lambda: None,
     ) -> None:
         """`compute_class` is the class of machines that compute the same numbers; with `any_class`
         those of others are read too. What is fetched goes into `memory`. `mark` is that of the
-        local store, if it is sealed. Sealed records need no fleet key.
+        local store, if it is sealed. Sealed records need no fleet key. `on_unverified` is called
+        before a record is used that is neither sealed nor has a MAC.
         """
         self.backend = backend
         self._compute_class = compute_class
@@ -95,6 +97,7 @@ class RemoteTier:
         self._fleet_key = fleet_key if cipher is None else None
         self._names = RemoteNames(compute_class, has_mac=self._fleet_key is not None)
         self._memory = memory
+        self._on_unverified = on_unverified
         self.speed = RemoteSpeed(clock)
         self._known = KnownRecords(clock)
         self._finder = Finder(backend, self._names, self._known, self.speed)
@@ -297,12 +300,22 @@ class RemoteTier:
             self._faults[key, part] = "newer"
             self._counts.add(newer=1)
             record = None
-        if record is None:
+        if record is None or not self._is_noted():
             self._known.lose(key)
             return None
         if self._memory is not None:
             self._memory.put(record)
         return record
+
+    def _is_noted(self) -> bool:
+        """Whether the store knows that it has records which anybody may have made."""
+        try:
+            if self.cipher is None and self._fleet_key is None:
+                self._on_unverified()
+        except KeepwarmError as error:
+            LOG.warning("a shared record is not used: %s", error)
+            return False
+        return True
 
     def _just_fetched(self, known: RemoteRecord) -> Record | None:
         """What another thread has fetched since this one looked in memory."""

@@ -106,6 +106,7 @@ class Restorer:
     forgetting: Forgetting | None = None  # without a disk nobody else deletes
     uploader: Uploader | None = None  # without shared tiers nobody shares
     is_mixed: bool = False  # blocks may be of machines that compute other numbers
+    is_unverified: Callable[[], bool] = lambda: False  # blocks may be a stranger's
     max_restored: int = sys.maxsize  # tokens of a prompt that are restored at most
     answers: DiskAnswers | None = None  # about one prompt, for the engine's thread
 
