@@ -163,6 +163,11 @@ class Agent:
         sides = tuple(each for each in self.branches if each.number != head.number)
         return replace(self, head=head, sides=sides)
 
+    @property
+    def is_protected(self) -> bool:
+        """Whether some of it is kept from being evicted."""
+        return self.pinned or bool(self.quota_bytes) or any(each.pinned for each in self.branches)
+
     def forked(
         self, number: int | None, now: float, retention_s: float | None, *, ephemeral: bool
     ) -> Self:

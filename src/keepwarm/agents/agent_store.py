@@ -28,6 +28,7 @@ from keepwarm.agents.bundle import (
 from keepwarm.agents.prefixes import PREFIX_SIGN, StoredPrefixes, TtlPins
 from keepwarm.agents.reachability import used_by
 from keepwarm.agents.rewriting import prefix_blocks, prefix_records, renamed
+from keepwarm.agents.shares import AgentLimits
 from keepwarm.agents.signing import NO_KEYS, BundleKeys, SigningKey
 from keepwarm.agents.texts import AgentTurn
 from keepwarm.config import Settings
@@ -52,6 +53,7 @@ from keepwarm.store.marker import unlock
 from keepwarm.store.names import bytes_under
 from keepwarm.store.tier import as_store_errors
 
+UNVERIFIED = "unverified blocks"  # noted in the index
 PINS_MADE = "pins made"  # noted in the index once agents' pins are in it
 
 
@@ -102,11 +104,26 @@ class AgentStore:
             self.disk.close()
             raise
 
+    def limit(self, limits: AgentLimits) -> None:
+        """From now on, for each key: agents, pins and quotas, and as much again for TTL pins."""
+        self.agents.limit(limits)
+        self.ttl_pins.max_bytes = limits.n_bytes
+
     def _make_pins(self) -> None:
         with as_store_errors(self.disk, "pin the blocks of agents"):
             if not self.disk.index.database.has_flag(PINS_MADE):
                 self.agents.pin_all()
                 self.disk.index.database.set_flag(PINS_MADE)
+
+    @property
+    def is_unverified(self) -> bool:
+        """Whether blocks may be of a shared tier that anybody could have written to."""
+        with as_store_errors(self.disk, "tell where its blocks come from"):
+            return self.disk.index.database.has_flag(UNVERIFIED)
+
+    def note_unverified(self) -> None:
+        with as_store_errors(self.disk, "note where its blocks come from"):
+            self.disk.index.database.set_flag(UNVERIFIED)
 
     def register(self, identity: Identity) -> Namespace:
         """Record which model a namespace stands for; bundles name it."""
@@ -204,6 +221,7 @@ class AgentStore:
             turns=tuple(n for n in agent.turns if 4 * n <= len(tokens)),
             agent=agent.id,
             turn=self.agents.turns.find(agent.id, unpack(tokens)) if agent.id else None,
+            imported=self.is_unverified,
         )
         return export_bundle(self.disk, manifest, progress, key)
 

@@ -6,11 +6,13 @@ a sealed store). It names blocks and copies none, so a fork or a rewind costs a 
 
 from __future__ import annotations
 
+import heapq
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,12 @@ from keepwarm.agents.agent import (
 from keepwarm.agents.reachability import (
     abandoned,
     blocks_to_forget,
-    blocks_to_pin,
     delete_blocks,
     existing,
+    protection,
     used_by,
 )
+from keepwarm.agents.shares import AgentLimits, AgentShares
 from keepwarm.agents.texts import AgentTexts, TurnFiles
 from keepwarm.errors import BadInput, BadRecord, NewerFormat, UnknownAgent
 from keepwarm.files import SharedLock
@@ -70,14 +73,25 @@ class Agents:
         self._lock = SharedLock(disk.root / "tmp" / "agents")  # while a file is changed
         self.turns = TurnFiles(disk)
         self.responses = AgentTexts(disk, "responses", MAX_RESPONSE_BYTES, clock)
+        self._shares: AgentShares | None = None
 
-    def all(self) -> Iterator[Agent]:
-        """All readable agents, and ephemeral ones; `unreadable` lists the others."""
-        found = [*self._recorded(), *list(self._ephemeral.values())]
-        return iter(sorted(found, key=lambda agent: agent.id))
+    def limit(self, limits: AgentLimits) -> None:
+        """From now on: for a server, whose keys share the store."""
+        self._shares = AgentShares(limits, self._protected)
 
-    def _recorded(self) -> Iterator[Agent]:
-        return (agent for _, agent in self._each() if isinstance(agent, Agent))
+    def all(self, prefix: str = "", after: str = "") -> Iterator[Agent]:
+        """Readable agents and ephemeral ones whose ids begin so, in the order of their ids, read
+        as they are asked for; `unreadable` lists the others.
+        """
+        by_id = attrgetter("id")
+        recorded = self._recorded(prefix, after)
+        if self._disk.cipher is not None:  # names of files are hidden, so theirs is another order
+            recorded = iter(sorted(recorded, key=by_id))
+        found = heapq.merge(recorded, sorted(self._ephemeral.values(), key=by_id), key=by_id)
+        return (each for each in found if each.id.startswith(prefix) and each.id > after)
+
+    def _recorded(self, prefix: str = "", after: str = "") -> Iterator[Agent]:
+        return (agent for _, agent in self._each(prefix, after) if isinstance(agent, Agent))
 
     def is_ephemeral(self, agent_id: str) -> bool:
         return agent_id in self._ephemeral
@@ -88,8 +102,14 @@ class Agents:
             if isinstance(why, Exception):
                 yield path.name, why
 
-    def _each(self) -> Iterator[tuple[Path, Agent | Exception]]:
-        for path in self._directory.glob("*.json"):
+    def _each(self, prefix: str = "", after: str = "") -> Iterator[tuple[Path, Agent | Exception]]:
+        """Where file names are hidden, all."""
+        if self._disk.cipher is not None:
+            prefix, after = "", ""
+        found = sorted(self._directory.glob(f"{prefix}*.json"), key=attrgetter("stem"))
+        for path in found:
+            if path.stem <= after:
+                continue
             try:
                 yield path, self._read(path)
             except FileNotFoundError:
@@ -125,7 +145,10 @@ class Agents:
             self._refuse_known(agent_id)
             head = replace(head, used=now)
             made = {"created": now, "used": now, "retention_s": self._retention_s}
-            return self._save(Agent(agent_id, head, **made | fields))
+            agent = Agent(agent_id, head, **made | fields)
+            self._check_number(agent_id)
+            self._check_protection(Agent(agent_id, head), agent)
+            return self._save(agent)
 
     def advance(
         self,
@@ -145,7 +168,7 @@ class Agents:
         it is the head, whatever its tokens.
 
         None if the turn is not wanted any more: the agent was deleted meanwhile. Then the blocks
-        that the turn left are deleted too.
+        that the turn left are deleted too. None also if it were one agent too many.
         """
         n_prompt = len(tokens) if n_prompt is None else n_prompt
         turn = EndedTurn(namespace, tokens, n_prompt, model, called, continues)
@@ -156,11 +179,13 @@ class Agents:
             self._delete_blocks(Agent("", Branch.of(namespace, tokens)), UNRECORDED)
         return None
 
-    def _record(self, agent_id: str, turn: EndedTurn, messages: KeptTurn | None) -> Agent:
+    def _record(self, agent_id: str, turn: EndedTurn, messages: KeptTurn | None) -> Agent | None:
         now = self._clock()
         try:
             agent = self.show(agent_id)
         except UnknownAgent:
+            if self._shares is not None and not self._shares.has_room(agent_id):
+                return None
             head, retention_s = Branch(turn.namespace), self._retention_s
             agent = Agent(agent_id, head, retention_s=retention_s, created=now)
         matched = BranchMatcher(self._disk, turn, now).match(agent.head, agent.sides)
@@ -184,6 +209,18 @@ class Agents:
             sides=tuple(sides[:MAX_SIDES]),
             left=existing(self._disk, tuple(dict.fromkeys(left))),
         )
+
+    def _check_number(self, agent_id: str, n_new: int = 1) -> None:
+        if self._shares is not None:
+            self._shares.check_number(agent_id, n_new)
+
+    def _check_protection(self, before: Agent, after: Agent) -> None:
+        """Refuse what protects more than before, and more than there is room for."""
+        if self._shares is None:
+            return
+        n_bytes = protection(self._disk, after).n_bytes
+        if n_bytes > protection(self._disk, before).n_bytes:
+            self._shares.check_bytes(after.id, n_bytes)
 
     def _refuse_known(self, agent_id: str) -> None:
         if self.is_ephemeral(agent_id) or self._path(agent_id).exists():
@@ -209,6 +246,7 @@ class Agents:
             old = self.show(agent_id)
             for new_id in new_ids:
                 self._refuse_known(new_id)
+            self._check_number(new_ids[0], len(new_ids))
             child = old.forked(branch, now, self._retention_s, ephemeral=ephemeral)
             try:
                 for new_id in () if ephemeral else new_ids:
@@ -261,7 +299,10 @@ class Agents:
         """Change `pinned`, `quota_bytes`, `retention_s` or `metadata`."""
         check_metadata(changes.get("metadata", {}))
         with self._changing():
-            return self._save(replace(self.show(agent_id), **changes))
+            agent = self.show(agent_id)
+            changed = replace(agent, **changes)
+            self._check_protection(agent, changed)
+            return self._save(changed)
 
     def pin(self, agent_id: str, pinned: bool = True, branch: int | None = None) -> Agent:
         """Protect the blocks of the head, whichever branch that is, or of one branch."""
@@ -271,7 +312,9 @@ class Agents:
             agent = self.show(agent_id)
             wanted = replace(agent.branch(branch), pinned=pinned)
             head, *sides = (wanted if b.number == branch else b for b in agent.branches)
-            return self._save(replace(agent, head=head, sides=tuple(sides)))
+            changed = replace(agent, head=head, sides=tuple(sides))
+            self._check_protection(agent, changed)
+            return self._save(changed)
 
     def delete(self, agent_id: str, progress: Progress = no_progress) -> int:
         """Delete an agent and every block that no other agent uses; the number of blocks.
@@ -318,6 +361,8 @@ class Agents:
         self.responses.remove_agent(agent_id)
         self._disk.files.remove(self._path(agent_id))
         self._ephemeral.pop(agent_id, None)
+        if self._shares is not None:
+            self._shares.drop(agent_id)
 
     def delete_all(self) -> int:
         """Delete the files of all agents, but not their blocks; how many."""
@@ -385,6 +430,8 @@ class Agents:
     def _save(self, agent: Agent) -> Agent:
         if agent.ephemeral:
             self._ephemeral[agent.id] = agent
+            if self._shares is not None:
+                self._shares.note(agent.id, 0)
             return agent
         write_file(self._disk, self._path(agent.id), agent.to_json().encode())
         self._pin(agent)
@@ -396,7 +443,17 @@ class Agents:
             self._pin(agent)
 
     def _pin(self, agent: Agent) -> None:
-        self._disk.pin_only(agent_owner(agent.id), blocks_to_pin(self._disk, agent))
+        room = None
+        if self._shares is not None and agent.is_protected:
+            room = self._shares.room(agent.id)
+        found = protection(self._disk, agent, room)
+        self._disk.pin_only(agent_owner(agent.id), found.keys)
+        if self._shares is not None:
+            self._shares.note(agent.id, found.n_bytes)
+
+    def _protected(self) -> dict[str, int]:
+        """Bytes that the pins there are, and quotas, protect: of each agent."""
+        return {each.id: protection(self._disk, each, room=0).n_bytes for each in self.all()}
 
     @contextmanager
     def _changing(self) -> Iterator[None]:

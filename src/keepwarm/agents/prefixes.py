@@ -123,6 +123,11 @@ class StoredPrefixes:
         return keys[0]
 
 
+class _PinnedBlock(NamedTuple):
+    until: float
+    n_bytes: int
+
+
 class TtlPins:
     """Pins with a TTL: a client asked to keep a prompt up to some token for some time.
 
@@ -132,11 +137,19 @@ class TtlPins:
     def __init__(self, disk: DiskTier, clock: Callable[[], float] = time.time) -> None:
         self._disk = disk
         self._clock = clock
+        self._pinned: dict[str, dict[BlockKey, _PinnedBlock]] = {}  # by this process, for a tenant
+        self.max_bytes: int | None = None  # that those of one tenant may protect
 
     def pin(
-        self, namespace: Namespace, tokens: Sequence[int], n_tokens: int, ttl_s: float | None
+        self,
+        namespace: Namespace,
+        tokens: Sequence[int],
+        n_tokens: int,
+        ttl_s: float | None,
+        tenant: str = "",
     ) -> None:
-        """Keep the blocks of the first `n_tokens`; pinning again extends the time.
+        """Keep the blocks of the first `n_tokens`, unless the tenant's are too many already;
+        pinning again extends the time.
 
         The block that holds the last of them is pinned, which protects all its ancestors. So is
         one that ends exactly there, if it is stored: on state models it has the checkpoint.
@@ -148,8 +161,24 @@ class TtlPins:
         start = last * BLOCK_TOKENS
         ending = block_key(namespace, refs[last].parent, pack(tokens[start:n_tokens]))
         until = self._clock() + (DEFAULT_TTL_S if ttl_s is None else ttl_s)
-        for key in {refs[last].key, *self._disk.have([ending])}:
+        kept = {*(ref.key for ref in refs[: last + 1]), *self._disk.have([ending])}
+        if not self._fit(tenant, kept, until):
+            return
+        for key in kept & {refs[last].key, ending}:
             self._disk.pin(key, f"{TTL_PIN}{until:.0f}")
+
+    def _fit(self, tenant: str, keys: set[BlockKey], until: float) -> bool:
+        if self.max_bytes is None:
+            return True
+        now, before = self._clock(), self._pinned.get(tenant, {})
+        pinned = {key: block for key, block in before.items() if block.until > now}
+        for key, info in self._disk.have(keys).items():
+            since = pinned[key].until if key in pinned else until
+            pinned[key] = _PinnedBlock(max(until, since), info.n_bytes)
+        if sum(block.n_bytes for block in pinned.values()) > self.max_bytes:
+            return False
+        self._pinned[tenant] = pinned
+        return True
 
     def expire(self) -> int:
         """End expired pins; how many there were. Eviction also does this."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain as joined
 from itertools import islice
+from typing import NamedTuple
 
 from keepwarm.agents.agent import Agent, MatchedBranch
 from keepwarm.agents.block_refs import find_extensions
@@ -12,7 +13,7 @@ from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.disk.maintenance import Progress, no_progress
 from keepwarm.store.disk.tombstones import delete_everywhere
-from keepwarm.store.tier import NamedBlock
+from keepwarm.store.tier import NamedBlock, agent_owner
 
 MAX_UNCHECKED_LEFT = 64  # abandoned blocks listed without checking that they still exist
 
@@ -98,19 +99,48 @@ def _turn_ends(agent: Agent) -> Iterator[NamedBlock]:
     return joined.from_iterable(branch.turn_ends() for branch in agent.branches)
 
 
-def blocks_to_pin(disk: DiskTier, agent: Agent) -> list[BlockKey]:
+class Protection(NamedTuple):
+    """What an agent's pins and quota keep from being evicted."""
+
+    keys: list[BlockKey]  # to pin: only leaves are evicted, so a pin protects all ancestors
+    n_bytes: int  # all that is reserved for a quota included
+
+
+def protection(disk: DiskTier, agent: Agent, room: int | None = None) -> Protection:
     """Of the head, if it is pinned, or within its quota; of pinned branches.
 
-    Only leaves are evicted, so a pin protects all ancestors.
+    What is pinned now stays so; pins grow only within `room`, in bytes.
     """
-    n_head = 0
+    runs: list[Sequence[NamedBlock]]
+    runs = [branch.sized_blocks for branch in agent.branches if branch.pinned]
     if agent.pinned:
-        n_head = len(agent.blocks)
-    elif agent.quota_bytes:
-        n_head = _n_within(disk, agent.blocks, agent.quota_bytes)
-    pinned = [branch.sized_blocks for branch in agent.branches if branch.pinned]
-    runs = [agent.head.sized_blocks[:n_head], *pinned]
-    return list(dict.fromkeys(key for run in runs for key in _ends_of_runs(disk, run)))
+        runs.insert(0, agent.head.sized_blocks)
+    if room is not None and runs:
+        runs = _within_room(disk, runs, agent_owner(agent.id), room)
+    if agent.quota_bytes and not agent.pinned:
+        head = agent.head.sized_blocks
+        runs.insert(0, head[: _n_within(disk, head, agent.quota_bytes)])
+    known = disk.have({block.key for run in runs for block in run})
+    n_bytes = max(agent.quota_bytes or 0, sum(block.n_bytes for block in known.values()))
+    ends = dict.fromkeys(key for run in runs for key in _ends_of_runs(disk, run))
+    return Protection(list(ends), n_bytes)
+
+
+def _within_room(
+    disk: DiskTier, runs: Sequence[Sequence[NamedBlock]], owner: str, room: int
+) -> list[Sequence[NamedBlock]]:
+    pinned, left = disk.index.lookups.pinned_by(owner), room
+    found: list[Sequence[NamedBlock]] = []
+    for run in runs:
+        kept = run[: max(_n_within(disk, run, left), _n_held(run, pinned))]
+        left -= sum(each.n_bytes for each in disk.have([block.key for block in kept]).values())
+        found.append(kept)
+    return found
+
+
+def _n_held(blocks: Sequence[NamedBlock], pinned: set[BlockKey]) -> int:
+    """How many leading blocks pins protect."""
+    return max((n for n, block in enumerate(blocks, start=1) if block.key in pinned), default=0)
 
 
 def _ends_of_runs(disk: DiskTier, blocks: Sequence[NamedBlock]) -> Iterator[BlockKey]:
@@ -125,12 +155,12 @@ def _ends_of_runs(disk: DiskTier, blocks: Sequence[NamedBlock]) -> Iterator[Bloc
         yield from (found.header.key for found in islice(longer, 1))
 
 
-def _n_within(disk: DiskTier, blocks: Sequence[BlockKey], n_bytes: int) -> int:
-    """How many leading blocks fit into a quota."""
-    known = disk.have(blocks)
+def _n_within(disk: DiskTier, blocks: Sequence[NamedBlock], n_bytes: int) -> int:
+    """How many leading blocks are no more than so many bytes."""
+    known = disk.have([block.key for block in blocks])
     total = 0
-    for n, key in enumerate(blocks):
-        total += known[key].n_bytes if key in known else 0
+    for n, block in enumerate(blocks):
+        total += known[block.key].n_bytes if block.key in known else 0
         if total > n_bytes:
             return n
     return len(blocks)

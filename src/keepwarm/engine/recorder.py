@@ -183,7 +183,8 @@ class Recorder:
         pins = self._store.on_disk.ttl_pins
         pins.expire()
         for position, ttl_s in job.prepared.breakpoints:
-            pins.pin(job.lane.restorer.namespace, tokens, position, ttl_s)
+            namespace, tenant = job.lane.restorer.namespace, job.request.tenant
+            pins.pin(namespace, tokens, position, ttl_s, tenant)
             job.lane.restorer.share(tokens[:position])
 
     def _forget_expired(self) -> None:

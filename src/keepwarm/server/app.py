@@ -28,7 +28,7 @@ from keepwarm.server.dashboard import routes as dashboard
 from keepwarm.server.http.keys import ApiKeys
 from keepwarm.server.http.limits import Limits, origin_pattern
 from keepwarm.server.http.logs import REQUEST_ID_HEADERS, RecentLines, RequestLog
-from keepwarm.server.http.permits import PrepareLimiter, prepare_threads
+from keepwarm.server.http.permits import MANAGEMENT_THREADS, PrepareLimiter, prepare_threads
 from keepwarm.server.http.problems import http_problem, problem_of, respond, validation_problem
 from keepwarm.server.http.sse import RECEIPT_HEADER
 from keepwarm.server.kv_events import EventPublisher, event_publisher
@@ -61,7 +61,6 @@ ROUTERS = (
 )
 
 log = logging.getLogger(__name__)
-MANAGEMENT_THREADS = 16
 SHORT_PATHS = re.compile(r"/(chat/completions|completions|responses|models|embeddings)(/.*)?")
 
 

@@ -93,9 +93,8 @@ class MemoryTool:
 
 
 def _list(caller: ToolCaller, given: ListArguments) -> Mapping[str, Any]:
-    found = caller.agents.all()
-    latest = sorted(found, key=lambda agent: -agent["used"])
-    return {"n_agents": len(found), "agents": latest[: given.limit]}
+    latest, n_agents = caller.agents.latest(given.limit)
+    return {"n_agents": n_agents, "agents": latest}
 
 
 def _show(caller: ToolCaller, given: AgentArguments) -> Mapping[str, Any]:

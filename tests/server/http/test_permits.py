@@ -13,11 +13,11 @@ from anyio.to_thread import current_default_thread_limiter
 
 from keepwarm import config
 from keepwarm.errors import Stopping
-from keepwarm.server.app import MANAGEMENT_THREADS
 from keepwarm.server.http.keys import ApiKeys
 from keepwarm.server.http.limits import Limits
 from keepwarm.server.http.permits import (
     LONG_BODY,
+    MANAGEMENT_THREADS,
     FairSemaphore,
     PrepareLimiter,
     PrepareSlot,

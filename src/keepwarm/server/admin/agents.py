@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from typing import Annotated, Any, BinaryIO, Literal, NotRequired, TypeAlias, TypeVar, cast
 
 from fastapi import Depends, Query, Request, Response
@@ -46,6 +47,7 @@ RAW_BODY = {
 }
 MAX_TRANSFERS = 8
 MAX_OF_ONE_KEY = 4
+PAGE, MAX_PAGE = 100, 1000  # agents of a list
 CHUNK_BYTES = 1 << 20
 TAR = "application/x-tar"
 T = TypeVar("T")
@@ -137,6 +139,7 @@ class AgentOut(TypedDict):
 class AgentList(TypedDict):
     object: Literal["list"]
     data: list[AgentOut]
+    has_more: bool
 
 
 class DeletedAgent(TypedDict):
@@ -159,11 +162,18 @@ class TenantAgents:
     def _disk_store(self) -> AgentStore:
         return self._models.store.on_disk
 
-    def all(self) -> list[AgentOut]:
+    def page(self, limit: int, after: str) -> AgentList:
+        """The agents behind this id, in the order of ids."""
         prefix = tenant_agent_id(self.tenant, "")
-        return [
-            self._out(each) for each in self._disk_store.agents.all() if each.id.startswith(prefix)
-        ]
+        agents = self._disk_store.agents.all(prefix, f"{prefix}{after}")
+        found = [self._out(each) for each in islice(agents, limit)]
+        return {"object": "list", "data": found, "has_more": next(agents, None) is not None}
+
+    def latest(self, limit: int) -> tuple[list[AgentOut], int]:
+        """Those that were used last, and how many there are."""
+        agents = list(self._disk_store.agents.all(tenant_agent_id(self.tenant, "")))
+        agents.sort(key=lambda agent: -agent.used)
+        return [self._out(each) for each in agents[:limit]], len(agents)
 
     def show(self, agent_id: str) -> AgentOut:
         return self._out(self._find(agent_id))
@@ -183,7 +193,7 @@ class TenantAgents:
         new_ids = [self._unused_id(new_id) for new_id in body.ids or [str(body.id)]]
         made = self._disk_store.agents.fork_all(old, new_ids, branch, ephemeral=body.ephemeral)
         data = [self._out(agent) for agent in made]
-        return data[0] if body.ids is None else {"object": "list", "data": data}
+        return data[0] if body.ids is None else {"object": "list", "data": data, "has_more": False}
 
     def rewind(self, agent_id: str, turn: int, branch: int | None) -> AgentOut:
         agent = self._find(agent_id, branch)
@@ -418,9 +428,13 @@ BranchNumber: TypeAlias = Annotated[
 
 
 @router.get("")
-def list_agents(agents: Agents) -> AgentList:
-    """List the agents of this key."""
-    return {"object": "list", "data": agents.all()}
+def list_agents(
+    agents: Agents,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="Agents at most.")] = PAGE,
+    after: Annotated[str, Query(description="The id of the last agent of the page before.")] = "",
+) -> AgentList:
+    """List the agents of this key in the order of their ids, a page at a time."""
+    return agents.page(limit, after)
 
 
 @router.post("")

@@ -35,7 +35,12 @@ from keepwarm.prefix.fingerprint import tenant_of
 from keepwarm.server.admin.agents import agent_out
 from keepwarm.server.http.body import LateRoute, api_router
 from keepwarm.server.http.clients import CLIENTS, KEY_VARIABLE, ServerInfo
-from keepwarm.server.http.keys import CurrentViewer, Viewer, require_totals
+from keepwarm.server.http.keys import (
+    CurrentViewer,
+    Viewer,
+    require_totals,
+    tenant_agent_id,
+)
 from keepwarm.server.http.logs import RecentLines
 from keepwarm.server.http.request_fields import Config
 from keepwarm.server.http.sse import receipt_dict
@@ -441,7 +446,7 @@ def list_agents(models: Served, viewer: CurrentViewer) -> JsonObject:
     disk_store = models.store.on_disk
     owners = NamespaceOwners(disk_store, viewer)
     found = []
-    for agent in disk_store.agents.all():
+    for agent in disk_store.agents.all("" if viewer.admin else tenant_agent_id(viewer.tenant, "")):
         tenant = owners.tenant_of(agent.namespace)
         if viewer.may_see(tenant):
             listed = agent_out(disk_store, agent, tenant or "")

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Self
+from typing import NamedTuple, Self
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -31,6 +31,7 @@ BYTES_PER_S = 16 << 10  # a client that is slower for long is given up
 OPEN_PATHS = ("/health", "/docs", "/openapi.json", "/dashboard")  # hold nothing about prompts
 OPEN_BODY_BYTES = 1024  # nothing there reads a body
 ADMIN_PATH = "/v1/admin"
+METRICS_PATH = "/metrics"
 UPLOADS = frozenset({"/v1/agents/import"})  # files, streamed and never held in memory whole
 UNTIMED = UPLOADS | {"/api/pull"}  # take as long as the network does
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -174,6 +175,18 @@ def concurrency_limit(limit: int, each: int) -> SharedLimit:
     )
 
 
+class Meter(NamedTuple):
+    """How often, and how many at once, a key may send requests of one kind."""
+
+    rate: RateLimit
+    concurrency: SharedLimit
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        concurrency = concurrency_limit(settings.max_queue, settings.max_concurrency)
+        return cls(RateLimit(settings.rate_per_minute), concurrency)
+
+
 def body_budget(max_body_bytes: int) -> SharedLimit:
     """Bytes of the bodies of unfinished requests."""
     return SharedLimit(
@@ -250,15 +263,18 @@ class Limits:
         self._app = app
         self._origins = OriginCheck(settings)
         self._keys = keys
-        self._rate = RateLimit(settings.rate_per_minute)
-        self._concurrency = concurrency_limit(settings.max_queue, settings.max_concurrency)
+        self._asking, self._managing = Meter.of(settings), Meter.of(settings)
         self._bodies = body_budget(settings.max_body_bytes)
         self._settings = settings
 
     @property
     def held(self) -> dict[str, int]:
         """What requests in progress use, by its name."""
-        return {"requests": self._concurrency.n_used, "body bytes": self._bodies.n_used}
+        return {
+            "requests": self._asking.concurrency.n_used,
+            "management": self._managing.concurrency.n_used,
+            "body bytes": self._bodies.n_used,
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -301,7 +317,7 @@ class Limits:
         owner = "" if _is_open(scope) else self._identify(scope, headers)
         reserve = self._reserve(scope, headers, owner, held)
         if _is_metered(scope):
-            held.enter_context(self._concurrency.one_more(owner))
+            held.enter_context(self._meter(scope).concurrency.one_more(owner))
         return BodyReader(receive, self._settings.client_timeout_s, reserve)
 
     def _identify(self, scope: Scope, headers: Headers) -> str:
@@ -312,11 +328,15 @@ class Limits:
                 "This endpoint needs the admin key; set KEEPWARM_ADMIN_KEY and send that key."
             )
         if _is_metered(scope):
-            self._rate.take(caller.owner)
+            self._meter(scope).rate.take(caller.owner)
         scope.setdefault("state", {}).update(
             tenant=caller.tenant, admin=caller.admin, owner=caller.owner, key_name=caller.name
         )
         return caller.owner
+
+    def _meter(self, scope: Scope) -> Meter:
+        """Lists and dashboards that are polled leave a key's requests for tokens alone."""
+        return self._asking if scope["method"] == "POST" else self._managing
 
     def _reserve(
         self, scope: Scope, headers: Headers, owner: str, held: ExitStack
@@ -333,7 +353,7 @@ class Limits:
     def _answer_s(self, scope: Scope) -> float | None:
         """Seconds until a slow reader loses its slot; the engine has ended its answer before."""
         limited = self._settings.request_timeout_s and _is_metered(scope)
-        if not limited or scope["path"] in UNTIMED:
+        if not limited or scope["method"] != "POST" or scope["path"] in UNTIMED:
             return None
         return self._settings.request_timeout_s + self._settings.client_timeout_s
 
@@ -347,5 +367,5 @@ def _is_admin(scope: Scope) -> bool:
 
 
 def _is_metered(scope: Scope) -> bool:
-    """Whether the limits apply: to requests that may use the engine, but not to the admin's."""
-    return scope["method"] == "POST" and not (_is_admin(scope) or _is_open(scope))
+    """Whether the limits apply: to all but the admin's requests, health and metrics."""
+    return not (_is_admin(scope) or _is_open(scope) or scope["path"] == METRICS_PATH)

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from keepwarm.config import Settings
 from keepwarm.errors import Busy, KeepwarmError
 from keepwarm.server.http.body import check_structure
+from keepwarm.server.http.limits import UNTIMED
 from keepwarm.server.http.problems import problem_of, respond
 from keepwarm.telemetry.ledger import RequestRecord
 from keepwarm.text.request import Arrival
@@ -31,6 +32,7 @@ from keepwarm.text.sandbox.deadline import PrepareDeadline
 T = TypeVar("T")
 
 LONG_BODY = 64 << 10  # bytes
+MANAGEMENT_THREADS = 16
 PATHS = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/embeddings"),
@@ -205,7 +207,9 @@ def _n_at_once() -> int:
 
 
 class PrepareLimiter:
-    """The middleware that gives every request that is prepared a slot."""
+    """The middleware that gives every request that is prepared a slot, and all others a permit for
+    a thread of management.
+    """
 
     def __init__(self, app: ASGIApp, settings: Settings, threads: ThreadPoolExecutor) -> None:
         self._app = app
@@ -213,15 +217,16 @@ class PrepareLimiter:
         self._timeout_s = settings.prepare_timeout_s
         at_once, each = _n_at_once(), max(1, (os.cpu_count() or 2) // 2)
         self._short, self._long = FairSemaphore(at_once, each), FairSemaphore(at_once, each)
+        self._managing = FairSemaphore(MANAGEMENT_THREADS, MANAGEMENT_THREADS // 2)
 
     @property
     def n_held(self) -> int:
         """Permits in use."""
-        return self._short.n_held + self._long.n_held
+        return self._short.n_held + self._long.n_held + self._managing.n_held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not is_prepared(scope):
-            await self._app(scope, receive, send)
+            await self._manage(scope, receive, send)
             return
         try:
             body = await _read(receive)
@@ -232,6 +237,20 @@ class PrepareLimiter:
                 await self._prepare(body, scope, receive, send)
         except KeepwarmError as error:  # from before the application, which answers its own
             await respond(scope["path"], problem_of(error))(scope, receive, send)
+
+    async def _manage(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """With a permit until the answer begins: streams have threads of their own, or none."""
+        owner = scope.get("state", {}).get("owner")
+        if owner is None or scope["path"] in UNTIMED:  # health and pages; up- and downloads
+            await self._app(scope, receive, send)
+            return
+        async with self._managing.permit(owner) as permit:
+
+            async def send_released(message: Message) -> None:
+                permit.release()
+                await send(message)
+
+            await self._app(scope, receive, send_released)
 
     async def _prepare(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         owner = scope.setdefault("state", {}).get("owner", "")

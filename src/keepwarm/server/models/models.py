@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 from starlette.concurrency import run_in_threadpool
 
+from keepwarm.agents.shares import AgentLimits
 from keepwarm.config import Settings
 from keepwarm.errors import (
     BadInput,
@@ -178,6 +179,8 @@ class Models:
         self.ledger = engine.ledger if engine else Ledger()
         self._adding = threading.Lock()
         store = engine.store if store is None and engine else store
+        if store is not None:
+            store.on_disk.limit(AgentLimits.of(settings))
         self.slots = Slots(settings, store, self.ledger)
         self.slots.on_close = self._note_closed
         self.default = Slot(first, [first.name], settings.model)

@@ -174,6 +174,10 @@ class Lookups:
     def owners(self, key: BlockKey) -> list[str]:
         return [row[0] for row in self._rows("SELECT owner FROM pins WHERE key = ?", (key,))]
 
+    def pinned_by(self, owner: str) -> set[BlockKey]:
+        rows = self._rows("SELECT key FROM pins WHERE owner = ?", (self.encode_owner(owner),))
+        return {BlockKey(row[0]) for row in rows}
+
     def writers(self) -> set[str]:
         return {row[0] for row in self._rows("SELECT DISTINCT writer FROM writes")}
 

@@ -1,0 +1,95 @@
+"""What the agents of one API key may amount to: how many, and how much their pins protect."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Self
+
+from keepwarm.config import Settings
+from keepwarm.errors import BadInput
+from keepwarm.units import format_bytes
+
+PROTECTED = 2  # pins and quotas of all keys together take one part in so many of the store
+RECOUNT_S = 600.0  # other processes may have deleted agents since they were counted
+
+
+class AgentLimits(NamedTuple):
+    """What one key may have; without keys there is nobody to pay for another."""
+
+    n_agents: int = sys.maxsize
+    n_bytes: int = sys.maxsize  # that pins and quotas protect from eviction
+    has_tenants: bool = False  # ids begin with the tenant
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        keys = {named.name or named.key for named in settings.read_named_keys()}
+        if not keys:
+            return cls()
+        n_tenants = 1 if settings.share_cache else len(keys)
+        n_bytes = settings.disk_bytes // PROTECTED // n_tenants
+        return cls(settings.max_agents, n_bytes, has_tenants=not settings.share_cache)
+
+    def tenant_of(self, agent_id: str) -> str:
+        return agent_id.partition(".")[0] if self.has_tenants else ""
+
+
+class AgentShares:
+    """The agents of every key against its limits, as this process knows them.
+
+    Counted from the files, and now and then again: other processes change agents too.
+    """
+
+    def __init__(
+        self,
+        limits: AgentLimits,
+        count: Callable[[], Mapping[str, int]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`count` gives the bytes that each agent's pins and quota protect."""
+        self._limits = limits
+        self._count = count
+        self._clock = clock
+        self._protected: dict[str, int] = {}
+        self._counted_at = -RECOUNT_S
+
+    def note(self, agent_id: str, n_bytes: int) -> None:
+        self._protected[agent_id] = n_bytes
+
+    def drop(self, agent_id: str) -> None:
+        self._protected.pop(agent_id, None)
+
+    def room(self, agent_id: str) -> int:
+        """Bytes that the pins of this agent may protect."""
+        others = sum(n for id_, n in self._of_same_key(agent_id) if id_ != agent_id)
+        return max(0, self._limits.n_bytes - others)
+
+    def has_room(self, agent_id: str, n_new: int = 1) -> bool:
+        """Whether its key may have so many more agents."""
+        return len(self._of_same_key(agent_id)) + n_new <= self._limits.n_agents
+
+    def check_number(self, agent_id: str, n_new: int = 1) -> None:
+        if not self.has_room(agent_id, n_new):
+            n_agents = len(self._of_same_key(agent_id))
+            raise BadInput(
+                f"This key has {n_agents:,} agents and may have {self._limits.n_agents:,}; delete "
+                "some, or give them a retention_s."
+            )
+
+    def check_bytes(self, agent_id: str, n_bytes: int) -> None:
+        """Refuse a pin or a quota that protects so many bytes."""
+        if n_bytes > (room := self.room(agent_id)):
+            raise BadInput(
+                f"Pins and quotas of one key protect at most {format_bytes(self._limits.n_bytes)}, "
+                f"of which {format_bytes(room)} are left, and this takes {format_bytes(n_bytes)}; "
+                "remove another pin or quota."
+            )
+
+    def _of_same_key(self, agent_id: str) -> list[tuple[str, int]]:
+        if self._clock() - self._counted_at >= RECOUNT_S:
+            self._protected = dict(self._count())
+            self._counted_at = self._clock()
+        tenant_of = self._limits.tenant_of
+        tenant = tenant_of(agent_id)
+        return [each for each in self._protected.items() if tenant_of(each[0]) == tenant]
