@@ -245,8 +245,8 @@ ASKED = {
     "/v1/embeddings": {"input": ["the fox", "the dog"]},
     "/v1/messages": {"messages": [{"role": "user", "content": MARKED}], "max_tokens": 2},
     "/v1/responses": {"input": "the fox", "max_output_tokens": 16},
-    "/api/chat": {"model": "m", "messages": MESSAGES, "options": {"num_predict": 2}},
-    "/api/embed": {"model": "m", "input": "the fox"},
+    "/api/chat": {"model": "tiny", "messages": MESSAGES, "options": {"num_predict": 2}},
+    "/api/embed": {"model": "tiny", "input": "the fox"},
     "/v1/cache/prefill": {"messages": MESSAGES},
 }
 
@@ -266,6 +266,6 @@ def test_requests_for_tokens_and_the_stop_wait_for_no_management(serving, tmp_pa
         asyncio.run_coroutine_threadsafe(take_management_threads(), live.loop).result(60)
         live.loop.call_soon_threadsafe(live.loop.set_default_executor, RefusingExecutor(1))
         for path, body in ASKED.items():
-            answer = live.post(path, {"model": "m", **body})
+            answer = live.post(path, {"model": "tiny", **body})
             assert answer.status_code == 200, (path, answer.text)
         live.loop.call_soon_threadsafe(live.loop.set_default_executor, ThreadPoolExecutor(1))

@@ -146,12 +146,15 @@ class EmbeddingAnswer:
 
     def __init__(self, host: EngineHost, plan: EmbeddingPlan, slot: PrepareSlot) -> None:
         self._host = host
-        self.model = host.name
         self._slot = slot
         self.on_thread = slot.on_thread
         self._plan = plan
         self._begun: list[ObservedAnswer] = []
         self._is_cancelled = False
+
+    @property
+    def model(self) -> str:
+        return self._host.name
 
     @property
     def records(self) -> list[RequestRecord | None]:
