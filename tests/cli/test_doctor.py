@@ -37,7 +37,9 @@ def report(tmp_path_factory):
     home, shared = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("shared")
     model = write_checkpoint(home / "tiny", n_context=2048)
     verdict = KnownVerdict("some/model", "0.32.2", Verdict(False, 0.5, 0.0, 97))
-    VerdictsFile(home).put("key", verdict, keep=True)
+    verdicts = VerdictsFile(home)
+    verdicts.put("key", verdict, keep=True)
+    verdicts.save()
     with redis_server(home) as server:
         remotes = f"{server.url}, {shared.as_uri()}, file://{home}/missing"
         options = {"KEEPWARM_REMOTE": remotes, "KEEPWARM_MODEL": str(model)}

@@ -6,9 +6,11 @@ import pickle
 import random
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -446,6 +448,21 @@ def test_a_process_that_hangs_is_replaced(process, monkeypatch):
     assert not psutil.pid_exists(pid)
     monkeypatch.undo()
     assert run(process, tasks.report)[0] == "built"
+
+
+KILLED = """
+import os
+from keepwarm.text.sandbox import deadline, process
+from tests.kit import tasks
+process.SandboxProcess().give(tasks.Nothing()).wait_until_ready(deadline.PrepareDeadline())
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_it_ends_without_a_word_when_its_server_is_killed():
+    command, environ = [sys.executable, "-c", KILLED], {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    ended = subprocess.run(command, check=False, capture_output=True, timeout=300, env=environ)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGKILL, b"")
 
 
 def test_its_start_is_not_in_a_request_s_time():

@@ -218,7 +218,8 @@ class Leaving:
     """A host whose client goes away while inputs are handed to the engine."""
 
     def __init__(self, host):
-        self.host, self.n_started, self.leave = host, 0, lambda: None
+        self.host, self.name = host, host.name
+        self.n_started, self.leave = 0, lambda: None
 
     async def run(self, prepared, slot):
         answers = await self.host.run(prepared, slot)

@@ -95,9 +95,18 @@ def main(control_file: int, *modules: str) -> None:
             _serve(control, recipe.build())
 
 
+def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
+    """A message and its files; nothing if the parent is gone, or was killed."""
+    try:
+        data, files, _, _ = socket.recv_fds(control, MESSAGE.size, 1)
+    except ConnectionResetError:
+        return b"", []
+    return data, files
+
+
 def _receive_recipe(control: socket.socket) -> Recipe | None:
     """None if the parent is gone."""
-    _, files, _, _ = socket.recv_fds(control, MESSAGE.size, 1)
+    _, files = _receive(control)
     if not files:
         return None
     with os.fdopen(files[0], "rb") as file:
@@ -136,7 +145,7 @@ def _reap(children: dict[int, int]) -> None:
 
 def _obey(control: socket.socket, children: dict[int, int], tools: Any) -> bool:
     """Do what one message says; False if the parent is gone."""
-    data, links, _, _ = socket.recv_fds(control, MESSAGE.size, 1)
+    data, links = _receive(control)
     if len(data) < MESSAGE.size:
         return False
     kind, task = MESSAGE.unpack(data)
