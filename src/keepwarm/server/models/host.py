@@ -221,13 +221,17 @@ class EngineHost:
         self._warmer = None  # it holds a reference to the engine, whose memory must be freed
         return engine
 
-    def load(self, start: Callable[[Report], Engine]) -> None:
-        """Start an engine and use it from now on; requests are told how far it is."""
+    def load(self, start: Callable[[Report], Engine], *, in_full: bool) -> None:
+        """Start an engine and use it from now on; requests are told how far it is.
+
+        `in_full`: only once long prompts can be prepared too.
+        """
         self._next_line = 0.0
         self._report("starting")
         try:
             engine = start(self._report)
-            engine.preparer.wait_until_ready()
+            if in_full:
+                engine.preparer.wait_until_ready()
             self._put(engine)
         finally:
             self._loading = ""

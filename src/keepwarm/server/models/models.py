@@ -215,7 +215,7 @@ class Models:
         for slot in self.slots.all:
             with self.slots.changing:
                 try:
-                    self.slots.load(slot, may_evict=False)
+                    self.slots.load(slot, may_evict=False, in_full=slot is self.default)
                 except InsufficientResources as error:
                     if slot is self.default:
                         raise

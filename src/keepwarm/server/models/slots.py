@@ -135,10 +135,10 @@ class Slots:
             with self._changed:
                 slot.loading = None
 
-    def load(self, slot: Slot, *, may_evict: bool = True) -> None:
+    def load(self, slot: Slot, *, may_evict: bool = True, in_full: bool = False) -> None:
         """Load a model whose files are known. The caller holds `changing`."""
         try:
-            slot.host.load(partial(self._start, slot, may_evict))
+            slot.host.load(partial(self._start, slot, may_evict), in_full=in_full)
         except KeepwarmError:
             raise
         except (Exception, SystemExit) as error:
