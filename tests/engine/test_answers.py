@@ -60,11 +60,11 @@ def test_a_window_that_has_not_slid_is_trimmed(models, tmp_path, n_tokens, place
     """A live cache is trimmed if possible; if its window has slid, blocks are used."""
     model, exam = models.of("gemma3_text"), Exam(models.module("gemma3_text"))
     first = prompt_of(n_tokens)
-    second = [*first[:12], *prompt_of(20, seed=5)]
+    second = [*first[:16], *prompt_of(20, seed=5)]
     with engine_on(model, tmp_path) as engine:
         answer(engine, first, 3)
         parted = answer(engine, second, 10)
-        assert parted.receipt.reused == {place: 12}
+        assert parted.receipt.reused == {place: 16}
         exam.add(second, parted.choices[0])
     exam.check()
 

@@ -67,13 +67,16 @@ def test_memory_for_joining_is_given_back(sim):
     assert sim.scheduler._intake._admission.used_bytes == n_bytes
 
 
-def test_one_token_that_is_known_is_used(models, tmp_path):
+def test_one_live_token_is_used_and_stored_ones_from_sixteen_on(models, tmp_path):
+    first = [*range(5, 25)]
     with engine_on(models.of("llama"), tmp_path) as engine:
-        engine.submit(ask([5, 6, 7], 2)).result()
+        engine.submit(ask(first, 2)).result()
         engine.wait_until_saved()
         assert engine.submit(ask([5, 9, 9], 2)).result().receipt.reused == {"live": 1}
-        engine.call(engine.live.clear).result()
-        assert engine.submit(ask([5, 8, 8], 2)).result().receipt.reused == {"memory": 1}
+        for n_known, reused in ((15, {}), (16, {"memory": 16})):
+            engine.call(engine.live.clear).result()
+            prompt = [*first[:n_known], 90 + n_known]
+            assert engine.submit(ask(prompt, 2)).result().receipt.reused == reused
 
 
 def test_a_live_cache_belongs_to_its_agent(models, tmp_path):

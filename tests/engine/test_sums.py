@@ -22,6 +22,7 @@ FIRST = Receipt(
     shared=4,
     continued=3,
     scored=7,
+    phases_ms={"preparing": 2.0},
 )
 SECOND = Receipt(
     prompt_tokens=20,
@@ -59,6 +60,7 @@ def test_a_sum_keeps_every_field_of_its_receipts():
         shared=9,
         continued=3,
         scored=7,
+        phases_ms={"preparing": 2.0},
     )
 
 

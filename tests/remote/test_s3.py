@@ -116,12 +116,15 @@ def test_a_janitor_lists_by_pages(bucket, monkeypatch):
         assert [len(page) for page in pages] == [2, 2, 1, 0]
 
 
+XML = b'<?xml version="1.0" encoding="UTF-8"?>\n'
+
+
 @pytest.mark.parametrize(
     "answered",
     [
         answer(507),
-        answer(403, b"<Error><Code>QuotaExceeded</Code></Error>"),
-        answer(403, b"<Error><Code>AccessDenied</Code></Error>"),
+        answer(403, XML + b"<Error><Code>QuotaExceeded</Code></Error>"),
+        answer(403, XML + b"<Error><Code>AccessDenied</Code></Error>"),
     ],
     ids=["507", "quota", "read-only"],
 )

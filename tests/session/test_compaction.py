@@ -94,8 +94,9 @@ def test_who_cannot_be_compacted_stays_as_he_is(engine):
     assert engine.store.on_disk.agents.show("ops") == before
 
 
-def test_summary_that_looks_like_a_call_of_a_tool_is_text(tmp_path):
+def test_a_summary_cannot_be_a_call_of_a_tool(tmp_path, monkeypatch):
     """The tools are in the prompt, as before; they may not be called."""
+    asked = []
     look = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     path = write_scripted(tmp_path / "model", ["It is quick.", call("look")])
     model = keepwarm.load(str(path))
@@ -103,7 +104,13 @@ def test_summary_that_looks_like_a_call_of_a_tool_is_text(tmp_path):
     with engine_on(model, tmp_path / "home") as engine:
         session = Session(engine, id="ops", tools=[look])
         session.respond("What is the quick brown fox?")
-        assert session.compact("Sum up.").summary == call("look")
+        submit = engine.submit
+        monkeypatch.setattr(
+            engine, "submit", lambda request, *more: asked.append(request) or submit(request, *more)
+        )
+        with pytest.raises(BadInput, match="wrote no summary"):
+            session.compact("Sum up.")
+    assert [(each.tools, each.tool_choice.mode) for each in asked] == [([look], "none")]
 
 
 SUMMARY = "The fox is quick and brown; the dog is lazy.\nNext: whom does the fox jump over?"

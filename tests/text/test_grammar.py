@@ -209,6 +209,9 @@ NAME = {"type": "object", "properties": {"name": {"const": "x"}}, "required": ["
         ({"anyOf": [AGE, NAME]}, '{"name":"x","invented":1}', False),
         (AGE | {"anyOf": [NAME]}, '{"age":1,"name":"x"}', True),
         ({"allOf": [AGE, NAME]}, '{"age":1,"name":"x"}', True),
+        (AGE | {"required": ["other"]}, '{"other":1}', True),
+        (AGE | {"oneOf": [{"$ref": "#/$defs/n"}], "$defs": {"n": NAME}}, '{"name":"x"}', True),
+        ({"anyOf": [AGE], "required": ["other"]}, '{"other":1}', True),
     ],
 )
 def test_no_keys_are_invented_in_an_answer(model, grammars, schema, text, fits):

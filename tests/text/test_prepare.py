@@ -216,6 +216,18 @@ def test_a_strict_tool_binds_its_calls_and_is_offered_like_any_other(plain):
     assert loose.tokens == prepared_by(plain, **wishes).tokens
 
 
+BEYOND = {"type": "object", "properties": {"city": {"type": "string", "pattern": "^(?!x).*$"}}}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_schema_beyond_a_grammar_takes_the_binding_and_not_the_request(plain, strict):
+    tool = {**WEATHER, "function": {"name": "f", "parameters": BEYOND, "strict": strict}}
+    wishes = {"tools": [tool], "tool_choice": AUTO}
+    assert prepared_by(plain, **wishes).new_matcher() is None
+    assert may_say(plain, ANSWER, format=YES, **wishes)
+    assert not may_say(plain, "Hm.", format=YES, **wishes)
+
+
 def test_the_receipt_names_keywords_of_a_schema_that_are_ignored(plain):
     wanted = Format(schema={"type": "array", "items": {"type": "integer"}, "uniqueItems": True})
     prepared = prepared_by(plain, format=wanted, ignored_fields=("store",))

@@ -273,7 +273,7 @@ def test_arguments_that_are_not_required_may_be_left_out(tmp_path, parser):
     text = CALLS[parser]
     markup = markup_of(tmp_path, parser, text)
     properties = {name: {"type": "integer"} for name in ("a", "days", "z")}
-    for required in ([], ["days"]):
+    for required in ([], None, ["days"]):
         schema = {"type": "object", "properties": properties, "required": required}
         tool = {"type": "function", "function": {"name": "get_weather", "parameters": schema}}
         grammar = call_grammar([tool], REQUIRED, markup)

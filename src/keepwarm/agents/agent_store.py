@@ -106,6 +106,8 @@ class AgentStore:
 
     def limit(self, limits: AgentLimits) -> None:
         """From now on, for each key: agents, pins and quotas, and as much again for TTL pins."""
+        if limits == AgentLimits():  # counting them takes time
+            return
         self.agents.limit(limits)
         self.ttl_pins.max_bytes = limits.n_bytes
 

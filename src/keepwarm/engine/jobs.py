@@ -429,6 +429,8 @@ def _miss(job: Job, warm: WarmPrefix) -> Miss | None:
     prompts tell."""
     if not job.request.policy.reads:
         return job.prepared.explain(warm.n_tokens)
+    if warm.n_tokens >= len(job.tokens) - 1:
+        return None
     why: MissCause | None = FAULTS.get(warm.fault) if warm.fault else None
     if why is None and job.lane.n_stored(job.tokens) > warm.n_tokens:
         why = "not worth loading"

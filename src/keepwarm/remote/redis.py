@@ -102,7 +102,8 @@ class RedisBackend(Backend):
             [b"ZREM", _folder(folder), last.encode()] for folder, _, last in stale
         ]
         if gone:
-            self._call(gone, deadline.left_s(), or_refused=True)
+            with suppress(CallError):  # the answer is known, and tidying up is not worth losing it
+                self._call(gone, deadline.left_s(), or_refused=True)
         return [[Listed(n, size) for n in some if (size := sizes[n])] for some in found]
 
     def fetch(

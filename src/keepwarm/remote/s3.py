@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from obstore import GetOptions, PutMode
     from obstore.store import S3Config
 
+MAX_MESSAGE = 500  # characters
 T = TypeVar("T")
 MAX_CALLS = 16  # at the same time
 PAGE = 1000  # names in one answer
@@ -209,7 +210,8 @@ def _blob_errors() -> Iterator[None]:
     except AlreadyExistsError as error:
         raise FileExistsError from error
     except (BaseError, ValueError) as error:
-        raise CallError(str(error).splitlines()[0]) from error
+        message = " ".join(str(error).split())  # servers answer in several lines of XML
+        raise CallError(message[:MAX_MESSAGE]) from error
 
 
 def open_store(address: S3Address, secret: str) -> S3Store:

@@ -140,7 +140,7 @@ class RemoteTier:
         """
         seconds = self._ask_s(lookup, computing_s)
         if seconds is None:
-            self.declined()
+            self._is_due = True  # the way is far, whatever it carries; it is measured again
             return True
         deadline = CallDeadline(seconds, self._clock)
         self.look_up(lookup, deadline)

@@ -158,7 +158,10 @@ def event_publisher(models: Models, settings: Settings) -> EventPublisher | None
 
 def _is_local(address: str) -> bool:
     """Whether only this machine reaches it; a name of a network interface may be any."""
-    place = urlsplit(address)
+    try:
+        place = urlsplit(address)
+    except ValueError:  # no address at all: binding to it says so
+        return False
     return place.scheme in ("ipc", "inproc") or is_loopback(place.hostname or "")
 
 

@@ -33,7 +33,7 @@ OPEN_KEYS = {
     *("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref"),
     *("allOf", "anyOf", "oneOf", "if"),
 }
-ADDING = {"allOf", "anyOf", "oneOf"}  # keywords whose parts may describe one object together
+JOINING = {"$ref", "allOf", "anyOf", "oneOf"}  # their parts may describe one object together
 _QUOTED = re.compile(r'"([\w$-]+)"')
 # Bounded: some models would write whitespace until max_tokens.
 BLANKS = r"[ \n\r\t]{1,64}"
@@ -254,30 +254,43 @@ def _with_preamble(preamble: str, text: str, wanted: Format) -> str:
 def closed(schema: Any) -> Any:
     """The schema with no other keys than it names, where it does not say: none are invented.
 
-    An object that names no keys, or whose keys another part of the schema adds, stays open.
+    As it is if some object is joined of several parts: one that is closed fits no other. An object
+    that names no keys, or requires others than it names, stays open.
     """
+    return schema if _joins(schema) else _closed(schema)
+
+
+def _joins(part: Any) -> bool:
+    if isinstance(part, list):
+        return any(map(_joins, part))
+    if not isinstance(part, Mapping):
+        return False
+    adds = JOINING & part.keys() and {"properties", "required"} & part.keys()
+    return bool(adds or "allOf" in part) or any(map(_joins, part.values()))
+
+
+def _closed(schema: Any) -> Any:
     if isinstance(schema, list):
-        return [closed(each) for each in schema]
+        return [_closed(each) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
     own = schema.get("properties")
-    kept = {key: v if own and key in ADDING else _closed_part(key, v) for key, v in schema.items()}
-    if own and not OPEN_KEYS & schema.keys():
+    kept = {key: _closed_part(key, value) for key, value in schema.items()}
+    names_all = own and set(schema.get("required") or ()) <= own.keys()
+    if names_all and not OPEN_KEYS & schema.keys():
         kept["additionalProperties"] = False
     return kept
 
 
 def _closed_part(key: str, value: Any) -> Any:
     if key in ("properties", "$defs", "definitions") and isinstance(value, Mapping):
-        return {name: closed(each) for name, each in value.items()}
-    return closed(value) if key in ("items", "prefixItems", "anyOf", "oneOf") else value
+        return {name: _closed(each) for name, each in value.items()}
+    return _closed(value) if key in ("items", "prefixItems", "anyOf", "oneOf") else value
 
 
 def _schema_grammar(schema: Any, is_strict: bool) -> str:
     try:
-        text = json.dumps(schema, allow_nan=False)
-        if '"allOf"' not in text:  # it joins objects, and one that is closed fits no other
-            text = json.dumps(closed(schema))
+        text = json.dumps(closed(schema), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise BadInput(f"The answer's JSON schema is not valid JSON ({error}).") from error
     return LLMatcher.grammar_from_json_schema(

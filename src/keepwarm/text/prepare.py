@@ -325,10 +325,19 @@ class Preparer:
             return compile_(Format(grammar=calls), after)
         if request.format is not None:
             around = self._around_answer(request, request.format, bool(after))
+            try:
+                return compile_(request.format, after, around)
+            except BadInput:
+                if not request.tools:
+                    raise
+            # Some tool's schema is beyond a grammar: then the format alone is the answer.
+            around = self._around_answer(replace(request, tools=()), request.format, bool(after))
             return compile_(request.format, after, around)
         if _forbids_calls(request):
             return compile_(Format(grammar=no_call_grammar(self.markup)))
-        return compile_(Format(grammar=strict_grammar(request.tools, self.markup)))
+        with suppress(BadInput):  # the same of strict tools: their calls are free
+            return compile_(Format(grammar=strict_grammar(request.tools, self.markup)))
+        return None
 
     def _trial(self, deadline: PrepareDeadline) -> Trial | None:
         isolation = self._sandbox

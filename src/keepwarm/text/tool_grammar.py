@@ -183,9 +183,11 @@ def _blanks(preamble: Preamble) -> str:
 def _resolved(part: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     """A property's schema on its own: its `$ref` resolved, the definitions added."""
     schema = part if isinstance(part, Mapping) else {}  # it may be `true`
-    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    named = {key: root.get(key) for key in ("$defs", "definitions")}
+    definitions = {key: each for key, each in named.items() if isinstance(each, Mapping)}
     _, _, name = str(schema.get("$ref", "")).rpartition("/")
-    targets = [each[name] for each in definitions.values() if name in each]
+    found = (each.get(name) for each in definitions.values())
+    targets = [each for each in found if isinstance(each, Mapping)]
     return {**(targets[0] if targets else schema), **definitions}
 
 
@@ -301,8 +303,8 @@ class CallWriter(LarkWriter):
 
     def _parameters(self, rule: str, form: Parameters, schema: Mapping[str, Any]) -> Iterator[str]:
         """Those of the schema in its order; one that is not required may be left out."""
-        properties = schema.get("properties", {})
-        required = [name in schema.get("required", ()) for name in properties]
+        properties = schema.get("properties") or {}
+        required = [name in (schema.get("required") or ()) for name in properties]
         rules = [f"{rule}_{number}" for number in range(len(properties))]
         separated = [f"({self.literal(form.separator)} {each})" for each in rules]
         later = [f"{r}{'' if must else '?'}" for r, must in zip(separated, required, strict=True)]

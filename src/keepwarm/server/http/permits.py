@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from keepwarm.config import Settings
 from keepwarm.errors import Busy, KeepwarmError
 from keepwarm.server.http.body import check_structure
-from keepwarm.server.http.limits import UNTIMED
+from keepwarm.server.http.limits import METRICS_PATH, UNTIMED
 from keepwarm.server.http.problems import problem_of, respond
 from keepwarm.telemetry.ledger import RequestRecord
 from keepwarm.text.request import Arrival
@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 LONG_BODY = 64 << 10  # bytes
 MANAGEMENT_THREADS = 16
+UNMANAGED = UNTIMED | {METRICS_PATH}
 PATHS = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/embeddings"),
@@ -241,7 +242,7 @@ class PrepareLimiter:
     async def _manage(self, scope: Scope, receive: Receive, send: Send) -> None:
         """With a permit until the answer begins: streams have threads of their own, or none."""
         owner = scope.get("state", {}).get("owner")
-        if owner is None or scope["path"] in UNTIMED:  # health and pages; up- and downloads
+        if owner is None or scope["path"] in UNMANAGED:  # health and pages; transfers; scrapes
             await self._app(scope, receive, send)
             return
         async with self._managing.permit(owner) as permit:

@@ -72,7 +72,10 @@ class SandboxProcess:
             self.close()
         else:
             with self._lock:
-                self._send_recipe()
+                try:
+                    self._send_recipe()
+                except OSError:  # the first task starts another, with the recipe
+                    self._end()
         return self
 
     def run(
@@ -118,6 +121,7 @@ class SandboxProcess:
             while not is_ready(control, TICK_S):
                 deadline.check_client()
                 if time.monotonic() > end:
+                    self._replace(control)
                     raise ProcessGone
             deadline.begin_again()
         return control
@@ -155,12 +159,18 @@ class SandboxProcess:
             raise ProcessGone from error
 
     def _replace(self, control: socket.socket) -> None:
-        """By a new one, for later tasks; several tasks may see that it hangs."""
+        """By a new one, for later tasks; several tasks may see that it hangs.
+
+        It is ended without the lock, for which a client that leaves would wait on the event loop.
+        """
         with self._lock:
-            if control is self._control and not self._closed:
-                LOG.warning("the preparing process hangs; another is started")
-                self._end()
+            if control is not self._control or self._closed:
+                return
+            LOG.warning("the preparing process hangs; another is started")
+            process, self._control, self._process = self._process, None, None
+            with suppress(ProcessGone):
                 self._connect()
+        _end(control, process)
 
     def _kill(self, number: int) -> None:
         with self._lock:
@@ -177,8 +187,12 @@ class SandboxProcess:
             LOG.warning("the preparing process ended; another is started")
             self._end()
         if self._control is None:
-            self._control = self._spawn()
-            self._send_recipe()
+            try:
+                self._control = self._spawn()
+                self._send_recipe()
+            except OSError as error:  # no files, no memory, no such program
+                self._end()
+                raise ProcessGone from error
         return self._control
 
     def _spawn(self) -> socket.socket:
@@ -192,9 +206,9 @@ class SandboxProcess:
                 self._process = subprocess.Popen(
                     command, pass_fds=[there.fileno()], env=environ, stdin=subprocess.DEVNULL
                 )
-            except OSError as error:
+            except OSError:
                 here.close()
-                raise ProcessGone from error
+                raise
         return here
 
     def _send_recipe(self) -> None:
@@ -210,16 +224,20 @@ class SandboxProcess:
                 LOG.debug("the preparing process has ended already")
 
     def _end(self) -> None:
-        if self._control is not None:
-            self._control.close()
-        if self._process is not None:
-            self._process.terminate()
-            try:
-                self._process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        _end(self._control, self._process)
         self._control = self._process = None
+
+
+def _end(control: socket.socket | None, process: subprocess.Popen[bytes] | None) -> None:
+    if control is not None:
+        control.close()
+    if process is not None:
+        process.terminate()
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def is_ready(control: socket.socket, timeout_s: float) -> bool:
