@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import io
+import gc
 import json
 import sys
 import threading
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -173,13 +174,33 @@ def running(
 
 
 def _stacks(loop: asyncio.AbstractEventLoop) -> str:
-    """Where every thread and every task of a server that does not stop is."""
-    written = io.StringIO()
+    """Where every task and every busy thread of a server that does not stop is, innermost last."""
+    lines = [f"{task.get_name()}: {_awaits(task.get_coro())}" for task in asyncio.all_tasks(loop)]
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
     for number, frame in sys._current_frames().items():
-        written.write(f"thread {number}\n{''.join(traceback.format_stack(frame))}\n")
-    for task in asyncio.all_tasks(loop):
-        task.print_stack(file=written)
-    return written.getvalue()
+        calls = traceback.extract_stack(frame)[-8:]
+        if calls[-1].name not in ("_worker", "_serve"):  # those wait for work
+            places = [f"{Path(call.filename).name}:{call.lineno}" for call in calls]
+            lines.append(f"{names.get(number)}: {' > '.join(places)}")
+    return "\n".join(lines)
+
+
+def _awaits(waiting: Any) -> str:
+    """The places at which a coroutine, and whatever it awaits, stands."""
+    places = []
+    while awaited := _frame_and_next(waiting):
+        frame, waiting = awaited
+        places.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+    return " > ".join([*places, repr(waiting)])
+
+
+def _frame_and_next(waiting: Any) -> tuple[FrameType, Any] | None:
+    names = [("cr_frame", "cr_await"), ("ag_frame", "ag_await"), ("gi_frame", "gi_yieldfrom")]
+    for one in [waiting, *gc.get_referents(waiting)]:  # `asend()` only refers to its generator
+        for frame, following in names:
+            if getattr(one, frame, None):
+                return getattr(one, frame), getattr(one, following)
+    return None
 
 
 def read_vocabulary(live: Live, schema: dict[str, Any]) -> None:
