@@ -345,7 +345,7 @@ def test_other_numbers_are_used_only_where_that_is_wanted_and_said(
     model, prompt, more = models.of("llama"), prompt_of(300), prompt_of(250, seed=2)
 
     def of_class(name):
-        monkeypatch.setattr("keepwarm.remote.opening.compute_class", lambda: name)
+        monkeypatch.setattr("keepwarm.remote.opening.compute_class", lambda _: name)
 
     anything = {"KEEPWARM_SHARE_NUMERICS": "any"}
     of_class("cuda-mlx-0.1")

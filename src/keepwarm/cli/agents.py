@@ -60,8 +60,9 @@ def delete_shared(store: AgentStore) -> dict[str, list[str]]:
     from keepwarm.remote.deleter import RemoteDeleter, erase_at_once
     from keepwarm.remote.opening import compute_class
 
-    password = config.load().read_secret("remote_password")
-    erase = erase_at_once(password, store.disk.cipher, compute_class())
+    settings = config.load()
+    password = settings.read_secret("remote_password")
+    erase = erase_at_once(password, store.disk.cipher, compute_class(settings.home))
     unreached = RemoteDeleter(store.tombstones, store.blocks_of_agents, erase).finish()
     return {"shared_unreached": unreached} if unreached else {}
 

@@ -73,6 +73,11 @@ def backend() -> str:
     return "metal" if mx.metal.is_available() else "cuda"
 
 
+def architecture() -> str:
+    """The family of the processor, or of the GPU if that computes."""
+    return str(mx.device_info().get("architecture", platform.machine()))
+
+
 def gemm_gflops() -> float:
     """The best fp32 matrix product that MLX reaches here, in GFLOP/s."""
     best = 0.0

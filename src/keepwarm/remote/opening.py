@@ -4,16 +4,18 @@ deleted from and measured.
 
 from __future__ import annotations
 
-import platform
+import re
 import time
 from collections.abc import Callable, Collection
 from contextlib import closing
 from importlib.metadata import version
+from pathlib import Path
 from typing import NamedTuple
 
+from keepwarm import blas
 from keepwarm.concurrency import CallDeadline, CallError
 from keepwarm.config import Settings
-from keepwarm.device.machine import backend as mlx_backend
+from keepwarm.device import machine
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.remote.addresses import open_backend
@@ -128,10 +130,11 @@ def open_remotes(
     cipher = None if disk is None else disk.cipher
     mark = (disk.root / SEALED).read_bytes() if disk is not None and cipher is not None else b""
     fleet_key = FleetKey.parse(settings.read_secret("fleet_key"))
+    numerics = compute_class(settings.home)
     tiers = [
         RemoteTier(
             open_backend(address, password),
-            f"mixed-{compute_class()}" if mixed else compute_class(),
+            f"mixed-{numerics}" if mixed else numerics,
             cipher,
             memory,
             mark=mark,
@@ -171,9 +174,13 @@ def _measure(address: str, password: str, is_sealed: bool) -> RemoteReport:
     return RemoteReport(address, speed.latency_s, read, put_bytes_per_s=rates.put)
 
 
-def compute_class() -> str:
-    """What numbers depend on besides the namespace, which has the dtypes of keys and values."""
-    kind = mlx_backend()
-    processor = f"-{platform.machine()}" if kind == "cpu" else ""
-    minor = ".".join(version("mlx").split(".")[:2])
-    return f"{kind}{processor}-mlx-{minor}"
+def compute_class(home: Path) -> str:
+    """What numbers depend on besides the namespace, which has the dtypes of keys and values: the
+    kind and family of the processor, the BLAS of a CPU, and the versions of what computes.
+    """
+    blas.start(home)  # as a model does that is loaded later
+    kind, library = machine.backend(), blas.in_use()
+    parts = [kind, machine.architecture(), *([library.name] if library and kind == "cpu" else [])]
+    for package in ("mlx", "mlx-lm"):
+        parts += [package, ".".join(version(package).split(".")[:2])]
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(parts))
