@@ -64,6 +64,7 @@ def test_what_asks_for_no_reuse_is_in_no_hit_rate(models, tmp_path):
         engine.submit(ask(prompt, policy=Policy.NO_STORE)).result()
         embed(engine, prompt).result()
         assert engine.stats().counts == before
+        assert engine.stats().counters["prompt_tokens"] == before.prompt_tokens, "of this process"
         assert before.prompt_tokens == 40
         assert sum_of("prompt", engine.ledger.minutes()) == sum_of("prompt", minutes) == 40
         engine.submit(ask(prompt)).result()

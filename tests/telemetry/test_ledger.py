@@ -53,10 +53,11 @@ def test_counters_are_sums_of_records():
     ledger.append(record(live=10, computed=2, saved_ms=7.5))
     ledger.append(record(disk=4, computed=6, state="cancelled", prompt_tokens=100, saved_ms=50.0))
     ledger.append(record(receipt=None, state="failed"))
+    ledger.append(record(live=7, computed=1, asks_for_reuse=False))
     found = ledger.counters()
-    assert (found["finished"], found["cancelled"], found["failed"]) == (1, 1, 1)
+    assert (found["finished"], found["cancelled"], found["failed"]) == (2, 1, 1)
     assert found["prompt_tokens"] == 22, "of the cancelled one what was reused or computed"
-    assert found["reused_tokens"] == {"live": 10, "disk": 4}
+    assert found["reused_tokens"] == {"live": 10, "memory": 0, "disk": 4}
     assert found["saved_ms"] == 7.5, "nothing was saved for a prompt that was not finished"
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from keepwarm.store.counts import warm_tier
+from keepwarm.store.counts import TIERS, warm_tier
 from keepwarm.telemetry.misses import (
     MAX_CANDIDATES,
     MAX_MISSES,
@@ -42,7 +42,7 @@ TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 COUNTS = (
     "requests",  # that the engines got
     *OUTCOMES.values(),
-    "prompt_tokens",  # of requests that ended: reused or computed
+    "prompt_tokens",  # reused or computed, of requests that ended and asked for reuse
     "prefilled_tokens",
     "rebuilt_tokens",  # prefilled again because a batch failed
     "audited_tokens",  # prefilled again to compare a restored cache with a cold one
@@ -176,7 +176,7 @@ class Ledger:
         self._clock = clock
         self._lock = threading.Lock()
         self._counts: dict[str, float] = dict.fromkeys(COUNTS, 0)
-        self._reused: Counter[str] = Counter()
+        self._reused: Counter[str] = Counter(dict.fromkeys(TIERS, 0))
         self._records: deque[RequestRecord] = deque(maxlen=n_kept)
         self._minutes: Minutes = {}  # not in the history's file yet
         self._ttft = {"no": Distribution(TTFT_S), "yes": Distribution(TTFT_S)}  # by `is_warm`
@@ -199,9 +199,10 @@ class Ledger:
         with self._lock:
             self._records.append(record)
             self._counts[OUTCOMES[record.state]] += 1
-            self._counts["prompt_tokens"] += record.processed_tokens
             self._counts["saved_ms"] += record.saved_ms
-            self._reused.update(record.reused)
+            if record.asks_for_reuse:
+                self._counts["prompt_tokens"] += record.processed_tokens
+                self._reused.update(record.reused)
             self._minute().update(record.amounts())
             self._time(record)
             if candidate is not None:

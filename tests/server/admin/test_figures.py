@@ -6,6 +6,7 @@ from tests.cli import keepwarm_here
 from tests.server.admin.test_metrics import read
 
 ADMIN = {"Authorization": "Bearer admin"}
+REUSED = "keepwarm_reused_tokens_total"
 TEXT = "The quick brown fox jumps over the lazy dog. " * 12
 
 
@@ -28,7 +29,7 @@ def test_figures_are_the_same_everywhere_and_survive_a_restart(serving, tmp_path
     a `clear`, which is no eviction."""
     with serving(home=tmp_path) as live:
         assert live.get("/v1/cache").json()["prompts"]["hit_rate"] is None
-        assert ("keepwarm_hit_rate",) not in read(live)
+        assert ("keepwarm_store_hit_rate",) not in read(live)
         receipts = [ask(live, TEXT), ask(live, TEXT), ask(live, TEXT, "Yes.", "More.")]
         live.host.engine.wait_until_saved()
         assert live.post("/v1/cache/clear", {}).status_code == 200
@@ -44,11 +45,22 @@ def test_figures_are_the_same_everywhere_and_survive_a_restart(serving, tmp_path
         assert evicted == {0}
         with serving(home=tmp_path) as other:
             assert other.get("/v1/cache").json()["prompts"] == figures
-            ask(other, TEXT)
+            own = ask(other, TEXT)
             after = other.get("/v1/cache").json()["prompts"]
             assert after["requests"] == figures["requests"] + 1
             other.host.engine.wait_until_saved()
             assert live.get("/v1/cache").json()["prompts"] == after, "the other process's too"
+            check_sums([read(live), read(other)], [*receipts, own])
+
+
+def check_sums(scraped, receipts):
+    """Counters of a process add up over processes; each shows the store's as they are."""
+    n_prompt = sum(receipt["prompt_tokens"] for receipt in receipts)
+    n_reused = sum(sum(receipt["reused"].values()) for receipt in receipts)
+    assert sum(found["keepwarm_prompt_tokens_total",] for found in scraped) == n_prompt
+    by_tier = [v for found in scraped for k, v in found.items() if k[0] == REUSED]
+    assert sum(by_tier) == n_reused
+    assert {found["keepwarm_store_prompt_tokens_total",] for found in scraped} == {n_prompt}
 
 
 def check_figures(figures, receipts):
@@ -76,11 +88,11 @@ def check_dashboard(saved, figures):
 
 def check_metrics(found, figures):
     for name in ("hit_rate", "hit_rate_from_turn_2"):
-        assert found[f"keepwarm_{name}",] == figures[name]
-    assert found["keepwarm_prompt_tokens_total",] == figures["prompt_tokens"]
-    assert found["keepwarm_computed_tokens_total",] == figures["computed"]
+        assert found[f"keepwarm_store_{name}",] == figures[name]
+    assert found["keepwarm_store_prompt_tokens_total",] == figures["prompt_tokens"]
+    assert found["keepwarm_store_computed_tokens_total",] == figures["computed"]
     for name, metric in (("hits", "hits"), ("misses", "misses"), ("reused", "reused_tokens")):
-        by_tier = {tier: found[f"keepwarm_{metric}_total", tier] for tier in figures[name]}
+        by_tier = {tier: found[f"keepwarm_store_{metric}_total", tier] for tier in figures[name]}
         assert by_tier == figures[name]
 
 

@@ -67,7 +67,7 @@ VLLM_USAGE = (
     "vllm:kv_cache_usage_perc",
     "Memory for running requests that is in use; 1 is all of it.",
 )
-VLLM_QUERIES = "vllm:prefix_cache_queries", "Prompt tokens of all requests."
+VLLM_QUERIES = "vllm:prefix_cache_queries", "Prompt tokens of this process's requests."
 VLLM_HITS = "vllm:prefix_cache_hits", "Those that were reused."
 VLLM_GENERATED = "vllm:generation_tokens", "Generated tokens."
 VLLM_NAMES = VLLM_RUNNING, VLLM_WAITING, VLLM_USAGE, VLLM_QUERIES, VLLM_HITS, VLLM_GENERATED
@@ -142,33 +142,42 @@ def _written_bytes(stats: Stats) -> Values:
 
 SAMPLES = (
     Sample(
-        "keepwarm_hit_rate", "gauge",
+        "keepwarm_store_hit_rate", "gauge",
         "Prompt tokens reused, as a share of the prompt tokens of all requests to the store.", "",
         _figure("hit_rate"),
     ),
     Sample(
-        "keepwarm_hit_rate_from_turn_2", "gauge",
+        "keepwarm_store_hit_rate_from_turn_2", "gauge",
         "The same over the requests that continue a conversation.", "",
         _figure("hit_rate_from_turn_2"),
     ),
     Sample(
-        "keepwarm_hits", "counter", "Warm requests to the store that reused most from a tier.",
-        "tier", _figure("hits"),
+        "keepwarm_store_hits", "counter",
+        "Warm requests to the store that reused most from a tier.", "tier", _figure("hits"),
     ),
     Sample(
-        "keepwarm_misses", "counter", "Requests to the store that did not.", "tier",
+        "keepwarm_store_misses", "counter", "Requests to the store that did not.", "tier",
         _figure("misses"),
     ),
     Sample(
-        "keepwarm_prompt_tokens", "counter", "Prompt tokens of all requests to the store.", "",
-        _figure("prompt_tokens"),
+        "keepwarm_store_prompt_tokens", "counter", "Prompt tokens of all requests to the store.",
+        "", _figure("prompt_tokens"),
     ),
     Sample(
-        "keepwarm_reused_tokens", "counter", "Those that were reused.", "tier", _figure("reused")
+        "keepwarm_store_reused_tokens", "counter", "Those that were reused.", "tier",
+        _figure("reused"),
     ),
     Sample(
-        "keepwarm_computed_tokens", "counter", "Those that were reused from nowhere.", "",
+        "keepwarm_store_computed_tokens", "counter", "Those that were reused from nowhere.", "",
         _figure("computed"),
+    ),
+    Sample(
+        "keepwarm_prompt_tokens", "counter", "Prompt tokens of this process's requests.", "",
+        _counter("prompt_tokens"),
+    ),
+    Sample(
+        "keepwarm_reused_tokens", "counter", "Those that were reused.", "tier",
+        lambda stats: stats.counters["reused_tokens"],
     ),
     Sample(
         "keepwarm_prefilled_tokens", "counter", "Prompt tokens that the model was fed.", "",
@@ -279,13 +288,13 @@ class VllmCollector(ReadyCollector):
         if not self._models.ready:
             return
         stats = self._models.stats()
-        figures = stats.counts.figures()
+        counters = stats.counters
         yield GaugeMetricFamily(*VLLM_RUNNING, value=stats.prefilling + stats.decoding)
         yield GaugeMetricFamily(*VLLM_WAITING, value=stats.waiting)
         yield GaugeMetricFamily(*VLLM_USAGE, value=self._usage())
-        yield CounterMetricFamily(*VLLM_QUERIES, value=figures["prompt_tokens"])
-        yield CounterMetricFamily(*VLLM_HITS, value=sum(figures["reused"].values()))
-        yield CounterMetricFamily(*VLLM_GENERATED, value=stats.counters["generated_tokens"])
+        yield CounterMetricFamily(*VLLM_QUERIES, value=counters["prompt_tokens"])
+        yield CounterMetricFamily(*VLLM_HITS, value=sum(counters["reused_tokens"].values()))
+        yield CounterMetricFamily(*VLLM_GENERATED, value=counters["generated_tokens"])
 
     def _usage(self) -> float:
         """Of the batch: live caches give way, as vLLM's unused blocks do."""
