@@ -6,6 +6,7 @@ computed here does not depend on the other rows of the batch.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, TypeAlias, cast
 
 import mlx.core as mx
@@ -355,7 +356,7 @@ class Kernel:
         }
 
 
-class RowKernel(Kernel):
+class RowKernel(Kernel, ABC):
     """Multiplies rows by one matrix."""
 
     row_counts: range  # that it is meant for
@@ -365,8 +366,9 @@ class RowKernel(Kernel):
         return self.run(self.arguments(x, module))
 
     @classmethod
+    @abstractmethod
     def arguments(cls, x: mx.array, module: Quantized) -> dict[str, Any]:
-        raise NotImplementedError
+        """What the kernel is run with."""
 
 
 class AlikeKernel(RowKernel):
