@@ -1,6 +1,7 @@
 """How far something is: in place on a terminal, else a line now and then."""
 
 import io
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +18,7 @@ class Terminal(io.StringIO):
 def clock(monkeypatch):
     """Time that only the test moves."""
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 

@@ -6,6 +6,7 @@ import os
 import time
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from keepwarm.engine import recorder
 from keepwarm.files import STALE_AFTER_S, replacing, write_atomically
 from keepwarm.prefix.blocks import chain
 from keepwarm.records.record import Part
+from keepwarm.store.disk import disk as disk_module
 from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
 from keepwarm.store.disk.write_budget import DAYS_KEPT, WriteBudget
 from keepwarm.store.eviction import DISK_HALF_LIFE_S, after_use
@@ -222,7 +224,7 @@ def test_a_file_that_is_being_written_is_no_leftover_whatever_the_time(tmp_path)
 
 def test_quarantine_is_recognised_whatever_the_year(tmp_path, monkeypatch):
     """Before 2001 the nanoseconds had fewer digits."""
-    monkeypatch.setattr(time, "time_ns", lambda: 12_345)
+    monkeypatch.setattr(disk_module, "time", SimpleNamespace(time_ns=lambda: 12_345))
     tier = disk_tier(tmp_path, time.time)
     made = blocks(0, 1)[0]
     tier.put(made)

@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -257,7 +258,7 @@ def test_the_daily_budget_holds_over_processes_and_days(disk, records):
 def test_a_disk_that_refused_is_left_alone_for_a_while(disk, records, monkeypatch):
     """Whoever wants to be sure tries all the same; without a disk there is nothing to try."""
     now = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(writing, "time", SimpleNamespace(monotonic=lambda: now[0]))
     writer = Writer(None, disk, 64 * MIB, WriteBudget(disk.root, records[0].n_bytes))
     for record, takes in zip(records[:2], (True, False), strict=True):
         writer.put(record, Policy.READ_WRITE)
