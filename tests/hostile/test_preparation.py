@@ -450,6 +450,14 @@ def test_a_process_that_hangs_is_replaced(process, monkeypatch):
     assert run(process, tasks.report)[0] == "built"
 
 
+def test_what_runs_in_a_process_that_is_replaced_is_done_in_the_server(process):
+    """A fork that takes long for one task is not the fault of another's prompt."""
+    run(process, tasks.report)
+    with pytest.raises(ProcessGone):
+        run(process, tasks.sleep, reply=lambda *_: process._replace(process._control))
+    assert run(process, tasks.report)[0] == "built"
+
+
 KILLED = """
 import os
 from keepwarm.text.sandbox import deadline, process

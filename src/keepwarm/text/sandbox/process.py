@@ -108,7 +108,7 @@ class SandboxProcess:
             except (OSError, EOFError) as error:
                 deadline.check()
                 crashed = time.monotonic() - begun < cpu_s  # it cannot have worked for so long
-                raise self._crash() if crashed else too_long from error
+                raise self._crash(control) if crashed else too_long from error
             finally:
                 self._kill(number)  # in case that it still runs
 
@@ -131,9 +131,13 @@ class SandboxProcess:
             self._closed = True
             self._end()
 
-    def _crash(self) -> Exception:
-        """A process that has never worked is of no use here; one that has met its end."""
-        if not self._has_worked:
+    def _crash(self, control: socket.socket) -> Exception:
+        """A process that has never worked is of no use here; one that has met its end.
+
+        One that was replaced, because it was slow to fork for another task, took this one along.
+        """
+        was_replaced = control is not self._control and not self._closed
+        if was_replaced or not self._has_worked:
             return ProcessGone()
         return EngineFailed("The prompt is more than this machine can prepare; send a shorter one.")
 
