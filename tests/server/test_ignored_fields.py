@@ -197,7 +197,7 @@ def test_what_has_no_effect_beside_the_rest_is_named(path, fields, named):
     assert list(ignored_fields(model.model_validate(body), body)) == named
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("path", [path for path in SCHEMAS if "embed" not in path])
 @pytest.mark.parametrize(
     ("field", "asks", "idle"),
     [
@@ -207,6 +207,7 @@ def test_what_has_no_effect_beside_the_rest_is_named(path, fields, named):
         ("bad_words", ["no"], None),
         ("chat_template", "{{ messages }}", ""),
         ("documents", [{"text": "An oak."}], []),
+        ("modalities", ["text", "audio"], ["text"]),
     ],
 )
 def test_what_would_change_the_answer_and_cannot_be_done_is_refused(path, field, asks, idle):
@@ -221,10 +222,17 @@ def test_synonyms_are_read():
     assert ignored_fields(ChatRequest.model_validate(body), body) == ()
 
 
+def test_false_is_named_too():
+    """It switches something off that is on, or cannot be."""
+    body = {**CHAT, "store": False, "reasoning": {"enabled": False}, "logprobs": False}
+    named = ignored_fields(ChatRequest.model_validate(body), body)
+    assert named == ("reasoning.enabled", "store")
+
+
 def test_lists_are_looked_into_and_null_asks_for_nothing():
     tool = {"type": "function", "function": {"name": "look", "strict": True, "cost": 1}}
     said = [SAID[0], {**SAID[0], "audio": None, "weight": 0}, {**SAID[0], "annotations": []}]
-    body = {"messages": said, "tools": [tool], "store": False}
+    body = {"messages": said, "tools": [tool], "store": None}
     assert ignored_fields(ChatRequest.model_validate(body), body) == (
         "messages[].weight",
         "tools[].function.cost",

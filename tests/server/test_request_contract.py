@@ -281,6 +281,9 @@ MADE = {  # fields of the body, attributes of the request
         ({"thinking": {"type": "disabled"}}, {"thinking": False}),
         ({"thinking": True}, {"thinking": True}),
         ({"thinking": {"type": "auto"}}, {"thinking": None}),
+        ({"thinking": {"type": "adaptive"}}, {"thinking": None}),
+        ({"reasoning": "none"}, {"thinking": False}),
+        ({"think": False, "reasoning": "high"}, {"thinking": False}),
         (
             {"reasoning": {"effort": "high"}},
             {"thinking": True, "template_options": {"reasoning_effort": "high"}},
@@ -311,6 +314,10 @@ MADE = {  # fields of the body, attributes of the request
         ({}, {"prompt": "Hello", "sampling.max_tokens": completions.DEFAULT_MAX_TOKENS}),
         ({"max_tokens": -1}, sampled(max_tokens=None)),
         ({"max_tokens": 0}, sampled(max_tokens=0)),
+        (
+            {"response_format": {"type": "json_object"}},
+            {"format": Format(json=True)},
+        ),
     ],
     MESSAGES: [
         ({"system": "Be kind"}, talk(system("Be kind"), HELLO)),
@@ -527,6 +534,58 @@ MADE = {  # fields of the body, attributes of the request
         ({"format": ""}, {"format": None}),
     ],
 }
+
+
+# What clients of other servers ask for, on every API that has conversations.
+HARD = {"thinking": True, "template_options": {"reasoning_effort": "high"}}
+SYNONYMS = [
+    ({"guided_json": SCHEMA}, {"format": Format(schema=SCHEMA)}),
+    ({"guided_regex": "[ab]"}, {"format": Format(grammar="start: /[ab]/")}),
+    ({"guided_choice": ["a", "b"]}, {"format": Format(grammar='start: "a" | "b"')}),
+    ({"format": "json"}, {"format": Format(json=True)}),
+    ({"response_format": {"type": "json_object"}}, {"format": Format(json=True)}),
+    ({"enable_thinking": False}, {"thinking": False}),
+    ({"think": "high"}, HARD),
+    ({"think": "max"}, HARD),
+    ({"thinking": "high"}, HARD),
+    ({"thinking": True}, {"thinking": True}),
+    ({"thinking": {"type": "adaptive"}}, {"thinking": None}),
+    ({"thinking": {"type": "disabled"}}, {"thinking": False}),
+    ({"reasoning": "high"}, HARD),
+    ({"reasoning": {"effort": "high"}}, HARD),
+    ({"reasoning_effort": "none"}, {"thinking": False}),
+]
+# The same of sampling: Ollama has it in `options`.
+SAMPLED = [
+    ({"n_predict": 5}, {"max_tokens": 5}),
+    ({"max_new_tokens": 5}, {"max_tokens": 5}),
+    ({"max_tokens": 5.0}, {"max_tokens": 5}),
+    ({"stop_sequences": ["END"]}, {"stop": ("END",)}),
+    ({"stop": ["END"]}, {"stop": ("END",)}),
+    ({"repeat_penalty": 1.5}, {"repetition_penalty": 1.5}),
+]
+
+
+@pytest.mark.parametrize("api", TALKING, ids=lambda api: api.name)
+@pytest.mark.parametrize(("fields", "wanted"), SYNONYMS)
+def test_names_of_other_servers_mean_the_same_everywhere(api, fields, wanted):
+    request = api.request(fields)
+    assert {name: seen(request, name) for name in wanted} == wanted
+    body = api.least | fields
+    assert ignored_fields(api.shape.model_validate(body), body) == ()
+
+
+@pytest.mark.parametrize("api", TALKING, ids=lambda api: api.name)
+@pytest.mark.parametrize(("fields", "wanted"), SAMPLED)
+def test_names_of_other_servers_for_sampling_too(api, fields, wanted):
+    least = {name: value for name, value in api.least.items() if name != "max_tokens"}
+    if api is MESSAGES and "max_tokens" not in wanted:
+        least["max_tokens"] = 9
+    body = least | ({"options": fields} if api is OLLAMA else fields)
+    read = api.shape.model_validate(body)
+    request = api.request_of(read, SETTINGS)
+    assert {name: getattr(request.sampling, name) for name in wanted} == wanted
+    assert ignored_fields(read, body) == ()
 
 
 @pytest.mark.parametrize(("api", "fields", "wanted"), **rows(MADE))

@@ -21,6 +21,7 @@ from keepwarm.server.anthropic.shapes import (
 from keepwarm.server.http.body import token_limit
 from keepwarm.server.http.content import SkippedContent, decode_text, titled
 from keepwarm.server.http.request_fields import RequestFields
+from keepwarm.server.http.synonyms import format_of, thinking_of
 from keepwarm.server.http.tools import Mode, choose_tool, function_call, function_tool, names_of
 from keepwarm.text.request import (
     Breakpoint,
@@ -39,7 +40,6 @@ ADDED = "From here on this tool can be called:\n{}"
 REMOVED = "The tool {} can no longer be called."
 TTL_S = {"5m": 300.0, "1h": 3600.0}
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
-THINKING = {"enabled": True, "disabled": False}  # otherwise the template decides
 ERROR_PREFIX = "Error: "  # before the result of a tool that failed
 NO_THREADS = (
     "thread is not supported, because it names a conversation at Anthropic; omit it and send "
@@ -65,18 +65,19 @@ def request_of(body: CountRequest, fields: RequestFields, settings: Settings) ->
     converted += [each for i, m in enumerate(expanded) for each in _convert(m, i, unread)]
     messages, is_partial = _split_partial([each.message for each in converted])
     output = body.output_config
-    effort = output.effort if output else None
+    own = Format(json=True, schema=output.format.schema_) if output and output.format else None
+    thinking = thinking_of(body)
+    if output and output.effort:  # which switches nothing
+        thinking = thinking._replace(effort=EFFORTS.get(output.effort, output.effort))
     return Request(
         messages=messages,
         partial_answer=is_partial,
         unread=unread.kinds,
         tools=tools,
         tool_choice=tool_choice_of(body, tools),
-        thinking=THINKING.get(body.thinking.type) if body.thinking else None,
-        template_options={"reasoning_effort": EFFORTS.get(effort, effort)} if effort else {},
-        format=Format(json=True, schema=output.format.schema_)
-        if output and output.format
-        else None,
+        thinking=thinking.switch,
+        template_options=thinking.options,
+        format=format_of(body, output_config=own),
         sampling=_sampling(body) if isinstance(body, MessagesRequest) else Sampling(),
         breakpoints=_breakpoints(body, converted[: len(messages)]),
         **fields._asdict(),
@@ -104,6 +105,7 @@ def _sampling(body: MessagesRequest) -> Sampling:
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
+        repetition_penalty=body.repetition_penalty,
         stop=tuple(filter(None, body.stop_sequences or ())),
     )
 

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AliasChoices, BeforeValidator, Field
 
 from keepwarm.server.http.body import Checked, JsonInput, Members, TokenCount, TopK, TopP
 from keepwarm.server.http.request_fields import PromptBody
+from keepwarm.server.http.synonyms import (
+    MAX_TOKENS,
+    REPETITION_PENALTY,
+    FormatFields,
+    ThinkingFields,
+    UnsupportedFields,
+)
 
 MAX_STOPS = 64
 LARGEST = (1 << 31) - 1
@@ -92,10 +99,6 @@ class ToolChoiceIn(JsonInput):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(JsonInput):
-    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-
-
 class JsonFormat(JsonInput):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
@@ -110,23 +113,31 @@ class Metadata(JsonInput):
     user_id: str | None = Field(default=None, description="Names the conversation.")
 
 
-class CountRequest(PromptBody):
+class CountRequest(PromptBody, FormatFields, ThinkingFields, UnsupportedFields):
     """The fields that determine the prompt."""
 
     messages: Members[MessageIn] = Field(min_length=1)
     system: str | Members[ContentBlock] | None = None
     tools: Members[AnthropicTool] | None = None
     tool_choice: ToolChoiceIn | None = None
-    thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
     metadata: Metadata | None = None
 
 
 class MessagesRequest(CountRequest):
-    max_tokens: Annotated[TokenCount, Field(le=LARGEST)]
+    max_tokens: Annotated[TokenCount, Field(le=LARGEST)] = Field(
+        validation_alias=AliasChoices(*MAX_TOKENS, "max_completion_tokens")
+    )
     stream: bool | None = None
-    stop_sequences: Checked[str] | None = Field(default=None, max_length=MAX_STOPS)
+    stop_sequences: Checked[str] | None = Field(
+        default=None,
+        max_length=MAX_STOPS,
+        validation_alias=AliasChoices("stop_sequences", "stop"),
+    )
+    repetition_penalty: float | None = Field(
+        default=None, gt=0, le=10, validation_alias=REPETITION_PENALTY
+    )
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: TopP | None = None
     top_k: Annotated[TopK, Field(le=LARGEST)] | None = None

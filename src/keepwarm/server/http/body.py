@@ -77,11 +77,19 @@ def _refuse(given: object) -> object:
     return given
 
 
+def _refuse_media(given: object) -> object:
+    return given if given == ["text"] else _refuse(given)
+
+
 # A field that other servers heed, and that constrains the answer.
 Refused: TypeAlias = Annotated[Any, AfterValidator(_refuse), IGNORED]
+# Kinds of output that are asked for.
+TextOnly: TypeAlias = Annotated[Any, AfterValidator(_refuse_media), IGNORED]
 
 TokenCount: TypeAlias = Annotated[
-    int, Field(ge=TO_THE_END, description="-1: up to the end of the context; 0: no answer.")
+    int,
+    BeforeValidator(_whole),
+    Field(ge=TO_THE_END, description="-1: up to the end of the context; 0: no answer."),
 ]
 
 T = TypeVar("T")
@@ -156,7 +164,7 @@ def _looked_into(
         if name in names:
             if isinstance(value, NESTED):
                 yield where, getattr(read, names[name]), value
-        elif value is not None and value is not False and value not in EMPTY:
+        elif value is not None and value not in EMPTY:
             found.add(where)
 
 

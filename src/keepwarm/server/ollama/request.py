@@ -12,6 +12,7 @@ from keepwarm.config import Settings
 from keepwarm.errors import BadField
 from keepwarm.server.http.content import SkippedContent
 from keepwarm.server.http.request_fields import RequestFields
+from keepwarm.server.http.synonyms import format_of, thinking_of
 from keepwarm.server.http.tools import function_call
 from keepwarm.server.ollama.shapes import (
     BaseOllamaRequest,
@@ -22,9 +23,9 @@ from keepwarm.server.ollama.shapes import (
     OllamaOptions,
     OllamaToolCall,
 )
-from keepwarm.server.openai.common import SEEDS, top_logprobs_of
+from keepwarm.server.openai.common import SEEDS, stops_of, top_logprobs_of
 from keepwarm.server.openai.completions import FillIn
-from keepwarm.text.request import Format, Message, Request, Sampling, Tool
+from keepwarm.text.request import Message, Request, Sampling, Tool
 
 UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 LONGEST_DURATION = 64  # characters
@@ -85,22 +86,13 @@ def _check(body: OllamaGenerateRequest) -> None:
 
 def _common(body: BaseOllamaRequest) -> dict[str, Any]:
     """The fields of a request that both kinds fill in."""
-    thinking, options = body.think, {}
-    if isinstance(thinking, str):
-        options = {"reasoning_effort": "high" if thinking == "max" else thinking}
-        thinking = True
+    thinking = thinking_of(body)
     return {
-        "thinking": thinking,
-        "template_options": options,
-        "format": _format(body),
+        "thinking": thinking.switch,
+        "template_options": thinking.options,
+        "format": format_of(body),
         "sampling": _sampling(body),
     }
-
-
-def _format(body: BaseOllamaRequest) -> Format | None:
-    if not body.format:
-        return None
-    return Format(json=True, schema=body.format if isinstance(body.format, dict) else None)
 
 
 # Options
@@ -109,7 +101,6 @@ def _format(body: BaseOllamaRequest) -> Format | None:
 def _sampling(body: BaseOllamaRequest) -> Sampling:
     options = body.options or OllamaOptions()
     n, seed = options.num_predict, options.seed
-    stop = [options.stop] if isinstance(options.stop, str) else options.stop or []
     is_penalised = options.repeat_last_n != 0
     return Sampling(
         max_tokens=None if n is None or n < 0 else n,
@@ -122,7 +113,7 @@ def _sampling(body: BaseOllamaRequest) -> Sampling:
         frequency_penalty=(options.frequency_penalty or 0.0) * is_penalised,
         seed=None if seed is None or seed == -1 else seed % SEEDS,
         top_logprobs=top_logprobs_of(body),
-        stop=tuple(filter(None, stop)),
+        stop=stops_of(options.stop),
     )
 
 

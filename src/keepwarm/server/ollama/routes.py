@@ -21,6 +21,7 @@ from keepwarm.server.http.body import LateRoute, api_router
 from keepwarm.server.http.problems import OllamaErrorOut
 from keepwarm.server.http.request_fields import Config
 from keepwarm.server.http.sse import STREAM_HEADERS, LineStream, WholeAnswer
+from keepwarm.server.http.synonyms import thinking_of
 from keepwarm.server.models.calls import ApiCall, Call, Served
 from keepwarm.server.models.embedding import WholeEmbeddings, embed
 from keepwarm.server.models.host import EngineHost
@@ -180,7 +181,7 @@ async def _host_to_ask(
         await _unload(call.models, body.model)
         return None
     host = await _host(body, call)
-    if body.think and not host.engine.preparer.markup.has_reasoning:
+    if body.think and thinking_of(body).switch and not host.engine.preparer.markup.has_reasoning:
         raise BadField(f"{host.name!r} does not support thinking; omit think.", "think")
     return host
 

@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AliasChoices, BeforeValidator, Field
 
 from keepwarm.server.http.body import IGNORED, Checked, JsonInput, Members, TopK, TopP, Whole
 from keepwarm.server.http.request_fields import PromptBody
+from keepwarm.server.http.synonyms import (
+    MAX_TOKENS,
+    REPETITION_PENALTY,
+    STOP,
+    FormatFields,
+    ThinkingFields,
+    UnsupportedFields,
+)
 from keepwarm.server.openai.shapes import MAX_STOPS, Function, ShowsLogprobs
 
 
@@ -19,14 +27,20 @@ def _lower(role: object) -> object:
 class OllamaOptions(JsonInput):
     """What is honoured; all other options are named in the receipt."""
 
-    num_predict: Whole | None = Field(default=None, description="Negative: to the context's end.")
+    num_predict: Whole | None = Field(
+        default=None,
+        description="Negative: to the context's end.",
+        validation_alias=AliasChoices("num_predict", *MAX_TOKENS),
+    )
     temperature: float | None = Field(default=None, ge=0, description="0 is greedy.")
     top_p: TopP | None = None
     top_k: TopK | None = None
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: Whole | None = Field(default=None, description="-1: a random one.")
-    stop: str | Annotated[Checked[str], Field(max_length=MAX_STOPS)] | None = None
-    repeat_penalty: float | None = Field(default=None, gt=0)
+    stop: str | Annotated[Checked[str], Field(max_length=MAX_STOPS)] | None = Field(
+        default=None, validation_alias=STOP
+    )
+    repeat_penalty: float | None = Field(default=None, gt=0, validation_alias=REPETITION_PENALTY)
     repeat_last_n: Whole | None = Field(default=None, description="0: no penalties; -1: all.")
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -74,15 +88,13 @@ class NamedOllamaRequest(PromptBody):
     )
 
 
-class BaseOllamaRequest(NamedOllamaRequest, ShowsLogprobs):
+class BaseOllamaRequest(
+    NamedOllamaRequest, FormatFields, ThinkingFields, UnsupportedFields, ShowsLogprobs
+):
     """The fields that chat and generate share."""
 
     stream: bool | None = Field(default=None, description="Lines of JSON, unless false.")
-    format: Literal["json", ""] | dict[str, Any] | None = Field(
-        default=None, description="`json`, or a JSON schema."
-    )
     options: OllamaOptions | None = None
-    think: bool | Literal["low", "medium", "high", "max"] | None = None
     truncate: bool | None = Field(
         default=None, description="False: a conversation that is too long is an error."
     )

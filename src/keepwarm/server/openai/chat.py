@@ -9,6 +9,7 @@ from keepwarm.config import Settings
 from keepwarm.errors import BadField
 from keepwarm.server.http.content import SkippedContent, content_of
 from keepwarm.server.http.request_fields import RequestFields
+from keepwarm.server.http.synonyms import format_of, thinking_of
 from keepwarm.server.http.tools import (
     TEXT_INPUT,
     allowed_tools,
@@ -21,7 +22,6 @@ from keepwarm.server.http.tools import (
 from keepwarm.server.openai.common import (
     Chunks,
     CompletionMeta,
-    format_of,
     sampling_of,
     top_logprobs_of,
     whole,
@@ -58,22 +58,15 @@ from keepwarm.text.request import (
     ToolChoice,
 )
 
-NOT_THINKING = frozenset({"none", "minimal"})
-SWITCHED = {"enabled": True, "disabled": False}  # otherwise the template decides
-
-
 # Request
 
 
 def request_of(body: ChatRequest, fields: RequestFields, settings: Settings) -> Request:
     tools = offered_tools(body)
-    options = dict(body.chat_template_kwargs or {})
-    thinking = options.pop("enable_thinking", _thinking(body))
+    wanted = thinking_of(body)
+    options = {**(body.chat_template_kwargs or {}), **wanted.options}
+    thinking = options.pop("enable_thinking", wanted.switch)
     is_partial = _is_partial(body, options.pop("continue_final_message", None))
-    effort = body.reasoning_effort or (body.reasoning.effort if body.reasoning else None)
-    if effort is not None:
-        options["reasoning_effort"] = effort
-        thinking = effort not in NOT_THINKING if thinking is None else thinking
     limit = body.max_completion_tokens
     max_tokens = body.max_tokens if limit is None else limit
     unread = SkippedContent.of(settings, "messages", [message.role for message in body.messages])
@@ -90,14 +83,6 @@ def request_of(body: ChatRequest, fields: RequestFields, settings: Settings) -> 
         n=body.n or 1,
         **fields._asdict(),
     )
-
-
-def _thinking(body: ChatRequest) -> bool | None:
-    """By any of the fields that other servers have for it."""
-    if body.enable_thinking is not None or body.thinking is None:
-        return body.enable_thinking
-    given = body.thinking
-    return given if isinstance(given, bool) else SWITCHED.get(given.type)
 
 
 def _is_partial(body: ChatRequest, in_options: object) -> bool:

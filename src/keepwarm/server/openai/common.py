@@ -1,10 +1,9 @@
-"""What chat and text completions share: sampling, formats, and the chunks of a stream."""
+"""What chat and text completions share: sampling, and the chunks of a stream."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +16,9 @@ from keepwarm.server.http.problems import Problem, openai_body
 from keepwarm.server.http.sse import comment, frame, receipt_dict
 from keepwarm.server.openai.shapes import (
     BaseCompletionRequest,
-    ChatRequest,
-    GuidedOutputs,
-    ResponseFormat,
     ShowsLogprobs,
-    StructuredOutputs,
 )
-from keepwarm.text.request import Done, Format, Progress, Result, Sampling, Usage
+from keepwarm.text.request import Done, Progress, Result, Sampling, Usage
 
 SEEDS = 1 << 63
 MAX_DIGITS = 9  # of a token's id
@@ -38,7 +33,6 @@ def sampling_of(
     body: BaseCompletionRequest, max_tokens: int | None, top_logprobs: int | None
 ) -> Sampling:
     """Sampling options, the same for chat and text completions."""
-    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return Sampling(
         max_tokens=token_limit(max_tokens),
         temperature=body.temperature,
@@ -51,8 +45,12 @@ def sampling_of(
         logit_bias=_logit_bias(body.logit_bias or {}),
         seed=None if body.seed is None else body.seed % SEEDS,
         top_logprobs=top_logprobs,
-        stop=tuple(filter(None, stop)),
+        stop=stops_of(body.stop),
     )
+
+
+def stops_of(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    return tuple(filter(None, [given] if isinstance(given, str) else given or ()))
 
 
 def top_logprobs_of(body: ShowsLogprobs) -> int | None:
@@ -73,97 +71,6 @@ def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
             "logit_bias",
         )
     return {int(token): value for token, value in bias.items()}
-
-
-def format_of(body: BaseCompletionRequest) -> Format | None:
-    """The one format that a request asks for, by any of the fields for it."""
-    wanted = {
-        "grammar": Format(grammar=body.grammar) if body.grammar else None,
-        "json_schema": None if body.json_schema is None else Format(schema=body.json_schema),
-        "structured_outputs": _structured(body.structured_outputs),
-        "guided_json": _structured(_guided(body)),
-        "format": _ollama_format(body.format),
-    }
-    if isinstance(body, ChatRequest):
-        wanted["response_format"] = _response_format(body.response_format)
-    present = {name: each for name, each in wanted.items() if each is not None}
-    if len(present) > 1:
-        names = " and ".join(present)
-        raise BadField(f"{names} cannot be combined; send one.", next(iter(present)))
-    return next(iter(present.values()), None)
-
-
-def _response_format(wanted: ResponseFormat | None) -> Format | None:
-    if wanted is None or wanted.type == "text":
-        return None
-    if wanted.type == "json_object":
-        return Format(json=True) if wanted.schema_ is None else Format(schema=wanted.schema_)
-    given = wanted.json_schema
-    schema = given.schema_ if given is not None else None
-    if given is None or schema is None:
-        where = "response_format.json_schema.schema"
-        raise BadField(f"{where} is missing; the format json_schema needs it.", where)
-    return Format(json=True, schema=schema, strict=bool(given.strict))
-
-
-def _guided(body: GuidedOutputs) -> StructuredOutputs | None:
-    given = {
-        "json": body.guided_json,
-        "regex": body.guided_regex,
-        "choice": body.guided_choice,
-        "grammar": body.guided_grammar,
-    }
-    if all(each is None for each in given.values()):
-        return None
-    return StructuredOutputs.model_validate(given)
-
-
-def _ollama_format(given: str | dict[str, Any] | None) -> Format | None:
-    if not given:
-        return None
-    return Format(json=True, schema=given if isinstance(given, dict) else None)
-
-
-def _structured(wanted: StructuredOutputs | None) -> Format | None:
-    if wanted is None:
-        return None
-    forms = {
-        "json": None if wanted.json_ is None else Format(schema=_schema(wanted.json_)),
-        "regex": None if wanted.regex is None else Format(grammar=_matching(wanted.regex)),
-        "choice": None if wanted.choice is None else Format(grammar=_one_of(wanted.choice)),
-        "grammar": None if wanted.grammar is None else Format(grammar=wanted.grammar),
-        "json_object": Format(json=True) if wanted.json_object else None,
-    }
-    present = [each for each in forms.values() if each is not None]
-    if len(present) != 1:
-        raise BadField(
-            f"structured_outputs needs exactly one of {', '.join(forms)}.", "structured_outputs"
-        )
-    return present[0]
-
-
-def _schema(schema: dict[str, object] | str) -> dict[str, object]:
-    if isinstance(schema, dict):
-        return schema
-    where = "structured_outputs.json"
-    try:
-        parsed = json.loads(schema)
-    except (ValueError, RecursionError) as error:
-        raise BadField(f"{where} is not a JSON schema ({error}); change it.", where) from error
-    if not isinstance(parsed, dict):
-        raise BadField(f"{where} is not a JSON schema; send an object.", where)
-    return parsed
-
-
-def _matching(regex: str) -> str:
-    """A grammar of the texts that match a regular expression from end to end."""
-    plain = {"/": r"\/", "\n": r"\n"}
-    escaped = re.sub(r"(?s)\\.|[/\n]", lambda found: plain.get(found[0], found[0]), regex)
-    return f"start: /{escaped}/"
-
-
-def _one_of(texts: list[str]) -> str:
-    return f"start: {' | '.join(json.dumps(text, ensure_ascii=False) for text in texts)}"
 
 
 # Answers

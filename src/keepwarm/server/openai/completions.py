@@ -13,11 +13,11 @@ from keepwarm.errors import BadField, KeepwarmError
 from keepwarm.prefix.policy import Policy
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.http.sse import wait_for_start
+from keepwarm.server.http.synonyms import format_of
 from keepwarm.server.models.host import ObservedAnswer
 from keepwarm.server.openai.common import (
     Chunks,
     CompletionMeta,
-    format_of,
     sampling_of,
     whole,
 )

@@ -13,18 +13,24 @@ from keepwarm.server.http.body import (
     Checked,
     JsonInput,
     Members,
-    Refused,
     TokenCount,
     TopK,
     TopP,
 )
 from keepwarm.server.http.content import ContentPart
 from keepwarm.server.http.request_fields import PromptBody
+from keepwarm.server.http.synonyms import (
+    MAX_TOKENS,
+    REPETITION_PENALTY,
+    STOP,
+    FormatFields,
+    ThinkingFields,
+    UnsupportedFields,
+)
 
 MAX_CHOICES = 16
 MAX_ANSWERS = 128  # of all prompts of a request
 MAX_STOPS = 16
-MAX_TOKENS = AliasChoices("max_tokens", "n_predict", "max_new_tokens")
 Prompts = str | Checked[str] | Checked[int] | Checked[Checked[int]]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -124,57 +130,11 @@ class AllowedTools(JsonInput):
     allowed_tools: AllowedNames
 
 
-class JsonSchema(JsonInput):
-    name: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = Field(default=None, description="An answer always follows the schema.")
-
-
-class ResponseFormat(JsonInput):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-    schema_: dict[str, Any] | None = Field(
-        default=None, alias="schema", description="Of `json_object`, as other servers take it."
-    )
-
-
-class StructuredOutputs(JsonInput):
-    """vLLM's: exactly one of these."""
-
-    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
-    regex: str | None = None
-    choice: Annotated[Checked[str], Field(min_length=1, max_length=MAX_MEMBERS)] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-
-
 class StreamOptions(JsonInput):
     include_usage: bool | None = None
 
 
-class GuidedOutputs(JsonInput):
-    """vLLM's fields before `structured_outputs`."""
-
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: Annotated[Checked[str], Field(min_length=1, max_length=MAX_MEMBERS)] | None = (
-        None
-    )
-    guided_grammar: str | None = None
-
-
-class UnsupportedFields(JsonInput):
-    """What other servers take to constrain an answer, and this one cannot do."""
-
-    stop_token_ids: Refused = None
-    min_tokens: Refused = None
-    ignore_eos: Refused = None
-    bad_words: Refused = None
-    chat_template: Refused = None
-    documents: Refused = None
-
-
-class BaseCompletionRequest(PromptBody, GuidedOutputs, UnsupportedFields):
+class BaseCompletionRequest(PromptBody, FormatFields, UnsupportedFields):
     """The fields that chat and text completions share."""
 
     stream: bool | None = None
@@ -182,7 +142,7 @@ class BaseCompletionRequest(PromptBody, GuidedOutputs, UnsupportedFields):
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     seed: int | None = None
     stop: str | Annotated[Checked[str], Field(max_length=MAX_STOPS)] | None = Field(
-        default=None, validation_alias=AliasChoices("stop", "stop_sequences")
+        default=None, validation_alias=STOP
     )
     temperature: float | None = Field(
         default=None, ge=0, le=2, description="0 is greedy. Default: see `/v1/models`."
@@ -191,10 +151,7 @@ class BaseCompletionRequest(PromptBody, GuidedOutputs, UnsupportedFields):
     top_k: TopK | None = Field(default=None, description="0 or -1: all tokens.")
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(
-        default=None,
-        gt=0,
-        le=10,
-        validation_alias=AliasChoices("repetition_penalty", "repeat_penalty"),
+        default=None, gt=0, le=10, validation_alias=REPETITION_PENALTY
     )
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -203,14 +160,6 @@ class BaseCompletionRequest(PromptBody, GuidedOutputs, UnsupportedFields):
     )
     prompt_cache_key: str | None = Field(default=None, description="Names the conversation.")
     user: Annotated[str | None, IGNORED] = None
-    grammar: str | None = Field(default=None, description="Grammar of the answer, in GBNF or Lark.")
-    json_schema: dict[str, Any] | None = Field(default=None, description="As llama.cpp takes it.")
-    structured_outputs: StructuredOutputs | None = Field(
-        default=None, description="As vLLM takes it."
-    )
-    format: Literal["json", ""] | dict[str, Any] | None = Field(
-        default=None, description="As Ollama takes it."
-    )
 
     @property
     def wants_usage(self) -> bool:
@@ -220,24 +169,15 @@ class BaseCompletionRequest(PromptBody, GuidedOutputs, UnsupportedFields):
         return ("stream_options",) if self.wants_usage and not self.stream else ()
 
 
-class ReasoningOptions(JsonInput):
-    effort: str | None = None
-
-
-class ThinkingOptions(JsonInput):
-    type: Literal["enabled", "disabled", "auto"]
-
-
 class ShowsLogprobs(JsonInput):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
 
 
-class ChatRequest(BaseCompletionRequest, ShowsLogprobs):
+class ChatRequest(BaseCompletionRequest, ThinkingFields, ShowsLogprobs):
     messages: Members[ChatMessage] = Field(min_length=1)
-    max_tokens: TokenCount | None = Field(default=None, validation_alias=MAX_TOKENS)
+    max_tokens: TokenCount | None = Field(default=None, validation_alias=AliasChoices(*MAX_TOKENS))
     max_completion_tokens: TokenCount | None = None
-    response_format: ResponseFormat | None = None
     tools: Members[ChatTool | CustomChatTool] | None = None
     tool_choice: (
         Literal["none", "auto", "required"] | NamedTool | NamedCustomTool | AllowedTools | None
@@ -245,14 +185,6 @@ class ChatRequest(BaseCompletionRequest, ShowsLogprobs):
     functions: Members[Function] | None = Field(default=None, description="Use `tools`.")
     function_call: Literal["none", "auto"] | FunctionName | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
-    reasoning: ReasoningOptions | None = Field(
-        default=None, description="`effort` is another `reasoning_effort`."
-    )
-    enable_thinking: bool | None = Field(
-        default=None, validation_alias=AliasChoices("enable_thinking", "think")
-    )
-    thinking: bool | ThinkingOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = Field(
         default=None, description="The last message is the beginning of the answer."
@@ -264,7 +196,9 @@ class ChatRequest(BaseCompletionRequest, ShowsLogprobs):
 
 class CompletionRequest(BaseCompletionRequest):
     prompt: Prompts
-    max_tokens: TokenCount | None = Field(default=None, validation_alias=MAX_TOKENS)  # 16
+    max_tokens: TokenCount | None = Field(
+        default=None, validation_alias=AliasChoices(*MAX_TOKENS)
+    )  # 16
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool | None = None
     suffix: str | None = Field(default=None, description="Needs a model with fill-in tokens.")

@@ -18,6 +18,7 @@ from keepwarm.server.http.content import (
     text_of,
 )
 from keepwarm.server.http.request_fields import RequestFields
+from keepwarm.server.http.synonyms import format_of, thinking_of
 from keepwarm.server.http.tools import (
     TEXT_INPUT,
     allowed_tools,
@@ -26,7 +27,7 @@ from keepwarm.server.http.tools import (
     function_call,
     function_tool,
 )
-from keepwarm.server.openai.chat import NOT_THINKING
+from keepwarm.server.openai.common import stops_of
 from keepwarm.server.responses.shapes import (
     LOGPROBS,
     InputRequest,
@@ -77,15 +78,16 @@ def request_of(
     if not messages:
         raise BadField("input is empty; send at least one item.", "input")
     tools = _allowed(body.tool_choice, offered_tools(body.tools or ()).tools)
-    effort = body.reasoning.effort if body.reasoning else None
+    own = {"text.format": _format(body.text.format) if body.text and body.text.format else None}
+    thinking = thinking_of(body)
     return Request(
         messages=messages,
         unread=unread.kinds,
         tools=tools,
         tool_choice=_tool_choice(body, tools),
-        thinking=None if effort is None else effort not in NOT_THINKING,
-        template_options={} if effort is None else {"reasoning_effort": effort},
-        format=_format(body.text.format) if body.text and body.text.format else None,
+        thinking=thinking.switch,
+        template_options=thinking.options,
+        format=format_of(body, **own),
         sampling=_sampling(body) if isinstance(body, ResponsesRequest) else Sampling(),
         **fields._asdict(),
     )
@@ -282,9 +284,11 @@ def _sampling(body: ResponsesRequest) -> Sampling:
         max_tokens=token_limit(body.max_output_tokens),
         temperature=body.temperature,
         top_p=body.top_p,
+        repetition_penalty=body.repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         top_logprobs=_top_logprobs(body),
+        stop=stops_of(body.stop),
     )
 
 

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import AliasChoices, ConfigDict, Field
 
-from keepwarm.server.http.body import IGNORED, JsonInput, Members, TokenCount, TopP
+from keepwarm.server.http.body import IGNORED, Checked, JsonInput, Members, TokenCount, TopP
 from keepwarm.server.http.content import ContentPart
 from keepwarm.server.http.request_fields import PromptBody
-from keepwarm.server.openai.shapes import has_grammar
+from keepwarm.server.http.synonyms import (
+    MAX_TOKENS,
+    REPETITION_PENALTY,
+    STOP,
+    FormatFields,
+    ThinkingFields,
+    UnsupportedFields,
+)
+from keepwarm.server.openai.shapes import MAX_STOPS, has_grammar
 
 MAX_METADATA = 16
 LOGPROBS, ENCRYPTED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -86,11 +94,7 @@ class TextConfig(JsonInput):
     format: TextFormat | None = None
 
 
-class ReasoningConfig(JsonInput):
-    effort: str | None = None
-
-
-class InputRequest(PromptBody):
+class InputRequest(PromptBody, FormatFields, ThinkingFields, UnsupportedFields):
     """The fields that determine the prompt."""
 
     input: str | Members[Item] | None = None
@@ -100,12 +104,20 @@ class InputRequest(PromptBody):
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
-    reasoning: ReasoningConfig | None = None
     prompt_cache_key: str | None = Field(default=None, description="Names the conversation.")
 
 
 class ResponsesRequest(InputRequest):
-    max_output_tokens: TokenCount | None = None
+    max_output_tokens: TokenCount | None = Field(
+        default=None,
+        validation_alias=AliasChoices("max_output_tokens", "max_completion_tokens", *MAX_TOKENS),
+    )
+    stop: str | Annotated[Checked[str], Field(max_length=MAX_STOPS)] | None = Field(
+        default=None, validation_alias=STOP
+    )
+    repetition_penalty: float | None = Field(
+        default=None, gt=0, le=10, validation_alias=REPETITION_PENALTY
+    )
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: TopP | None = None
     include: Members[str] | None = None
