@@ -29,10 +29,10 @@ const object = await client.generate({ model: "tiny", prompt: "Is it?", format: 
 const listed = await client.list();
 const shown = await client.show({ model: "tiny:latest" });
 const loaded = await client.ps();
-const failed = await client.show({ model: "gone" }).catch((error) => error.status_code);
+const other = await client.show({ model: "gone" });
 
 console.log(JSON.stringify({
-  call, streamed, done: last.done, third: third.message.content, failed,
+  call, streamed, done: last.done, third: third.message.content, other: other.modelfile,
   object: JSON.parse(object.response), listed: listed.models[0].name, loaded: loaded.models[0].name,
   capabilities: shown.capabilities,
 }));

@@ -155,6 +155,7 @@ FILES_READ = {"type": "function", "name": "read", "namespace": "files"}
 CHOICES = {  # offered tools, choice, whether calls may be parallel, what the engine is told
     CHAT: [
         ([READ], None, None, ToolChoice("auto")),
+        ([READ], "any", None, ToolChoice("required")),
         ([READ], "none", None, ToolChoice("none")),
         ([READ], function("read"), None, FORCED),
         ([READ], "required", False, ToolChoice("required", None, parallel=False)),
@@ -177,6 +178,7 @@ CHOICES = {  # offered tools, choice, whether calls may be parallel, what the en
         ([FLAT_READ], "auto", None, ToolChoice()),
         ([FLAT_READ], "none", None, ToolChoice("none")),
         ([FLAT_READ], "required", None, ToolChoice("required")),
+        ([FLAT_READ], "any", None, ToolChoice("required")),
         ([FLAT_READ], None, False, ToolChoice(parallel=False)),
         ([FLAT_READ], {"type": "function", "name": "read"}, None, FORCED),
         ([FLAT_READ, FILES], FILES_READ, None, ToolChoice("required", "files__read")),
@@ -215,6 +217,7 @@ def answered(words):
 
 
 CALLING = assistant("", tool_calls=[past_call("c1", "read", "{}")], reasoning_content="hm")
+PARSED = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": {"a": "ä"}}}
 OLDER_CALL = assistant(None, function_call={"name": "read", "arguments": "{}"})
 OLDER_RESULT = {"role": "function", "name": "read", "content": "Rain."}
 MADE = {  # fields of the body, attributes of the request
@@ -231,6 +234,14 @@ MADE = {  # fields of the body, attributes of the request
             talk(CALLING | {"content": None}, tool_message("c1", "rain"), tools=[READ]),
             talk(CALLING, tool_message("c1", "rain"), tools=[READ]),
         ),
+        (
+            talk(assistant(None, tool_calls=[PARSED]), tool_message("c1", "rain")),
+            talk(
+                assistant("", tool_calls=[past_call("c1", "read", '{"a": "ä"}')]),
+                tool_message("c1", "rain"),
+            ),
+        ),
+        (talk(user("a", text("b"))), talk(user(text("a"), text("b")))),
         (
             {**DRAWN, **PENALISED, "max_completion_tokens": 5, "top_k": 40, "min_p": 0.1, "n": 2},
             sampled(max_tokens=5, top_k=40, min_p=0.1, n=2, **DRAWN, **PENALISED),
@@ -326,6 +337,7 @@ MADE = {  # fields of the body, attributes of the request
             talk({"role": "system", "content": [text("One"), text("Two")]}, HELLO),
         ),
         (talk(HELLO, system("Linux")), talk(HELLO, system("Linux"))),
+        (talk(user("a", text("b"))), talk(user(text("a"), text("b")))),
         (
             talk(
                 assistant([text("Let me see."), tool_use("t1", "read", path="ä", n=1)]),
@@ -437,6 +449,7 @@ MADE = {  # fields of the body, attributes of the request
     ],
     RESPONSES: [
         ({}, talk(HELLO)),
+        (items(user("a", text("b"))), talk(user(text("a"), text("b")))),
         (
             items(said("developer", "Short"), said("user", "Hi"), instructions="Be kind"),
             talk(
@@ -648,8 +661,11 @@ def test_custom_tool_is_a_function_with_one_text_and_its_grammar_is_ignored(api,
 
 
 def test_tools_that_only_anthropic_runs_are_named():
-    body = MESSAGES.least | {"tools": [WEB_SEARCH, CLAUDE_READ]}
-    assert ignored_tools(MESSAGES.shape.model_validate(body)) == ["web_search"]
+    """A set of an MCP server's tools has no name of its own."""
+    toolset = {"type": "mcp_toolset", "mcp_server_name": "files"}
+    body = MESSAGES.least | {"tools": [WEB_SEARCH, CLAUDE_READ, toolset]}
+    assert ignored_tools(MESSAGES.shape.model_validate(body)) == ["web_search", "mcp_toolset"]
+    assert MESSAGES.refusal({"tools": [{"input_schema": OBJECT}]}).kind == "tools[0].name"
 
 
 # Refused
@@ -730,7 +746,8 @@ REFUSED = {  # fields of the body, the field that the error names
         ({"input": []}, "input"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         ({"input": [{"type": "message", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"type": "mesage", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "mesage", "id": "x"}]}, "input"),
+        ({"input": [HELLO, {"type": "function_call", "name": 5}]}, "input[1].name"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": 1}]}, "input[0].content"),
         ({"input": [{"type": "function_call", "name": "read"}]}, "input[0]"),
@@ -828,6 +845,28 @@ def test_image_is_a_note_in_the_history_and_refused_in_the_newest_message(api):
     lenient = api.request(history(api, *NEXT, image), LENIENT)
     assert (seen(lenient, "texts")[2], lenient.unread) == (wanted, ("image",))
     assert api.request(history(api, *NEXT)).unread == ()
+
+
+def called(api):
+    """A question, a call, its result."""
+    if api is RESPONSES:
+        return [ASKED, function_call("c", "look", arguments="{}"), function_output("c", "See.")]
+    if api is MESSAGES:
+        return [ASKED, assistant([tool_use("c", "look")]), user(tool_result("See.", "c"))]
+    arguments = {} if api is OLLAMA else "{}"
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    return [ASKED, assistant("", tool_calls=[call]), tool_message("c", "See.")]
+
+
+@pytest.mark.parametrize("api", TALKING, ids=lambda api: api.name)
+def test_image_right_behind_tool_results_is_one_of_them(api):
+    """APIs whose results are text have no other place for it; the user did not put it there."""
+    image = with_image(api)
+    made = api.request(history(api, *called(api), image))
+    assert made.unread == ("image",)
+    assert IMAGE in texts(made.messages[-1]["content"])
+    assert IMAGE in str(api.request(history(api, *called(api), image, system("S"))).messages)
+    api.refusal(history(api, *called(api), *NEXT, image))
 
 
 def claude_result(kind, content):
@@ -973,6 +1012,15 @@ READABLE = {  # messages, number of one, what is read of it (or all of it), what
                 {"type": "local_shell_call", "call_id": "c", "action": {"command": ["ls"]}},
                 {"type": "tool_search_call", "call_id": "c", "arguments": {"query": "q"}},
             )
+        ),
+        *(  # whatever an item of an unknown type holds, and wherever it stands
+            (given, 1, {"role": "user", "content": NOTE.format("part")}, ("part",))
+            for hologram in (
+                {"type": "hologram", "content": {"depth": 3}, "name": 7, "role": "projector"},
+                {"type": "hologram", "input": [1], "arguments": [1], "call_id": 5},
+                {"type": "mcp_list_tools", "id": "m", "server_label": "x", "tools": []},
+            )
+            for given in ([ASKED, hologram, ASKED], [ASKED, hologram])
         ),
         (shell_output("a.txt"), 1, {"role": "user", "content": "a.txt"}, ()),
         *(

@@ -159,17 +159,17 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def keepwarm_error(request: Request, error: KeepwarmError) -> Response:
         if error.status == 500:
             log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return respond(request.url.path, problem_of(error))
+        return respond(request.scope, problem_of(error))
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> Response:
-        return respond(request.url.path, validation_problem(error.errors(), error.body))
+        return respond(request.scope, validation_problem(error.errors(), error.body))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         if isinstance(error.__cause__, KeepwarmError):  # FastAPI's way of saying: from the body
-            return respond(request.url.path, problem_of(error.__cause__))
+            return respond(request.scope, problem_of(error.__cause__))
         problem = http_problem(error.status_code, error.detail, request.method, request.url.path)
-        answer = respond(request.url.path, problem)
+        answer = respond(request.scope, problem)
         answer.headers.update(error.headers or {})
         return answer

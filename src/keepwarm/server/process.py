@@ -341,6 +341,6 @@ def _is_last(message: Message) -> bool:
 async def _refuse_framing(scope: Scope, receive: Receive, send: Send) -> None:
     """Where two servers in a row disagree on a body's end, one request can hide in another."""
     error = BadInput("The request has Content-Length and Transfer-Encoding; send only one of them.")
-    answer = respond(scope["path"], problem_of(error))
+    answer = respond(scope, problem_of(error))
     answer.headers["Connection"] = "close"
     await answer(scope, receive, send)

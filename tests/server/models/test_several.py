@@ -110,6 +110,7 @@ def test_an_unknown_name_is_the_first_or_refused(both, several, big, small):
         assert "this server has 'big', 'small'" in refused.json()["error"]["message"]
         refused = strict.post(CHAT, asked(str(small)))
         assert refused.status_code == 404  # a path is no name
+        assert strict.post("/api/show", {"model": "claude-opus"}).status_code == 404
         assert chat(strict, "small")["model"] == "small"
 
 
@@ -156,8 +157,12 @@ def test_anthropics_client_lists_in_pages(both):
         assert ([model.id for model in last.data], last.has_more) == (["haiku"], False)
         back = client.models.list(limit=1, before_id="haiku")
         assert ([model.id for model in back.data], back.has_more) == (["small"], True)
-        with pytest.raises(anthropic.BadRequestError, match="after_id is no model"):
+        with pytest.raises(anthropic.BadRequestError, match="after_id is no model") as error:
             client.models.list(after_id="nothing")
+        assert error.value.body["type"] == "error"  # in its own form, on a path that both have
+        with pytest.raises(anthropic.NotFoundError) as error:
+            client.models.retrieve("nothing")
+        assert error.value.body["error"]["type"] == "not_found_error"
 
 
 def test_operators_see_both(both):

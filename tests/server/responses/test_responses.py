@@ -163,6 +163,9 @@ def test_answer_is_shown_streamed_or_not_and_deleted(client):
     assert client.responses.retrieve(answer.id).model_dump() == answer.model_dump()
     items = client.responses.input_items.list(answer.id)
     assert [item.content for item in items.data] == [WORDS]
+    assert items.first_id == items.last_id == items.data[0].id
+    again = [{"type": "item_reference", "id": items.first_id}]
+    assert ask(client, again).usage.input_tokens == answer.usage.input_tokens
     client.responses.delete(answer.id)
     unstored = ask(client, store=False)
     assert unstored.model_extra["store"] is False

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from keepwarm.config import Settings
 from keepwarm.errors import BadField, NoThreads
 from keepwarm.server.anthropic.shapes import (
+    CLIENT_TYPES,
     AnthropicTool,
     CacheControl,
     ContentBlock,
@@ -352,7 +353,7 @@ def _added_tools(body: CountRequest) -> Iterator[AnthropicTool]:
 
 def _is_client_tool(tool: AnthropicTool) -> bool:
     """Whether the client runs the tool and defines its schema."""
-    return tool.type in (None, "custom")
+    return tool.type in CLIENT_TYPES
 
 
 def _tool(tool: AnthropicTool, deferred: bool) -> Tool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field
+from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
 from keepwarm.server.http.body import Checked, JsonInput, Members, TokenCount, TopK, TopP
+from keepwarm.server.http.content import text_part
 from keepwarm.server.http.request_fields import PromptBody
 from keepwarm.server.http.synonyms import (
     MAX_TOKENS,
@@ -18,6 +19,7 @@ from keepwarm.server.http.synonyms import (
 
 MAX_STOPS = 64
 LARGEST = (1 << 31) - 1
+CLIENT_TYPES = (None, "custom")  # of tools that the client runs and defines
 
 Ttl = Literal["5m", "1h"]
 
@@ -46,6 +48,14 @@ class AnthropicTool(JsonInput):
         default=None, description="Not shown until a message refers to it."
     )
     cache_control: CacheControl | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, given: Any) -> Any:
+        """Some tools of Anthropic's have no name, as `mcp_toolset`: their type is one."""
+        if isinstance(given, dict) and given.get("type") not in CLIENT_TYPES:
+            return {"name": given["type"], **given}
+        return given
 
 
 class ToolChange(JsonInput):
@@ -90,7 +100,7 @@ class ContentBlock(JsonInput):
 
 class MessageIn(JsonInput):
     role: Literal["user", "assistant", "system"]
-    content: str | Members[ContentBlock]
+    content: str | Members[Annotated[ContentBlock, BeforeValidator(text_part)]]
 
 
 class ToolChoiceIn(JsonInput):

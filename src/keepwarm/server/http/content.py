@@ -6,9 +6,9 @@ import base64
 import binascii
 import mimetypes
 from collections.abc import Sequence
-from typing import Self, TypeAlias
+from typing import Annotated, Self, TypeAlias
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from keepwarm.config import Settings
 from keepwarm.errors import BadField
@@ -17,6 +17,7 @@ from keepwarm.text.request import SYSTEM_ROLES
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 FILE_PARTS = frozenset({"file", "input_file"})
+RESULT_ROLES = ("tool", "function")
 TEXT_TYPES = frozenset({"application/json", "application/xml", "application/yaml"})
 NOTE = "[{}: left out, because this model reads text only]"
 # The word for a kind of part, by what its type contains; the first that fits.
@@ -51,6 +52,12 @@ class ContentPart(FileData):
     file: FileData | None = None
 
 
+def text_part(given: object) -> object:
+    """A text alone as a part."""
+    return {"type": "text", "text": given} if isinstance(given, str) else given
+
+
+AnyPart: TypeAlias = Annotated[ContentPart, BeforeValidator(text_part)]
 Content: TypeAlias = str | Sequence[ContentPart] | None
 
 
@@ -67,9 +74,13 @@ class SkippedContent:
 
     @classmethod
     def of(cls, settings: Settings, name: str, roles: Sequence[str | None]) -> Self:
-        """Of messages in the list of this name; behind the newest may be some of the system."""
+        """Of messages in the list of this name; behind the newest may be some of the system.
+
+        One right behind results of tools belongs to them: clients put their images there.
+        """
         turns = [i for i, role in enumerate(roles) if role not in SYSTEM_ROLES]
-        is_users = bool(turns) and roles[turns[-1]] == "user"
+        last = [roles[i] for i in turns[-2:]]
+        is_users = last[-1:] == ["user"] and last[0] not in RESULT_ROLES
         return cls(f"{name}[{turns[-1]}]" if is_users and not settings.skip_unreadable else "")
 
     @property

@@ -289,7 +289,7 @@ class Limits:
             try:
                 reader = self._admit(scope, receive, held)
             except KeepwarmError as error:
-                await respond(scope["path"], problem_of(error))(scope, receive, send)
+                await respond(scope, problem_of(error))(scope, receive, send)
                 return
             await self._answer(scope, reader, send)
 
@@ -308,7 +308,7 @@ class Limits:
             if not deadline.expired():
                 raise
             if not has_begun:  # otherwise the connection ends with an unfinished answer
-                await respond(scope["path"], problem_of(Overloaded(TOO_LATE)))(scope, receive, send)
+                await respond(scope, problem_of(Overloaded(TOO_LATE)))(scope, receive, send)
 
     def _admit(self, scope: Scope, receive: Receive, held: ExitStack) -> BodyReader:
         """What reads the body; raises if the request is refused. Nothing is read here."""

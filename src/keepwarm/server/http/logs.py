@@ -196,7 +196,7 @@ class RequestLog:
             if status != LEFT:
                 raise
             SERVER_LOG.error("%s %s failed", scope["method"], _path(scope), exc_info=error)
-            await respond(scope["path"], problem_of(error))(scope, receive, send_with_id)
+            await respond(scope, problem_of(error))(scope, receive, send_with_id)
         finally:
             self._count(scope["path"], status)
             seconds = time.perf_counter() - began

@@ -237,7 +237,7 @@ class PrepareLimiter:
             if body is not None:
                 await self._prepare(body, scope, receive, send)
         except KeepwarmError as error:  # from before the application, which answers its own
-            await respond(scope["path"], problem_of(error))(scope, receive, send)
+            await respond(scope, problem_of(error))(scope, receive, send)
 
     async def _manage(self, scope: Scope, receive: Receive, send: Send) -> None:
         """With a permit until the answer begins: streams have threads of their own, or none."""

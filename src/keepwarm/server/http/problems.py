@@ -1,4 +1,4 @@
-"""Error responses: OpenAI's format, Anthropic's under `/v1/messages`, Ollama's under `/api`."""
+"""Error responses: OpenAI's format, Ollama's under `/api`, Anthropic's for its clients."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NotRequired
 
 from fastapi.responses import Response
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict
 
 from keepwarm import errors
 
 OLLAMA_PATH = "/api/"
+CLAUDE_HEADER = "anthropic-version"  # that all of its clients send
 ANTHROPIC_PATH = re.compile(r"/v1(/agents/[^/]+(/v1)?)?/messages(/.*)?")
 
 ANTHROPIC_TYPES = {
@@ -149,8 +151,9 @@ def http_problem(status: int, detail: str, method: str, path: str) -> Problem:
     return Problem(status, sentences.get(status, f"{detail} ({path})."))
 
 
-def is_anthropic(path: str) -> bool:
-    return ANTHROPIC_PATH.fullmatch(path) is not None
+def is_anthropic(scope: Scope) -> bool:
+    """Whether the client speaks Anthropic's API, or asks for a path of it."""
+    return CLAUDE_HEADER in Headers(scope=scope) or bool(ANTHROPIC_PATH.fullmatch(scope["path"]))
 
 
 def openai_body(problem: Problem) -> dict[str, Any]:
@@ -184,11 +187,11 @@ def ollama_body(problem: Problem) -> dict[str, Any]:
     return {"error": f"model not found: {message}" if is_unknown else message}
 
 
-def body_for(path: str, problem: Problem) -> dict[str, Any]:
-    """The error in the format of the API that this path belongs to."""
-    if path.startswith(OLLAMA_PATH):
+def body_for(scope: Scope, problem: Problem) -> dict[str, Any]:
+    """The error in the format of the API that this request is of."""
+    if scope["path"].startswith(OLLAMA_PATH):
         return ollama_body(problem)
-    return anthropic_body(problem) if is_anthropic(path) else openai_body(problem)
+    return anthropic_body(problem) if is_anthropic(scope) else openai_body(problem)
 
 
 class ProblemResponse(Response):
@@ -196,8 +199,8 @@ class ProblemResponse(Response):
 
     media_type = "application/json"
 
-    def __init__(self, path: str, problem: Problem) -> None:
-        body = json.dumps(body_for(path, problem))
+    def __init__(self, scope: Scope, problem: Problem) -> None:
+        body = json.dumps(body_for(scope, problem))
         super().__init__(body, status_code=problem.status, headers=_headers(problem))
         self._problem = problem
 
@@ -206,8 +209,8 @@ class ProblemResponse(Response):
         await super().__call__(scope, receive, send)
 
 
-def respond(path: str, problem: Problem) -> Response:
-    return ProblemResponse(path, problem)
+def respond(scope: Scope, problem: Problem) -> Response:
+    return ProblemResponse(scope, problem)
 
 
 def _headers(problem: Problem) -> dict[str, str]:

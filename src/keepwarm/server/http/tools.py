@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BeforeValidator
 
 from keepwarm.errors import BadField
 from keepwarm.text.request import Tool, ToolChoice
 from keepwarm.text.tools import STRICT
 
 Mode = Literal["auto", "none", "required"]
+# Mistral's clients write `any` for `required`.
+ChosenMode: TypeAlias = Annotated[
+    Mode, BeforeValidator(lambda given: "required" if given == "any" else given)
+]
 # A custom tool, whose input is text, is a function with this one argument.
 TEXT_INPUT = {
     "type": "object",

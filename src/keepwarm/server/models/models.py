@@ -279,6 +279,17 @@ class Models:
                 path = self._on_demand.find(name)
                 yield ListedModel.on_disk(name, self.first.created, path, self._settings)
 
+    def answering(self, name: str) -> ListedModel:
+        """The model that answers a request of this name, as it is listed. Reads files."""
+        listed = list(self.listed())
+        found = [each for each in listed if each.name in (name, plain(name))]
+        if not found and (path := self._on_demand.find(plain(name))):
+            created = self.first.created
+            found = [ListedModel.on_disk(plain(name), created, path, self._settings)]
+        if not found and self._settings.strict_model:
+            raise self.unknown(name)
+        return (found or listed)[0]
+
     def known(self, name: str | None) -> Slot | None:
         for each in (name, plain(name or "")):
             for slot in self.slots.all:

@@ -175,19 +175,17 @@ def loaded_models(models: Models) -> list[Fields]:
 
 
 def show(models: Models, settings: Settings, name: str) -> Fields:
-    """Raises if there is no such model, as requests may name it."""
-    for facts in _all(models):
-        if facts.listed.name in (name, plain(name)):
-            return {
-                "modelfile": f"FROM {facts.name}",
-                "parameters": facts.parameters(),
-                "template": facts.template(),
-                "details": facts.details(),
-                "model_info": facts.info(),
-                "capabilities": facts.capabilities(settings),
-                "modified_at": facts.modified_at,
-            }
-    raise models.unknown(name)
+    """The model that answers requests of this name; raises if none does."""
+    facts = ModelFacts.of(models, models.answering(name))
+    return {
+        "modelfile": f"FROM {facts.name}",
+        "parameters": facts.parameters(),
+        "template": facts.template(),
+        "details": facts.details(),
+        "model_info": facts.info(),
+        "capabilities": facts.capabilities(settings),
+        "modified_at": facts.modified_at,
+    }
 
 
 def _all(models: Models) -> Iterator[ModelFacts]:

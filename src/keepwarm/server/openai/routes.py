@@ -14,6 +14,7 @@ from starlette.concurrency import run_in_threadpool
 
 from keepwarm.errors import BadField
 from keepwarm.server.http.body import api_router
+from keepwarm.server.http.problems import CLAUDE_HEADER
 from keepwarm.server.http.sse import EventStream, WholeAnswer, answer_docs, new_id, receipt_dict
 from keepwarm.server.models.calls import ApiCall, Call, Served
 from keepwarm.server.models.embedding import Embeddings, WholeEmbeddings, embed, shortened
@@ -35,7 +36,6 @@ from keepwarm.text.detokenize import decode
 from keepwarm.text.request import Vector
 
 Fields: TypeAlias = dict[str, Any]  # of a JSON object
-CLAUDE_HEADER = "anthropic-version"  # that all of its clients send
 MAX_LISTED = 1000  # models in a page, as Anthropic has it
 
 router = api_router(prefix="/v1", tags=["OpenAI"])

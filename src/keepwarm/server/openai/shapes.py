@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, BeforeValidator, Field
 
 from keepwarm.server.http.body import (
     IGNORED,
@@ -17,7 +18,7 @@ from keepwarm.server.http.body import (
     TopK,
     TopP,
 )
-from keepwarm.server.http.content import ContentPart
+from keepwarm.server.http.content import AnyPart
 from keepwarm.server.http.request_fields import PromptBody
 from keepwarm.server.http.synonyms import (
     MAX_TOKENS,
@@ -27,6 +28,7 @@ from keepwarm.server.http.synonyms import (
     ThinkingFields,
     UnsupportedFields,
 )
+from keepwarm.server.http.tools import ChosenMode
 
 MAX_CHOICES = 16
 MAX_ANSWERS = 128  # of all prompts of a request
@@ -36,9 +38,15 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
+def _as_json(given: object) -> object:
+    return json.dumps(given, ensure_ascii=False) if isinstance(given, dict) else given
+
+
 class FunctionCall(JsonInput):
     name: str
-    arguments: str = Field(description="JSON, as the model generated it.")
+    arguments: Annotated[str, BeforeValidator(_as_json)] = Field(
+        description="JSON, as the model generated it."
+    )
 
 
 class ToolCallIn(JsonInput):
@@ -62,7 +70,7 @@ class CustomToolCallIn(JsonInput):
 
 class ChatMessage(JsonInput):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Members[ContentPart] | None = None
+    content: str | Members[AnyPart] | None = None
     name: str | None = None
     tool_calls: Members[ToolCallIn | CustomToolCallIn] | None = None
     function_call: FunctionCall | None = Field(default=None, description="As before tools.")
@@ -179,9 +187,7 @@ class ChatRequest(BaseCompletionRequest, ThinkingFields, ShowsLogprobs):
     max_tokens: TokenCount | None = Field(default=None, validation_alias=AliasChoices(*MAX_TOKENS))
     max_completion_tokens: TokenCount | None = None
     tools: Members[ChatTool | CustomChatTool] | None = None
-    tool_choice: (
-        Literal["none", "auto", "required"] | NamedTool | NamedCustomTool | AllowedTools | None
-    ) = None
+    tool_choice: ChosenMode | NamedTool | NamedCustomTool | AllowedTools | None = None
     functions: Members[Function] | None = Field(default=None, description="Use `tools`.")
     function_call: Literal["none", "auto"] | FunctionName | None = None
     parallel_tool_calls: bool | None = None

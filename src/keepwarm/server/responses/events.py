@@ -34,12 +34,22 @@ from keepwarm.text.sampling_rules import DrawRules
 Fields: TypeAlias = dict[str, Any]  # of a JSON object
 Frames: TypeAlias = list[Fields]  # events
 RESPONSE = "resp_"
+FIRST_INPUT = 0x8000  # numbers of input items, behind those of all output items
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{24})[0-9a-f]{4}")
 
 
 def item_id(prefix: str, response_id: str, index: int) -> str:
     """The id of an output item: it names the response, which is stored by its id."""
     return f"{prefix}{response_id.removeprefix(RESPONSE)}{index:04x}"
+
+
+def with_ids(items: Sequence[Item], response_id: str) -> list[Item]:
+    """Input items of a response, each with an id by which it can be referred to."""
+    ids = [item_id("in_", response_id, FIRST_INPUT + i) for i in range(len(items))]
+    return [
+        item if item.id else item.model_copy(update={"id": named})
+        for item, named in zip(items, ids, strict=True)
+    ]
 
 
 def response_of_item(item_id: str) -> str | None:

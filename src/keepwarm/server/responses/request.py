@@ -36,6 +36,7 @@ from keepwarm.server.responses.shapes import (
     ResponsesRequest,
     ResponseTool,
     TextFormat,
+    UnreadItem,
 )
 from keepwarm.text.request import SYSTEM_ROLES, Format, Message, Request, Sampling, Tool, ToolChoice
 
@@ -75,8 +76,8 @@ def request_of(
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     unread = SkippedContent.of(settings, "input", [_role(item) for item in items])
     messages = [*instructions, *messages_of(items, unread)]
-    if not messages:
-        raise BadField("input is empty; send at least one item.", "input")
+    if not messages or (items and all(isinstance(item, UnreadItem) for item in items)):
+        raise BadField("input has nothing to read; send at least one message.", "input")
     tools = _allowed(body.tool_choice, offered_tools(body.tools or ()).tools)
     own = {"text.format": _format(body.text.format) if body.text and body.text.format else None}
     thinking = thinking_of(body)
@@ -135,9 +136,12 @@ def decode_reasoning(text: str | None) -> str:
 
 
 def _role(item: Item) -> str | None:
-    """Whose an item is, if not the user's."""
-    is_own = _rank(item) is not None or _kind(item).endswith(OUTPUT)
-    return "assistant" if is_own else item.role if item.role in SYSTEM_ROLES else "user"
+    """Whose an item is; one of an unknown type is nobody's turn."""
+    if _rank(item) is not None:
+        return "assistant"
+    if _kind(item) == "message":
+        return item.role
+    return "tool" if _kind(item).endswith(OUTPUT) else SYSTEM_ROLES[0]
 
 
 def messages_of(items: Sequence[Item], unread: SkippedContent) -> list[Message]:

@@ -30,6 +30,7 @@ from keepwarm.server.responses.events import (
     numbered_frames,
     replayed,
     response_of_item,
+    with_ids,
 )
 from keepwarm.server.responses.request import items_of, offered_tools, request_of
 from keepwarm.server.responses.shapes import (
@@ -94,6 +95,8 @@ class TenantResponses:
         response: Fields,
     ) -> None:
         if response["store"]:
+            before, own = items[: len(items) - n_input], items[len(items) - n_input :]
+            items = [*before, *with_ids(own, response["id"])]
             self.store.put(
                 *(self.tenant, response, items, n_input),
                 since=since,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, ConfigDict, Field
+from pydantic import AliasChoices, ConfigDict, Discriminator, Field, Tag
 
 from keepwarm.server.http.body import IGNORED, Checked, JsonInput, Members, TokenCount, TopP
-from keepwarm.server.http.content import ContentPart
+from keepwarm.server.http.content import AnyPart, ContentPart
 from keepwarm.server.http.request_fields import PromptBody
 from keepwarm.server.http.synonyms import (
     MAX_TOKENS,
@@ -18,6 +18,7 @@ from keepwarm.server.http.synonyms import (
     ThinkingFields,
     UnsupportedFields,
 )
+from keepwarm.server.http.tools import ChosenMode
 from keepwarm.server.openai.shapes import MAX_STOPS, has_grammar
 
 MAX_METADATA = 16
@@ -31,6 +32,15 @@ Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA)]
 Output = Annotated[str | Members[ContentPart] | Any, Field(union_mode="left_to_right")]
 
 
+# Types of items whose fields are read.
+READ_ITEMS = frozenset(
+    {
+        *("message", "reasoning", "compaction", "function_call", "function_call_output"),
+        *("custom_tool_call", "custom_tool_call_output"),
+    }
+)
+
+
 class Item(JsonInput):
     """A message, a function call or its output, reasoning of an earlier answer.
 
@@ -42,7 +52,7 @@ class Item(JsonInput):
     type: str | None = None
     id: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | Members[ContentPart] | None = None
+    content: str | Members[AnyPart] | None = None
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
@@ -51,6 +61,30 @@ class Item(JsonInput):
     output: Output = None
     encrypted_content: str | None = None
     status: Any = None
+
+
+class UnreadItem(Item):
+    """An item of any other type: whatever it holds is returned as it was sent."""
+
+    type: str
+    role: Any = None
+    content: Any = None
+    call_id: Any = None
+    name: Any = None
+    namespace: Any = None
+    arguments: Any = None
+    input: Any = None
+    encrypted_content: Any = None
+
+
+def _tag(given: Any) -> str:
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    return "unread" if isinstance(kind, str) and kind not in READ_ITEMS else "read"
+
+
+AnyItem = Annotated[
+    Annotated[Item, Tag("read")] | Annotated[UnreadItem, Tag("unread")], Discriminator(_tag)
+]
 
 
 class ResponseTool(JsonInput):
@@ -97,11 +131,11 @@ class TextConfig(JsonInput):
 class InputRequest(PromptBody, FormatFields, ThinkingFields, UnsupportedFields):
     """The fields that determine the prompt."""
 
-    input: str | Members[Item] | None = None
+    input: str | Members[AnyItem] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Members[ResponseTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    tool_choice: ChosenMode | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     prompt_cache_key: str | None = Field(default=None, description="Names the conversation.")

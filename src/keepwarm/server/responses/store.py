@@ -11,11 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
+from pydantic import TypeAdapter
+
 from keepwarm.agents.texts import AgentTexts
 from keepwarm.cache.restore.forgetting import Deletions
 from keepwarm.cache.store import Store
 from keepwarm.errors import UnknownResponse
-from keepwarm.server.responses.shapes import Item
+from keepwarm.server.responses.shapes import AnyItem, Item
 
 VERSION = 1
 MAX_BYTES = 64 << 20  # in memory
@@ -151,8 +153,7 @@ class ResponseStore:
             if fields["version"] != VERSION:
                 return None
             response = fields["response"]
-            items = [Item.model_validate(item) for item in fields["items"]]
-            output = [Item.model_validate(item) for item in response["output"]]
+            items, output = _items(fields["items"]), _items(response["output"])
             own = items[len(items) - fields["n_input"] :]
             return StoredResponse(response, [*items, *output], own)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -184,6 +185,10 @@ class ResponseStore:
         for name in [name for name, e in self._memory.items() if deletions.include(e.agent)]:
             self._drop(name)
         self._on_forget()
+
+
+def _items(stored: object) -> list[Item]:
+    return TypeAdapter(list[AnyItem]).validate_python(stored)
 
 
 def _size(name: str, entry: _InMemory) -> int:
