@@ -467,7 +467,7 @@ async def import_agent(
     transfers: Transfers = request.app.state.transfers
     body = UploadedFile(request.stream(), settings.disk_bytes)
     source = BundleSource("The bundle", cast("BinaryIO", body), _length(request, settings))
-    async with models.using(model) as host:
+    async with models.using(model, request.state.owner) as host:
         with transfers.limit.one_more(agents.tenant):
             return await transfers.run(agents.import_, host.engine, source, agent_id, check)
 

@@ -112,7 +112,7 @@ class Permit:
 
     def __init__(self, semaphore: FairSemaphore, owner: str) -> None:
         self._semaphore = semaphore
-        self._owner = owner
+        self.owner = owner
         self._is_held = False
 
     async def __aenter__(self) -> Self:
@@ -123,13 +123,13 @@ class Permit:
         self.release()
 
     async def _acquire(self) -> None:
-        await self._semaphore.acquire(self._owner)
+        await self._semaphore.acquire(self.owner)
         self._is_held = True
 
     def release(self) -> None:
         if self._is_held:
             self._is_held = False
-            self._semaphore.release(self._owner)
+            self._semaphore.release(self.owner)
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
@@ -168,6 +168,11 @@ class PrepareSlot:
         self.held = ExitStack()
         self.agent: str | None = None
         self.answers: Sequence[ReportedAnswer] = ()  # for the log
+
+    @property
+    def owner(self) -> str:
+        """Whose request it is."""
+        return self._permit.owner
 
     async def build(self, make: Callable[[], T]) -> T:
         """What `make` returns; not on the event loop if the body is long."""

@@ -164,6 +164,7 @@ class OnDemand:
 
 
 OnThread: TypeAlias = Callable[..., Awaitable[Any]]
+LOOK_AGAIN_S = 0.1  # whether a model takes a request that waits
 MOST_CHECKS_S = 10.0  # between two looks at which models are unused
 
 
@@ -233,17 +234,17 @@ class Models:
         vectors of two models cannot be compared.
         """
         found = await self._find(name, slot.on_thread, to_embed)
-        if not self._lease(found, slot.held):
+        if not self._lease(found, slot.held, slot.owner):
             async with slot.paused():
-                await self._wait_for(found, slot.held)
+                await self._wait_for(found, slot.held, slot.owner)
         return found.host
 
     @asynccontextmanager
-    async def using(self, name: str | None = None) -> AsyncIterator[EngineHost]:
+    async def using(self, name: str | None = None, owner: str = "") -> AsyncIterator[EngineHost]:
         """The same for a request that is not prepared."""
         slot = await self._find(name, run_in_threadpool)
         with ExitStack() as held:
-            await self._wait_for(slot, held)
+            await self._wait_for(slot, held, owner)
             yield slot.host
 
     async def _find(self, name: str | None, on_thread: OnThread, to_embed: bool = False) -> Slot:
@@ -321,29 +322,36 @@ class Models:
                 self.slots.all.append(same[0])
             return same[0]
 
-    def _lease(self, slot: Slot, held: ExitStack) -> bool:
+    def _lease(self, slot: Slot, held: ExitStack, owner: str) -> bool:
         """False if it must be loaded first; raises if it cannot be, as while the server starts."""
-        if self.slots.lease(slot, held):
+        if self.slots.lease(slot, held, owner):
             return True
         if not slot.is_offered:
             _ = slot.host.engine  # says why
             raise Stopping("The model is being unloaded; retry in a few seconds.")
         return False
 
-    async def _wait_for(self, slot: Slot, held: ExitStack) -> None:
-        """Have it loaded and take a lease."""
+    async def _wait_for(self, slot: Slot, held: ExitStack, owner: str) -> None:
+        """Have it loaded and take a lease, also if it takes requests of this key again before."""
         end = time.monotonic() + self._settings.load_wait_s
+        loading: asyncio.Future[None] | None = None
         with self.slots.waiting(slot):
-            while not self._lease(slot, held):
-                loading = asyncio.wrap_future(self.slots.loading(slot))
-                loading.add_done_callback(_note_error)
-                done, _ = await asyncio.wait({loading}, timeout=max(0.0, end - time.monotonic()))
-                if not done:
+            while not self._lease(slot, held, owner):
+                if loading is not None and loading.done():
+                    loading.result()
+                    loading = None
+                if time.monotonic() >= end:
                     raise StillLoading(
                         f"{slot.host.name} is being loaded ({slot.host.progress}); "
                         "retry in a few seconds."
                     )
-                loading.result()
+                loading = loading or self._loading(slot)
+                await asyncio.wait({loading}, timeout=LOOK_AGAIN_S)
+
+    def _loading(self, slot: Slot) -> asyncio.Future[None]:
+        loading = asyncio.wrap_future(self.slots.loading(slot))
+        loading.add_done_callback(_note_error)
+        return loading
 
     # all of them
 

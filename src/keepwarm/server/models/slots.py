@@ -1,8 +1,8 @@
 """The models of a server, each with its engine while it is loaded, within one budget of memory.
 
 A request holds a lease on its model. Models are loaded one at a time, on a thread for that. One
-that needs room has the least recently used unloaded: pinned ones stay, and one that is in use is
-given no more requests until it is idle.
+that needs room has the least recently used unloaded: pinned ones stay. One that is in use takes
+requests as long as those before them keep it loaded, then turns come to an end, key by key.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,6 +44,13 @@ HAND_OVER_S = 5.0  # for a request that waited to take the lease of its model
 
 
 @dataclass(eq=False)
+class ModelLease:
+    """Keeps a model loaded."""
+
+    owner: str  # the key of its request
+
+
+@dataclass(eq=False)
 class Slot:
     """One model. Only `Slots` changes it."""
 
@@ -53,7 +60,8 @@ class Slot:
     pinned: bool = False
     path: Path | None = None  # of its files, once they are found
     is_offered: bool = False  # it is loaded when a request asks for it
-    n_leases: int = 0
+    leases: set[ModelLease] = field(default_factory=set)
+    ending: set[ModelLease] = field(default_factory=set)  # until then their keys get no other
     n_waiting: int = 0  # requests that will take a lease once it is loaded
     used: float = 0.0
     is_leaving: bool = False  # it takes no more requests, to be unloaded
@@ -62,6 +70,15 @@ class Slot:
     n_context: int | None = None  # tokens, once it was loaded
     keep_until: float = 0.0  # before, it is not unloaded because nobody uses it
     expires: bool = False  # it is unloaded once it is idle, unless another request comes first
+
+    @property
+    def n_leases(self) -> int:
+        return len(self.leases)
+
+    def admits(self, owner: str) -> bool:
+        if self.host.loaded is None or self.is_leaving:
+            return False
+        return all(lease.owner != owner for lease in self.ending & self.leases)
 
     @property
     def n_bytes(self) -> int:
@@ -87,21 +104,22 @@ class Slots:
 
     # leases
 
-    def lease(self, slot: Slot, held: ExitStack) -> bool:
-        """Keep a model loaded until `held` is closed; False if it is not, or is leaving."""
+    def lease(self, slot: Slot, held: ExitStack, owner: str = "") -> bool:
+        """Keep a model loaded until `held` is closed; False if it is not, or takes no more."""
         with self._changed:
-            if slot.host.loaded is None or slot.is_leaving:
+            if not slot.admits(owner):
                 return False
-            slot.n_leases += 1
-            held.callback(self._release, slot)
+            lease = ModelLease(owner)
+            slot.leases.add(lease)
+            held.callback(self._release, slot, lease)
             slot.used = time.monotonic()
             slot.expires = False
             self._changed.notify_all()
             return True
 
-    def _release(self, slot: Slot) -> None:
+    def _release(self, slot: Slot, lease: ModelLease) -> None:
         with self._changed:
-            slot.n_leases -= 1
+            slot.leases.remove(lease)
             slot.used = time.monotonic()
             self._changed.notify_all()
 
@@ -148,6 +166,7 @@ class Slots:
             with self._changed:
                 for other in self.all:
                     other.is_leaving = False
+                    other.ending = set()
             self._divide_memory()
         slot.used = time.monotonic()
         slot.n_loads += 1
@@ -215,16 +234,30 @@ class Slots:
         require_memory(slot.host.name, n_bytes)
 
     def _wait_until_idle(self, slot: Slot, end: float) -> bool:
-        """Let no more requests in, and wait for those that run; whether it is idle.
+        """Wait for the requests that run, then let no more in; whether it is idle.
+
+        While requests from before this wait run, it takes others: it could not be unloaded anyway.
+        Then those of a key that has none, as long as others' run, for half of the time: so a key
+        that lets long answers follow each other keeps out only itself, and no more than half of
+        the time goes by before all are kept out for the model that waits.
 
         One that was just loaded is first used by those that waited for it: or two models that
         take turns might be loaded again and again before anybody is answered.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._is_awaited(slot), HAND_OVER_S)
+            half = (time.monotonic() + end) / 2
+            if not self._wait_for_end(slot, set(slot.leases), end):
+                return False
+            while slot.leases and time.monotonic() < half:
+                slot.ending = set(slot.leases)
+                self._wait_for_end(slot, slot.ending, half)
             slot.is_leaving = True
-            left_s = end - time.monotonic()
-            return self._changed.wait_for(lambda: not slot.n_leases, max(0.0, left_s))
+            return self._wait_for_end(slot, slot.leases, end)
+
+    def _wait_for_end(self, slot: Slot, leases: set[ModelLease], end: float) -> bool:
+        left_s = max(0.0, end - time.monotonic())
+        return self._changed.wait_for(lambda: not leases & slot.leases, left_s)
 
     def _is_awaited(self, slot: Slot) -> bool:
         """Whether a request is about to take a lease; one whose load is still queued is not."""
