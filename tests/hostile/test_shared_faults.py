@@ -227,6 +227,18 @@ def refused(scene: Scene) -> Undo:
     return scene.proxy.listen
 
 
+def not_mounted(scene: Scene) -> Undo:
+    """What is below the share can be written to."""
+    share = scene.root.rename(scene.root.with_name("share"))
+    scene.root.mkdir()
+
+    def mount() -> None:
+        shutil.rmtree(scene.root)
+        share.rename(scene.root)
+
+    return mount
+
+
 def paused(scene: Scene) -> Undo:
     if scene.proxy is not None:
         scene.proxy.pause()
@@ -400,7 +412,8 @@ def emptied(scene: Scene) -> Undo:
         scene.server.start()
     elif scene.root:
         for path in scene.root.iterdir():
-            shutil.rmtree(path)
+            if path.name != "meta":  # the mark: without it nothing is mounted
+                shutil.rmtree(path)
     else:
         for number in range(3):
             folder = scene.name(number).name.rpartition("/")[0]
@@ -410,6 +423,7 @@ def emptied(scene: Scene) -> Undo:
 
 FAULTS = (
     Fault("refused, not mounted", refused, GONE, GONE, GONE, "redis"),
+    Fault("not mounted, the mount point is writable", not_mounted, NONE, GONE, NONE, "directory"),
     Fault("paused", paused, LATE, LATE, LATE, "s3", hangs=True),
     Fault("hangs in the middle of a value", on_values(hang), LATE, NONE, LATE, "redis", hangs=True),
     Fault("closes in the middle of a value", on_values(cut), GONE, NONE, GONE, "s3"),

@@ -1,7 +1,9 @@
 """What is deleted here is deleted from shared tiers too, at once or when they can be reached."""
 
 import json
+import shutil
 import threading
+from contextlib import closing
 
 import pytest
 
@@ -161,6 +163,69 @@ def test_deleter_thread_after_an_error_names_the_place_and_tries_again(
     again.set()
     wait_until(lambda: not store.tombstones.all())
     thread.close()
+
+
+def test_deleter_thread_goes_on_when_the_tombstones_cannot_be_read(store, place, monkeypatch):
+    monkeypatch.setattr("keepwarm.remote.deleter.RETRY_S", 0.01)
+    read_all, errors = store.tombstones.all, [OSError("odd")] * 2
+
+    def fail_twice():
+        if errors:
+            raise errors.pop()
+        return read_all()
+
+    monkeypatch.setattr(store.tombstones, "all", fail_twice)
+    deleter = RemoteDeleter(store.tombstones, store.blocks_of_agents, lambda *_: True)
+    store.agents.delete("coder")
+    thread = DeleterThread(deleter)
+    wait_until(lambda: read_all() == {})
+    assert errors == []
+    thread.close()
+
+
+def mounted(place, store, compute_class=CLASS):
+    """A tier as a server opens it: it remembers what it has marked."""
+    flags = store.disk.index.database
+    return RemoteTier(
+        open_backend(place.as_uri()),
+        compute_class,
+        store.disk.cipher,
+        was_marked=flags.has_flag("marked"),
+        on_marked=lambda: flags.set_flag("marked"),
+    )
+
+
+def test_a_deletion_waits_for_a_share_that_is_not_mounted(store, place):
+    """Though its mount point can be written to; else the agent would be back with the share."""
+    with closing(mounted(place, store)) as tier:
+        assert tier.health.wait_until_tried(SOON)
+    share = place.rename(place.with_name("share"))
+    place.mkdir()
+    with closing(mounted(place, store)) as tier:  # after a restart
+        assert not tier.health.wait_until_tried(SOON)
+        assert "not mounted" in tier.health.refused
+        store.agents.delete("coder")
+        erase = erase_from({place.as_uri(): tier})
+        deleter = RemoteDeleter(store.tombstones, store.blocks_of_agents, erase)
+        assert deleter.finish() == [place.as_uri()]
+        assert not any(path.is_file() for path in place.rglob("*")), "nothing is left there"
+        shutil.rmtree(place)
+        share.rename(place)
+        tier._try()
+        tier.health.tried(True)
+        assert deleter.finish() == []
+    assert shared(place) == [False] * 3
+
+
+def test_a_share_that_is_unmounted_is_left_alone(store, place, monkeypatch):
+    """In a running process: what is put would fill the disk below."""
+    monkeypatch.setattr("keepwarm.remote.tier.REFRESH_S", 0.02)
+    with closing(mounted(place, store)) as tier:
+        assert tier.health.wait_until_tried(SOON)
+        place.rename(place.with_name("share"))
+        place.mkdir()
+        wait_until(lambda: tier.is_open)
+        assert "not mounted" in tier.health.refused
 
 
 def test_what_another_agent_has_by_then_stays(store, place):

@@ -1,12 +1,14 @@
 """When a remote store is left alone and tried again, and what counts as a failure of it."""
 
 import time
+from contextlib import closing
 
 import pytest
 
 from keepwarm.concurrency import BusyError, CallError
-from keepwarm.errors import BadRecord
-from keepwarm.remote.health import MAX_FAILURES, MAX_RETRY_S, Health
+from keepwarm.errors import BadInput, BadRecord
+from keepwarm.remote.directory import DirectoryBackend
+from keepwarm.remote.health import MAX_FAILURES, MAX_RETRY_S, Health, RemoteSpeed, try_backend
 from keepwarm.store.tier import TierCounts
 from tests.remote.conftest import SOON
 
@@ -86,6 +88,57 @@ def test_a_trial_that_is_under_way_at_the_end_changes_nothing(health):
         health.tried(success)
         assert health.is_open
         assert not health.is_trusted
+
+
+class Slow(DirectoryBackend):
+    """A place where chosen calls are late, though they are done."""
+
+    late: tuple[str, ...] = ()
+
+    def put(self, name, *args, **options):
+        stored = super().put(name, *args, **options)
+        return self._unless_late("put") and stored
+
+    def read(self, name, take, timeout_s, start=0, n_bytes=None):
+        self._unless_late("read" if n_bytes is None else "read of a part")
+        return super().read(name, take, timeout_s, start, n_bytes)
+
+    def _unless_late(self, call):
+        if call in self.late:
+            raise CallError("no answer in time")
+        return True
+
+
+@pytest.fixture
+def slow(tmp_path):
+    with closing(Slow(tmp_path)) as backend:
+        yield backend
+
+
+@pytest.mark.parametrize("late", ["put", "read"])
+def test_a_trial_that_is_late_leaves_nothing(slow, tmp_path, late):
+    slow.late = (late,)
+    with pytest.raises(CallError, match="in time"):
+        try_backend(slow, RemoteSpeed())
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_place_is_refused_for_its_parts_only_while_it_reads_the_whole(slow):
+    """Else it was slow for a moment, and is tried again soon."""
+    slow.late = ("read of a part",)
+    with pytest.raises(BadInput, match="parts of blobs"):
+        try_backend(slow, RemoteSpeed())
+
+    def fail_from_now_on(call):
+        if call == "read of a part":
+            slow.late = (call, "read")
+        if call in slow.late:
+            raise CallError("no answer in time")
+        return True
+
+    slow.late, slow._unless_late = (), fail_from_now_on
+    with pytest.raises(CallError, match="in time"):
+        try_backend(slow, RemoteSpeed())
 
 
 def failing(error):

@@ -1,6 +1,7 @@
 """A place that does not evict by itself is kept within its limits, ends of prompts first."""
 
 import os
+import threading
 import time
 from contextlib import closing
 
@@ -8,6 +9,7 @@ import pytest
 
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.backend import Listed
+from keepwarm.remote.health import MAX_FAILURES, MAX_RETRY_S
 from keepwarm.remote.janitor import LEASE_S, SWEEP_S, Janitor, RemoteLimits, surplus
 from keepwarm.remote.records import FleetKey, RemoteNames, RemoteRecord
 from keepwarm.remote.tier import RemoteTier
@@ -166,3 +168,24 @@ def test_a_tier_sweeps_its_directory_now_and_then(share, clock, monkeypatch):
         tier.keep_within(RemoteLimits(n_bytes=1))
         clock.now += SWEEP_S
         wait_until(lambda: not (share / name_of(LONG[0])).exists())
+
+
+def test_a_sweep_that_takes_long_delays_no_trial(share, clock, monkeypatch):
+    monkeypatch.setattr("keepwarm.remote.tier.REFRESH_S", 0.02)
+    is_sweeping, may_end = threading.Event(), threading.Event()
+
+    def sweep(self):
+        is_sweeping.set()
+        assert may_end.wait(SOON)
+
+    monkeypatch.setattr(Janitor, "sweep", sweep)
+    with closing(RemoteTier(open_backend(share.as_uri()), CLASS, clock=clock)) as tier:
+        assert tier.health.wait_until_tried(SOON)
+        tier.keep_within(RemoteLimits(n_bytes=1))
+        clock.now += SWEEP_S
+        assert is_sweeping.wait(SOON)
+        for _ in range(MAX_FAILURES):
+            tier.health.failed()
+        clock.now += MAX_RETRY_S
+        wait_until(lambda: not tier.is_open)
+        may_end.set()

@@ -52,6 +52,22 @@ def test_a_connection_in_use_while_it_closes_is_closed_too(server):
     wait_until(lambda: server.n_connections() <= before)
 
 
+def test_a_listing_leaves_nothing_out_while_others_delete(blobs, monkeypatch):
+    monkeypatch.setattr("keepwarm.remote.redis.PAGE", 2)
+    names = [f"pages/{number}.d" for number in range(6)]
+    for name in names:
+        blobs.put(name, [b"x"], SOON)
+    call = blobs._call
+
+    def delete_the_first(commands, *args, **options):
+        replies = call(commands, *args, **options)
+        call([[b"ZREM", b"keepwarm:pages/", b"0.d", b"1.d"]], SOON)
+        return replies
+
+    monkeypatch.setattr(blobs, "_call", delete_the_first)
+    assert [one.name for one in blobs.list_names("pages", SOON)] == names
+
+
 def test_a_paused_server_takes_no_longer_than_the_deadline(server, blobs):
     blobs.put("paused/x.d", [b"x"], SOON)
     server.pause()

@@ -35,7 +35,7 @@ def bucket_that(answers):
             self.rfile.read(int(self.headers.get("content-length", 0)))
             answers(self)
 
-        do_GET = do_PUT = do_HEAD = do_DELETE = handle_one
+        do_GET = do_PUT = do_HEAD = do_POST = handle_one
 
         def log_message(self, *_):
             pass
@@ -97,6 +97,15 @@ def test_a_throttled_call_succeeds_in_its_time():
     assert [method for method, *_ in seen] == ["PUT", "PUT"]
     with bucket_that(answer(503)) as (blobs, _), pytest.raises(CallError, match="40 ms"):
         blobs.put("a/x.d", [b"bytes"], 0.04)  # sooner than it is tried again
+
+
+def test_many_are_deleted_in_one_request():
+    """So that no question waits behind them."""
+    names = [f"a/{number}.d" for number in range(256)]
+    keys = "".join(f"<Deleted><Key>pre/fix/{name}</Key></Deleted>" for name in names)
+    with bucket_that(answer(200, f"<DeleteResult>{keys}</DeleteResult>".encode())) as (blobs, seen):
+        blobs.delete(names, SOON)
+    assert [(method, path) for method, path, _ in seen] == [("POST", "/bucket?delete")]
 
 
 def test_a_janitor_lists_by_pages(bucket, monkeypatch):

@@ -115,15 +115,19 @@ def test_a_line_is_as_fast_as_its_faster_direction(speed, clock):
     assert speed.line_bytes_per_s == pytest.approx(8 * MIB)
     settled(lambda: put(speed, clock, MIB // 2))
     assert speed.line_bytes_per_s == pytest.approx(MIB)
-    with pytest.raises(CallError), speed.putting(MIB):
-        clock.fail_after(50.0)
+    with pytest.raises(CallError):
+        speed.put(MIB, lambda: clock.fail_after(50.0))
+    assert not speed.put(MIB, lambda: False), "what is refused takes no time"
     put(speed, clock, 100)
     assert speed.put_bytes_per_s == pytest.approx(MIB // 2, rel=0.01)
 
 
 def put(speed, clock, n_bytes):
-    with speed.putting(n_bytes):
+    def take_a_second():
         clock.now += 1.0
+        return True
+
+    assert speed.put(n_bytes, take_a_second)
 
 
 def test_a_few_bytes_say_nothing_of_the_rate(speed, clock):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from keepwarm.concurrency import CallError
 from keepwarm.remote.compression import count_bytes
 from keepwarm.remote.directory import DirectoryBackend
 from keepwarm.remote.records import parse_last
@@ -63,8 +64,8 @@ def patience(monkeypatch):
     monkeypatch.setattr("keepwarm.remote.uploader.CLOSE_S", SOON)
 
 
-def share(tier, memory, budget=None, uses=1):
-    uploader = Uploader([tier], Tiers([("memory", memory)]), memory.have, budget)
+def share(tier, memory, budget=None, uses=1, delete_later=lambda header: None):
+    uploader = Uploader([tier], Tiers([("memory", memory)]), memory.have, budget, delete_later)
     for _ in range(uses):
         uploader.offer(NAMESPACE, REFS)
     uploader.close()
@@ -109,6 +110,30 @@ def test_what_is_deleted_while_it_is_put_is_withdrawn(tier, place, memory):
     share(tier, memory)
     sizes = [tier.has(record(ref).header) for ref in REFS]
     assert sizes == [True, True, True, False]
+
+
+def test_what_is_deleted_while_a_put_is_late_is_withdrawn_too(tier, place, memory):
+    """It may be there all the same."""
+
+    def come_late():
+        if len(place.keys) == 4:
+            memory.delete(place.keys[-1])
+            raise CallError("no answer in time")
+
+    place.on_put = come_late
+    share(tier, memory)
+    assert [tier.has(record(ref).header) for ref in REFS] == [True, True, True, False]
+
+
+def test_what_cannot_be_withdrawn_is_deleted_later(tier, place, memory, monkeypatch):
+    def fail(names, timeout_s):
+        raise CallError("gone")
+
+    later = []
+    place.on_put = lambda: memory.delete(place.keys[-1]) if len(place.keys) == 4 else None
+    monkeypatch.setattr(place, "delete", fail)
+    share(tier, memory, delete_later=later.append)
+    assert [header.key for header in later] == [REFS[3].key]
 
 
 def test_the_queue_is_bounded_by_bytes(tier, place, memory, monkeypatch):

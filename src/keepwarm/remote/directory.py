@@ -11,7 +11,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
+from heapq import nsmallest
 from pathlib import Path
 from typing import TypeVar
 
@@ -132,10 +132,11 @@ def _fill(memory: memoryview, file: int, start: int) -> None:
 def _look(folder: str, stem: str, path: Path) -> list[Listed]:
     """A folder may have thousands of names, and only these are worth a call each for their size."""
     with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-        names = sorted(one.name for one in path.iterdir())
-        own = [name for name in names if name.startswith(stem)]
-        others = (name for name in names if not name.startswith(stem))
-        chosen = [*own, *islice(others, BESIDE)]
+        with os.scandir(path) as entries:
+            names = {entry.name for entry in entries}
+        own = {name for name in names if name.startswith(stem)}
+        others = nsmallest(BESIDE, names - own)
+        chosen = [*own, *others]
         return [Listed(f"{folder}/{name}", _size_of(path / name) or 0) for name in chosen]
     return []
 

@@ -23,15 +23,17 @@ MARK_S = 5.0  # the longest it may take
 MAX_BYTES = 4096
 
 
-def check_mark(backend: Backend, cipher: Cipher | None, own: bytes) -> None:
-    """Leave the mark of the local store, `own`, where there is none.
+def check_mark(backend: Backend, cipher: Cipher | None, own: bytes, is_known: bool = False) -> None:
+    """Leave the mark of the local store, `own`, where there is none, unless there must be one.
 
     Raises BadInput if there is one, and it is of another kind or of another key.
     """
-    if cipher is None:
-        mark = put_mark(backend, PLAIN, MARK_S)
-    else:
-        mark = put_mark(backend, own or make_mark(cipher, {}), MARK_S)
+    own = PLAIN if cipher is None else own or make_mark(cipher, {})
+    mark = read_mark(backend, CallDeadline(MARK_S)) if is_known else put_mark(backend, own, MARK_S)
+    if mark is None:
+        raise BadInput(
+            "Its mark is gone: it is not mounted, or was emptied. Mount it, or name another place."
+        )
     check_kind(mark, cipher is not None)
     if cipher is not None and not opens(cipher, mark):
         raise BadInput(

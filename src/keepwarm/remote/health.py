@@ -274,14 +274,14 @@ class RemoteSpeed:
             rate, new, self._weight = self._n_bytes / seconds, self._weight, NEW
             self.bytes_per_s = 1 / ((1 - new) / self.bytes_per_s + new / rate)
 
-    @contextmanager
-    def putting(self, n_bytes: int) -> Iterator[None]:
-        """Around a put of so many bytes; one that fails is not counted."""
+    def put(self, n_bytes: int, put: Callable[[], bool]) -> bool:
+        """Put so many bytes; whether they are stored. What is refused or fails is not counted."""
         began = self._clock()
-        yield
+        is_stored = put()
         rate, last = n_bytes / max(self._clock() - began, 1e-6), self.put_bytes_per_s
-        if n_bytes >= MIN_BYTES:
+        if is_stored and n_bytes >= MIN_BYTES:
             self.put_bytes_per_s = rate if last == math.inf else 1 / ((1 - NEW) / last + NEW / rate)
+        return is_stored
 
     def declined(self) -> None:
         """Loading seemed too slow; sooner or later it is tried again."""
@@ -302,13 +302,15 @@ def try_backend(backend: Backend, speed: RemoteSpeed) -> bool:
     deadline, name = CallDeadline(TRIAL_S), f"{FOLDER}/{uuid.uuid4().hex}"
     time_calls(backend, speed, deadline)
     data = os.urandom(TRIAL_BYTES)
-    if not backend.put(name, [data], deadline.left_s()):
-        return False
+    is_stored = True  # as far as is known: a put that is late may come after all
     try:
-        _check(backend, name, data, speed, deadline)
+        is_stored = backend.put(name, [data], deadline.left_s())
+        if is_stored:
+            _check(backend, name, data, speed, deadline)
     finally:
-        backend.delete([name], deadline.left_s())
-    return True
+        if is_stored:
+            backend.delete([name], TRIAL_S)
+    return is_stored
 
 
 class BlobRates(NamedTuple):
@@ -358,7 +360,8 @@ def _check(
     try:
         with speed.calling():
             part = backend.read(name, take, deadline.left_s(), start=1000, n_bytes=100)
-    except CallError as error:  # it reads the whole, so it is there
+    except CallError as error:
+        backend.read(name, take, deadline.left_s())  # raises if it answers nothing now
         raise BadInput(f"{NO_PARTS} ({error}).") from error
     if part is None or bytes(part) != data[1000:1100]:
         raise BadInput(f"{NO_PARTS}.")

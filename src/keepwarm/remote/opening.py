@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Collection
 from contextlib import closing
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from keepwarm.config import Settings
 from keepwarm.device import machine
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import BlockKey
+from keepwarm.records.record import Header
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.deleter import DeleterThread, RemoteDeleter, erase_from
 from keepwarm.remote.handshake import MARK_S, check_kind, read_mark
@@ -31,7 +33,7 @@ from keepwarm.store.disk.tombstones import Tombstones
 from keepwarm.store.disk.write_budget import WriteBudget
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.names import SEALED
-from keepwarm.store.tier import BlockInfo
+from keepwarm.store.tier import BlockInfo, NamedBlock
 from keepwarm.store.tiers import Tiers
 
 
@@ -88,9 +90,15 @@ class SharedTiers:
         if not self.tiers or self._disk is None:
             return
         budget = WriteBudget(self._disk.root, per_day, name="uploaded")
-        self.uploader = Uploader(self.tiers, here, kept, budget)
         tombstones = Tombstones(self._disk)
         tombstones.share_with(addresses)
+
+        def delete_later(header: Header) -> None:
+            block = NamedBlock(header.key, header.parent, len(header.tokens) // 4)
+            tombstones.add([header.namespace], [block])
+            self.notice_deletion(block)
+
+        self.uploader = Uploader(self.tiers, here, kept, budget, delete_later)
         tiers = dict(zip(addresses, self.tiers, strict=True))
         self._deleter = DeleterThread(RemoteDeleter(tombstones, keep, erase_from(tiers)))
 
@@ -129,21 +137,26 @@ def open_remotes(
     password = settings.read_secret("remote_password")
     cipher = None if disk is None else disk.cipher
     mark = (disk.root / SEALED).read_bytes() if disk is not None and cipher is not None else b""
-    fleet_key = FleetKey.parse(settings.read_secret("fleet_key"))
     numerics = compute_class(settings.home)
-    tiers = [
-        RemoteTier(
-            open_backend(address, password),
-            f"mixed-{numerics}" if mixed else numerics,
-            cipher,
-            memory,
-            mark=mark,
-            fleet_key=fleet_key,
-            any_class=settings.share_numerics == "any",
-            on_unverified=on_unverified,
-        )
-        for address in settings.remotes
-    ]
+    open_tier = partial(
+        RemoteTier,
+        compute_class=f"mixed-{numerics}" if mixed else numerics,
+        cipher=cipher,
+        memory=memory,
+        mark=mark,
+        fleet_key=FleetKey.parse(settings.read_secret("fleet_key")),
+        any_class=settings.share_numerics == "any",
+        on_unverified=on_unverified,
+    )
+    tiers = []
+    for address in settings.remotes:
+        backend = open_backend(address, password)
+        if disk is None:
+            tiers.append(open_tier(backend))
+            continue
+        flags, name = disk.index.database, f"marked {address}"
+        was_marked, note = flags.has_flag(name), partial(flags.set_flag, name)
+        tiers.append(open_tier(backend, was_marked=was_marked, on_marked=note))
     until = time.monotonic() + START_S
     for tier in tiers:
         tier.health.wait_until_tried(max(0.0, until - time.monotonic()))

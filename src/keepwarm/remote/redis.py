@@ -157,12 +157,14 @@ class RedisBackend(Backend):
     def _all_members(self, key: bytes, deadline: CallDeadline) -> list[Reply]:
         """In pages: a server answers nobody else while it makes a reply."""
         members: list[Reply] = []
-        while True:
-            first, last = b"%d" % len(members), b"%d" % (len(members) + PAGE - 1)
-            (page,) = self._call([[b"ZRANGE", key, first, last]], deadline.left_s())
+        after = b"-"
+        while True:  # by name: ranks change when others delete
+            command = [b"ZRANGEBYLEX", key, after, b"+", b"LIMIT", b"0", b"%d" % PAGE]
+            (page,) = self._call([command], deadline.left_s())
             members += page if isinstance(page, list) else []
-            if not isinstance(page, list) or len(page) < PAGE:
+            if not isinstance(page, list) or len(page) < PAGE or not isinstance(page[-1], bytes):
                 return members
+            after = b"(" + page[-1]
 
     def close(self) -> None:
         self._max_idle = 0  # those in use are closed after it

@@ -8,11 +8,13 @@ It is hardly later either: every call has a deadline, and after some failures no
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
+from threading import Thread
 
 from keepwarm.concurrency import CallDeadline, CallError, SingleFlight
 from keepwarm.errors import BadRecord, KeepwarmError, NewerFormat
@@ -80,11 +82,14 @@ class RemoteTier:
         fleet_key: FleetKey | None = None,
         any_class: bool = False,
         on_unverified: Callable[[], None] = lambda: None,
+        was_marked: bool = False,
+        on_marked: Callable[[], None] = lambda: None,
     ) -> None:
         """`compute_class` is the class of machines that compute the same numbers; with `any_class`
         those of others are read too. What is fetched goes into `memory`. `mark` is that of the
-        local store, if it is sealed. Sealed records need no fleet key. `on_unverified` is called
-        before a record is used that is neither sealed nor has a MAC.
+        local store, if it is sealed; `was_marked` says whether the place has had one, and
+        `on_marked` notes it. Sealed records need no fleet key. `on_unverified` is called before a
+        record is used that is neither sealed nor has a MAC.
         """
         self.backend = backend
         self._compute_class = compute_class
@@ -93,7 +98,7 @@ class RemoteTier:
         self._clock = clock
         self._any_class = any_class
         self.cipher = cipher
-        self._mark = mark
+        self._mark, self._was_marked, self._on_marked = mark, was_marked, on_marked
         self._fleet_key = fleet_key if cipher is None else None
         self._names = RemoteNames(compute_class, has_mac=self._fleet_key is not None)
         self._memory = memory
@@ -260,10 +265,9 @@ class RemoteTier:
         if not self.backend.in_batches and any(limits):
             self._janitor = Janitor(self.backend, limits)
 
-    def withdraw(self, header: Header) -> None:
-        """Delete a record that was just put."""
-        self._known.lose(header.key)
-        self._delete([RemoteRecord.of(header)])
+    def withdraw(self, header: Header) -> bool:
+        """Delete a record that was just put; whether that is done."""
+        return self._delete(RemoteRecord.of(header))
 
     def discard(self, key: BlockKey, part: Part, why: str) -> None:
         """It fits no reader here, and perhaps others, so it stays: it is a miss for a while."""
@@ -352,12 +356,11 @@ class RemoteTier:
         self._bad[name] += 1
         if self._bad[name] > 1:
             del self._bad[name]
-            self._delete([bad])
+            self._delete(bad)
 
-    def _delete(self, records: Sequence[RemoteRecord]) -> None:
-        names = [self._names.of(one) for one in records]
-        if self.is_writable:
-            self.health.call("cleared", lambda: self.backend.delete(names, WRITE_S))
+    def _delete(self, record: RemoteRecord) -> bool:
+        names = [self._names.of(record)]
+        return self.clear([record.key], lambda: self.backend.delete(names, WRITE_S))
 
     # Writing
 
@@ -375,8 +378,8 @@ class RemoteTier:
         n_saved = count_bytes(plain) - count_bytes(pieces)
         if self._fleet_key is not None:
             pieces = [*pieces, self._fleet_key.mac(name, pieces)]
-        with self.speed.putting(count_bytes(pieces)):
-            is_stored = self.backend.put(name, pieces, deadline.left_s())
+        put = partial(self.backend.put, name, pieces, deadline.left_s())
+        is_stored = self.speed.put(count_bytes(pieces), put)
         self._is_due |= not is_stored
         if is_stored and others:
             self.backend.delete([self._names.of(one) for one in others], deadline.left_s())
@@ -394,13 +397,16 @@ class RemoteTier:
     def _refresh(self) -> None:
         if self._is_due or not self.is_writable:
             self._measure()
-        if self.backend.in_batches or self.backend.is_distant:
-            self._keep_books()
-        elif self._any_class:  # a directory evicts nothing: without its mark it is not mounted
-            self._list_classes()
+        self._keep_books()
         if self._janitor is not None and self._clock() >= self._sweep_at:
-            self._sweep_at = self._clock() + SWEEP_S
-            self._janitor.sweep()
+            self._sweep_at = math.inf
+            sweep = partial(self._sweep, self._janitor)
+            Thread(target=sweep, name="keepwarm-janitor", daemon=True).start()
+
+    def _sweep(self, janitor: Janitor) -> None:
+        """On a thread that ends with it: it may take long, and trials must not wait for it."""
+        self.health.call("swept", janitor.sweep)
+        self._sweep_at = self._clock() + SWEEP_S
 
     def _measure(self) -> None:
         self._is_due = False
@@ -412,12 +418,13 @@ class RemoteTier:
 
     def _keep_books(self) -> None:
         """Use the mark and the list of classes, which a place may evict like all else, and put back
-        what is gone.
+        what is gone. A directory evicts nothing: without its mark it is not mounted.
         """
-        check_mark(self.backend, self.cipher, self._mark)
-        self._list_classes()
-
-    def _list_classes(self) -> None:
+        may_evict = self.backend.in_batches or self.backend.is_distant
+        check_mark(self.backend, self.cipher, self._mark, self._was_marked and not may_evict)
+        if not self._was_marked:
+            self._on_marked()
+            self._was_marked = True
         found = set(list_classes(self.backend, WRITE_S))
         for gone in self.classes - found:
             self.backend.put(f"{CLASSES}/{gone}", [b"1"], WRITE_S)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, Namespace, block_key
-from keepwarm.records.record import Part, Record
+from keepwarm.records.record import Header, Part, Record
 from keepwarm.remote.tier import RemoteTier
 from keepwarm.store.disk.write_budget import WriteBudget
 from keepwarm.store.tier import BlockInfo, CheckpointRef
@@ -47,11 +47,13 @@ class Uploader:
         here: Tiers,
         kept: Callable[[Collection[BlockKey]], dict[BlockKey, BlockInfo]],
         budget: WriteBudget | None = None,
+        delete_later: Callable[[Header], None] = lambda header: None,  # noqa: ARG005
     ) -> None:
         """`kept` says which blocks are on disk or will be: others are not shared. `budget` is what
         may be written in a day.
         """
         self._budget = budget
+        self._delete_later = delete_later
         self._shared = shared
         self._here = here
         self._kept = kept
@@ -151,8 +153,10 @@ class Uploader:
             return
         put = tier.put(record)
         self._give_back(put.n_saved if put.stored else record.n_bytes)
-        if put.stored and not self._kept([key]):  # an `rm` may have looked before
-            tier.withdraw(record.header)
+        is_there = put.stored or put.durable.exception() is not None  # perhaps, if it was late
+        is_deleted = is_there and not self._kept([key])  # an `rm` may have looked before
+        if is_deleted and not tier.withdraw(record.header):
+            self._delete_later(record.header)
 
     def _fits(self, n_bytes: int) -> bool:
         try:
