@@ -39,7 +39,7 @@ USED = {
     "mlx_lm.models.llama": {"Model", "ModelArgs"},
     "mlx_lm.models.qwen2": {"Model", "ModelArgs"},
     "mlx_lm.models.qwen3": {"Model", "ModelArgs"},
-    "mlx_lm.utils": {"dequantize_model", "load_model", "load_tokenizer"},
+    "mlx_lm.utils": {"MODEL_REMAPPING", "dequantize_model", "load_model", "load_tokenizer"},
 }
 
 # Every cache class of mlx-lm; `keepwarm.kv` classifies each, or refuses it by name.

@@ -21,7 +21,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 from mlx_lm.models.deepseek_v41 import LayerCache
-from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
+from mlx_lm.utils import MODEL_REMAPPING, dequantize_model, load_model, load_tokenizer
 
 from tests.contract.rows import filled, held, positions, rows
 from tests.kit.checkpoints import write_checkpoint
@@ -240,6 +240,23 @@ def test_a_model_loads_from_a_directory_and_can_be_quantised_back_and_forth(tmp_
     assert paths != [path for path, _ in tree_flatten(model.parameters())]
     dequantize_model(model)
     assert paths == [path for path, _ in tree_flatten(model.parameters())]
+
+
+def test_a_model_is_built_of_classes_that_are_given(tmp_path):
+    """Which sees the weights by the names of the file; a type may have its module's name or not."""
+    seen = []
+
+    class Model(llama.Model):
+        def sanitize(self, weights):
+            seen.extend(weights)
+            return super().sanitize(weights)
+
+    directory = write_checkpoint(tmp_path / "tiny")
+    classes = {"get_model_classes": lambda config: (Model, llama.ModelArgs)}
+    model, config = load_model(directory, lazy=True, model_config={"added": 5}, **classes)
+    assert (type(model), config["added"]) == (Model, 5)
+    assert "model.embed_tokens.weight" in seen
+    assert MODEL_REMAPPING["qwen2_5_vl"] == "qwen2_vl"
 
 
 def test_given_end_tokens_are_added_to_the_tokenizers_own(tmp_path):

@@ -14,6 +14,7 @@ from keepwarm.models import builtin, hub, lmstudio
 
 LOG = logging.getLogger(__name__)
 CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+CONTEXTS = {"gemma3": 131_072}  # of types that are published without: the default of transformers
 
 
 def locate(name: str, settings: Settings, *, refresh: bool = False) -> Path:
@@ -107,9 +108,9 @@ def read_generation_config(path: Path) -> dict[str, Any]:
 
 
 def n_context(config: dict[str, Any]) -> int:
-    """Context length in tokens; unlimited if the config names none, as for Mamba."""
+    """Context length in tokens; unlimited if it is not known, as for Mamba."""
     for part in (config, config.get("text_config") or {}):
         for field in CONTEXT_FIELDS:
             if isinstance(part.get(field), int):
                 return int(part[field])
-    return sys.maxsize
+    return CONTEXTS.get(str(config.get("model_type")), sys.maxsize)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -11,10 +12,11 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+from huggingface_hub.errors import StrictDataclassError
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from keepwarm import blas
 from keepwarm import config as configuration
@@ -27,6 +29,7 @@ from keepwarm.models.catalog import locate, n_context, read_config, read_generat
 from keepwarm.models.embedder import Embedder, read_embedder
 from keepwarm.models.gguf import model as gguf
 from keepwarm.models.gguf.tokenizer import write_tokenizer
+from keepwarm.models.published import config_changes, is_vision_language, model_classes
 
 PIECE_BYTES = 64 << 20
 ENCODERS = ("bert", "mpnet", "electra", "deberta")  # in names of model types
@@ -36,6 +39,7 @@ HEADLESS = {"tie_word_embeddings": True}  # the head is then that of the embeddi
 # Tokens whose logits mlx-lm's model sets by number; with fewer it writes into foreign memory.
 MIN_VOCABULARY = {"phi3small": 100_352}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
+PROCESSOR_TEMPLATE = "chat_template.json"  # where older processors of images have it
 
 
 @dataclass(frozen=True)
@@ -176,10 +180,19 @@ def _read_directory(path: Path, beside: Executor) -> _Parts:
     if not any(path.glob("model*.safetensors")):
         raise BadModelFile(f"{path} has no weights (model*.safetensors); download the model again.")
     if not any(any(path.glob(pattern)) for pattern in TOKENIZER_FILES):
-        raise BadModelFile(f"{path} has no tokenizer (tokenizer.json); download the model again.")
+        raise _no_tokenizer(path)
     files = sorted(path.glob("model*.safetensors"))
     module, config = _read_module(path, {name for file in files for name in _check_weights(file)})
     return _Parts(module, beside.submit(_read_tokenizer, path, config, path), config)
+
+
+def _no_tokenizer(path: Path) -> KeepwarmError:
+    if code := sorted(path.glob("tokenization_*.py")):
+        return UnsupportedModel(
+            f"The tokenizer of {path} is code that comes with it ({code[0].name}), which is never "
+            "run; add a tokenizer.json."
+        )
+    return BadModelFile(f"{path} has no tokenizer (tokenizer.json); download the model again.")
 
 
 def _check_vocabulary(path: Path, config: dict[str, Any]) -> None:
@@ -204,11 +217,9 @@ def _check_weights(file: Path) -> list[str]:
 
 def _read_module(path: Path, names: Collection[str]) -> tuple[Any, dict[str, Any]]:
     """Embedders are often saved without a head, and some without the prefix of their names."""
-    has_head = any("lm_head" in name for name in names)
     is_flat = FLAT in names
-    changes = {} if has_head or not (is_flat or f"model.{FLAT}" in names) else HEADLESS
     try:
-        module, config = load_model(path, lazy=True, strict=not is_flat, model_config=changes)
+        module, config = load_model(path, lazy=True, strict=not is_flat, **_options(path, names))
         if is_flat:
             _load_flat(path, module)
         return module, config
@@ -219,6 +230,17 @@ def _read_module(path: Path, names: Collection[str]) -> tuple[Any, dict[str, Any
         ) from error
     except Exception as error:  # mlx-lm's models raise all kinds of errors on an unexpected config
         raise _load_error(path, error) from error
+
+
+def _options(path: Path, names: Collection[str]) -> dict[str, Any]:
+    """In which words mlx-lm is to read a config, and the names of weights."""
+    config = read_config(path)
+    if is_vision_language(config):
+        changes = config_changes(config, names)
+        return {"model_config": changes, "get_model_classes": model_classes}
+    has_head = any("lm_head" in name for name in names)
+    is_headless = not has_head and (FLAT in names or f"model.{FLAT}" in names)
+    return {"model_config": HEADLESS if is_headless else {}}
 
 
 def _load_flat(path: Path, module: Any) -> None:
@@ -242,15 +264,37 @@ def _load_error(path: Path, error: Exception) -> KeepwarmError:
 def _read_tokenizer(directory: Path, config: dict[str, Any], source: Path) -> Any:
     """Custom code of the tokenizer is never run, and the user is not asked to allow it."""
     # Keepwarm refuses prompts that are too long; the tokenizer's warning is turned off.
-    options = {"trust_remote_code": False, "model_max_length": sys.maxsize}
+    options: dict[str, Any] = {"trust_remote_code": False, "model_max_length": sys.maxsize}
+    if is_vision_language(config):
+        options |= {"config": _plain_config(directory)}
+    end = config.get("eos_token_id")
     try:
-        return load_tokenizer(directory, options, eos_token_ids=config.get("eos_token_id"))
+        tokenizer = load_tokenizer(directory, options, eos_token_ids=end)
+        if tokenizer.has_chat_template or not (template := _processor_template(directory)):
+            return tokenizer
+        return load_tokenizer(directory, options | {"chat_template": template}, eos_token_ids=end)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0].rstrip(":")
         what = "config.json" if _is_of_config(directory, error) else "tokenizer"
         raise BadModelFile(
             f"The {what} of {source} cannot be read ({reason}); download it again."
         ) from error
+
+
+def _plain_config(directory: Path) -> PreTrainedConfig | None:
+    """One for a tokenizer whose model has fields that transformers refuses, as Llama 4 has."""
+    try:
+        AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except StrictDataclassError:
+        return PreTrainedConfig()
+    except Exception:  # as the tokenizer's own reader meets it
+        return None
+    return None
+
+
+def _processor_template(directory: Path) -> str:
+    file = directory / PROCESSOR_TEMPLATE
+    return str(json.loads(file.read_text())["chat_template"]) if file.is_file() else ""
 
 
 def _is_of_config(directory: Path, error: Exception) -> bool:

@@ -1,0 +1,123 @@
+"""Vision-language checkpoints in their published layouts: the language part is exactly mlx-lm's."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from benchmarks.zoo.published import LAYOUTS, build_text, write
+
+from keepwarm import config
+from keepwarm.errors import BadModelFile, UnsupportedModel
+from keepwarm.models.load import load, read_model
+from tests.kit.checkpoints import CHATML, make_tokenizer, tokenizer_config
+from tests.server.conftest import serve
+
+TOKENS = mx.array([[5, 17, 100, 9, 44, 101, 12, 8] * 5])
+EXACT = 1e-4  # weights that lie in memory in another order are added in another one
+SMALL = LAYOUTS["Qwen3-VL 4B"]
+
+
+def publish(layout, folder, **described):
+    """A checkpoint with the files that stand beside weights and config; mlx-lm's own model."""
+    module = build_text(layout)
+    write(layout, module, folder)
+    make_tokenizer(n_vocab=320).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config() | described))
+    return module
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_published_layout_loads_and_is_exact(name, tmp_path):
+    own = publish(LAYOUTS[name], tmp_path)(TOKENS)
+    loaded = read_model(name, tmp_path).module(TOKENS)
+    assert mx.abs(own - loaded).max().item() < EXACT
+    assert mx.abs(own[:, :-1] - loaded[:, 1:]).max().item() > 100 * EXACT
+
+
+def test_every_layout_is_in_the_docs():
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    table = page.partition("<!-- published layouts -->")[2].partition("<!-- end -->")[0]
+    rows = [line.split(" | ") for line in table.splitlines()[3:]]
+    assert {model.removeprefix("| ") for model, *_ in rows} == {
+        name.partition(",")[0].removesuffix(" 4B") for name in LAYOUTS
+    }
+    assert all(f"`{layout.model_type}`" in table for layout in LAYOUTS.values())
+
+
+def test_length_that_a_published_config_leaves_out(tmp_path):
+    publish(LAYOUTS["Gemma 3"], tmp_path)
+    assert read_model("gemma", tmp_path).n_context == 131_072
+    publish(LAYOUTS["Gemma 3, fine-tuned"], tmp_path)
+    assert read_model("gemma", tmp_path).n_context == 4096
+
+
+def test_template_is_found_where_processors_have_it(tmp_path):
+    publish(SMALL, tmp_path, chat_template=None)
+    assert not read_model("qwen", tmp_path).tokenizer.has_chat_template
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
+    assert read_model("qwen", tmp_path).tokenizer.chat_template == CHATML
+    publish(SMALL, tmp_path, chat_template="{{ messages }}")
+    assert read_model("qwen", tmp_path).tokenizer.chat_template == "{{ messages }}"
+
+
+def test_broken_template_is_refused(tmp_path):
+    publish(SMALL, tmp_path, chat_template=None)
+    (tmp_path / "chat_template.json").write_text("{")
+    with pytest.raises(BadModelFile, match="The tokenizer of"):
+        read_model("qwen", tmp_path)
+
+
+def test_tokenizer_that_is_code_is_named(tmp_path):
+    publish(LAYOUTS["Kimi-VL"], tmp_path)
+    (tmp_path / "tokenizer.json").rename(tmp_path / "tiktoken.model")
+    with pytest.raises(BadModelFile, match="has no tokenizer"):
+        read_model("kimi", tmp_path)
+    (tmp_path / "tokenization_moonshot.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(UnsupportedModel, match=r"tokenization_moonshot\.py\), which is never run"):
+        read_model("kimi", tmp_path)
+
+
+def test_type_that_mlx_lm_does_not_have_is_named(tmp_path):
+    publish(replace(SMALL, model_type="perceiver_vl"), tmp_path)
+    with pytest.raises(UnsupportedModel, match="'perceiver_vl'"):
+        read_model("perceiver", tmp_path)
+
+
+def test_missing_weight_of_the_language_part_is_told(tmp_path):
+    publish(replace(SMALL, names={"norm": "visual", **SMALL.names}), tmp_path)
+    with pytest.raises(BadModelFile, match="not a complete model"):
+        read_model("qwen", tmp_path)
+
+
+IMAGES = {
+    "/v1/chat/completions": {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}},
+    "/v1/messages": {"type": "image", "source": {"type": "base64", "data": "AA"}},
+    "/v1/responses": {"type": "input_image", "image_url": "data:image/png;base64,AA"},
+}
+
+
+def test_text_is_answered_and_an_image_refused_by_name_before_any_work(tmp_path):
+    (tmp_path / "model").mkdir()
+    longer = {"vocab_size": 320}
+    layout = replace(SMALL, default=longer, text={**SMALL.text, **longer})
+    publish(layout, tmp_path / "model")
+    model = load(str(tmp_path / "model"), config.load({}, home=None))
+    assert model.n_context < sys.maxsize
+    with serve(model, config.load({"KEEPWARM_HOME": str(tmp_path / "home")})) as live:
+        for path, image in IMAGES.items():
+            asked = [{"role": "user", "content": [image]}]
+            name = "input" if path.endswith("responses") else "messages"
+            refused = live.post(path, {name: asked, "max_tokens": 2})
+            assert refused.status_code == 400
+            assert "image" in refused.text
+            assert "reads text only" in refused.text
+        assert live.host.engine.stats().counters["prefilled_tokens"] == 0
+        turns = [{"role": "user", "content": "Hello"}]
+        body = {"messages": turns, "max_tokens": 2, "temperature": 0}
+        costs = [
+            live.post("/v1/chat/completions", body).json()["keepwarm"]["recomputed"] for _ in "12"
+        ]
+        assert costs[0] > costs[1]
