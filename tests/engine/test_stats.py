@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
-
 import pytest
 
 from keepwarm.engine.stats import record_of
@@ -55,17 +53,6 @@ def test_a_look_up_tells_the_tier_of_every_token(models, tmp_path):
                 engine.wait_until_saved()
                 engine.call(engine.live.clear).result()
             assert engine.lookup(Request(prompt=prompt)).warm == {tier: 299}
-
-
-def test_time_saved_is_without_the_time_of_the_restore(models, tmp_path):
-    prompt, seconds = prompt_of(300), count()
-    with engine_on(models.of("llama"), tmp_path) as engine:
-        rates = engine.lane_of().restorer.rates
-        rates.measured = True
-        assert engine.submit(ask(prompt, 1)).result().receipt.saved_ms == 0.0
-        engine._scheduler._intake._clock = lambda: float(next(seconds))
-        warm = engine.submit(ask(prompt, 1)).result().receipt
-        assert warm.saved_ms == pytest.approx(1000 * (rates.prefill_s(0, 299) - 1.0))
 
 
 def test_a_step_is_told_in_milliseconds(models, tmp_path):

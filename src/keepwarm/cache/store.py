@@ -30,6 +30,7 @@ from keepwarm.cache.restore.rates import RatesFile
 from keepwarm.cache.restore.records import block_of
 from keepwarm.cache.restore.restorer import Restorer
 from keepwarm.cache.restore.writing import MemorySaver, Writer, WriteStats
+from keepwarm.device.machine import speed_class
 from keepwarm.device.memory import MemoryConfig
 from keepwarm.errors import BadInput, StoreFailed, UnknownAgent
 from keepwarm.kv.buffers import HostArray
@@ -355,6 +356,7 @@ class Store:
             uploader=None if self._shared is None else self._shared.uploader,
             is_mixed=self._is_mixed,
             is_unverified=lambda: self._is_unverified,
+            machine=speed_class(),
         )
 
     def load_agent(self, agent_id: str, branch: int | None = None) -> AgentBlocks:

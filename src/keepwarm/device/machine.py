@@ -78,6 +78,11 @@ def architecture() -> str:
     return str(mx.device_info().get("architecture", platform.machine()))
 
 
+def speed_class() -> str:
+    """What the time of a computation depends on: the processor or GPU by name, and how many."""
+    return f"{backend()} {_device_name()} {len(blas.cpus())}"
+
+
 def gemm_gflops() -> float:
     """The best fp32 matrix product that MLX reaches here, in GFLOP/s."""
     best = 0.0

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Self, TypeAlias
+from typing import Self, TypeAlias, TypeVar
 
 from keepwarm.errors import EngineFailed, KeepwarmError
 from keepwarm.telemetry.ledger import RequestRecord
@@ -31,6 +31,7 @@ from keepwarm.text.request import (
 )
 
 Wake: TypeAlias = Callable[[], None]
+N = TypeVar("N", int, float)
 
 
 class Answer(Iterator[Event], AsyncIterator[Event]):
@@ -153,13 +154,14 @@ def sum_receipts(receipts: Sequence[Receipt]) -> Receipt:
     Its miss is that of the prompt that computed the most, its phases those of the first token.
     """
     durable = [receipt.durable for receipt in receipts]
+    saved = _given(receipt.saved_ms for receipt in receipts)
     timed = [receipt.phases_ms for receipt in receipts if receipt.phases_ms]
     tiers = sorted({tier for receipt in receipts for tier in receipt.reused})
     return Receipt(
         prompt_tokens=sum(receipt.prompt_tokens for receipt in receipts),
         reused={tier: sum(r.reused.get(tier, 0) for r in receipts) for tier in tiers},
         recomputed=sum(receipt.recomputed for receipt in receipts),
-        saved_ms=round(sum(receipt.saved_ms for receipt in receipts), 1),
+        saved_ms=round(sum(saved), 1) if saved else None,
         inexact=tuple(dict.fromkeys(reason for r in receipts for reason in r.inexact)),
         spliced=sum(receipt.spliced for receipt in receipts),
         scrubbed=tuple(dict.fromkeys(rule for r in receipts for rule in r.scrubbed)),
@@ -176,7 +178,7 @@ def sum_receipts(receipts: Sequence[Receipt]) -> Receipt:
     )
 
 
-def _given(values: Iterable[int | None]) -> list[int]:
+def _given(values: Iterable[N | None]) -> list[N]:
     return [value for value in values if value is not None]
 
 

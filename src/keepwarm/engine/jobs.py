@@ -17,6 +17,7 @@ from typing import Self
 import mlx.core as mx
 
 from keepwarm.cache.restore.loading import Fault, Loading
+from keepwarm.cache.restore.rates import PrefillTimes
 from keepwarm.cache.restore.restorer import Capture
 from keepwarm.engine.admission import Lease
 from keepwarm.engine.answer import Answer
@@ -211,6 +212,7 @@ class Job:
     wait_until: int = 0  # tokens that `waits_for` must have prefilled
     n_uncached: int | None = None  # tokens that were not cached at the first look-up
     since: int | None = None  # the store's generation on arrival
+    times: PrefillTimes = field(default_factory=PrefillTimes)  # what its prompt took, or takes now
     status: JobStatus = JobStatus.WAITING
 
     def __post_init__(self) -> None:
@@ -244,7 +246,7 @@ class Job:
     def capture(self, tokens: list[int], lane: Lane | None = None) -> Capture:
         """Saves what is computed of these tokens, in its own lane or another."""
         restorer, agent = (lane or self.lane).restorer, self.request.agent or ""
-        return restorer.open(tokens, self.request.policy, agent, self.since)
+        return restorer.open(tokens, self.request.policy, agent, self.since, self.times)
 
     @property
     def is_later_turn(self) -> bool:
@@ -404,14 +406,13 @@ def _ms(seconds: float) -> float:
 
 
 def make_receipt(job: Job, warm: WarmPrefix, load_s: float) -> Receipt:
-    n_known, n_tokens, rates = warm.n_tokens, len(job.tokens), job.lane.restorer.rates
-    spared_s = rates.prefill_s(0, n_tokens) - rates.prefill_s(n_known, n_tokens)
-    saved_ms = 1000 * (spared_s - load_s)
+    n_known, n_tokens = warm.n_tokens, len(job.tokens)
+    took_s = job.times.seconds(0, n_known)
     return Receipt(
         prompt_tokens=n_tokens,
         reused=warm.reused,
         recomputed=n_tokens - n_known,
-        saved_ms=round(max(0.0, saved_ms), 1) if n_known and rates.measured else 0.0,
+        saved_ms=None if took_s is None else _ms(max(0.0, took_s - load_s)),
         inexact=job.lane.inexact(n_known, n_tokens),
         spliced=job.prepared.spliced,
         scrubbed=job.request.scrubbed,
@@ -476,6 +477,7 @@ class PrefillTask:
             warm.n_tokens,
             points=points,
             whole_blocks=lane.restorer.needs.whole_blocks,
+            times=job.times,
             clock=clock,
         )
         return cls(job, tokens, prefill, capture, list(sequences), exact=exact)

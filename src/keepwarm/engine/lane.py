@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from keepwarm import kv
 from keepwarm.cache.restore.loading import EMPTY, Fault, Loading
+from keepwarm.cache.restore.rates import PrefillTimes
 from keepwarm.cache.restore.restorer import SMALL_LOAD_S, Plan, Restorer
 from keepwarm.cache.store import Store
 from keepwarm.engine.admission import kv_bytes
@@ -205,6 +206,11 @@ class Lane:
         load_s = kv_bytes(self.restorer.layout, n_shared) / rates.load_bytes_per_s
         spared_s = rates.prefill_s(n_known, n_tokens) - rates.prefill_s(n_shared, n_tokens)
         return load_s < SMALL_LOAD_S or load_s <= spared_s
+
+    def prefill_times(self, tokens: list[int], n_known: int) -> PrefillTimes:
+        """What prefilling the first tokens of a prompt took when they were computed."""
+        lane = self.exact_lane if n_known <= self.n_exact else None
+        return (lane or self).restorer.prefill_times(tokens, n_known)
 
     def make_caches(self) -> kv.Caches:
         return kv.make_caches(self.model.module, **make_options(self.options))

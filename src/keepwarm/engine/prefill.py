@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from keepwarm import kv
-from keepwarm.cache.restore.rates import SliceCosts
+from keepwarm.cache.restore.rates import PrefillTimes, SliceCosts
 from keepwarm.engine.sampling import PromptScores
 from keepwarm.errors import UnsupportedModel
 from keepwarm.prefix.blocks import BLOCK_TOKENS
@@ -50,9 +50,11 @@ class Prefill:
         points: Iterable[int] = (),
         whole_blocks: bool = False,
         scores: PromptScores | None = None,
+        times: PrefillTimes | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """At `points` slices end and a checkpoint is kept; `whole_blocks`: see `end_of_slice`."""
+        """At `points` slices end and a checkpoint is kept; `whole_blocks`: see `end_of_slice`.
+        To `times`, which reach to `n_done`, the slices are added."""
         self._module = module
         self._tokens = tokens
         self._clock = clock
@@ -61,6 +63,7 @@ class Prefill:
         self.caches = caches
         self.n_done = n_done
         self.scores = scores
+        self._times = times or PrefillTimes()
         self.waited_s = 0.0  # by the latest slice, for what the device had to finish before it
 
     @property
@@ -82,7 +85,7 @@ class Prefill:
 
     def feed(self, n_tokens: int) -> mx.array | None:
         """Feed about `n_tokens`; the logits after the last token of the prompt, else None."""
-        total, whole = len(self._tokens), self._whole_blocks
+        total, whole, slice_watch = len(self._tokens), self._whole_blocks, Stopwatch(self._clock)
         n_tokens = min(n_tokens, SCORED_SLICE) if self.scores else n_tokens
         end = end_of_slice(self.n_done, n_tokens, total, self._points, whole_blocks=whole)
         logits = self._module(mx.array([self._tokens[self.n_done : end]]), cache=self.caches)
@@ -96,6 +99,8 @@ class Prefill:
         kv.evaluate(self.caches)  # other logits are never computed
         if last is not None:
             mx.eval(last)
+        if end - self.n_done > 1:  # else its last token, which the same prompt feeds again
+            self._times.add(end, slice_watch.seconds() - self.waited_s)
         self.n_done = end
         return last
 

@@ -230,6 +230,7 @@ class Intake:
         load_s = max(watch.seconds(), loading.seconds if loading else 0.0)
         job.restored = self._clock()
         job.lane.restorer.failures.add(warm.fault)
+        job.times = job.lane.prefill_times(job.tokens, warm.n_tokens)
         job.receipt = make_receipt(job, warm, load_s)
         job.sequences = [RunningSequence(job, choice) for choice in range(job.n_answers)]
         job.answer.put(Started(job.receipt))
@@ -244,6 +245,7 @@ class Intake:
         """Restore a sequence whose batch failed, from its blocks."""
         job = sequence.job
         warm = job.lane.restore(sequence.tokens, job.request.policy)
+        job.times = job.lane.prefill_times(sequence.tokens, warm.n_tokens)
         return PrefillTask.open(job, sequence.tokens, warm, [sequence], self._clock)
 
 

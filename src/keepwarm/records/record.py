@@ -84,10 +84,18 @@ class Header:
         return self.part is Part.WINDOW and self.w_rows > w_rows
 
 
+class PrefillTime(NamedTuple):
+    """What prefilling a block took when it was computed, and on which kind of machine."""
+
+    seconds: float
+    machine: str
+
+
 @dataclass(frozen=True)
 class Record:
     header: Header
     tensors: Sequence[HasBytes]
+    prefill: PrefillTime | None = None  # kept in the index, not in the file; None: not known
 
     @cached_property
     def n_bytes(self) -> int:

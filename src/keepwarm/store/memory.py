@@ -74,7 +74,9 @@ class _Block:
         n_tokens, sizes = len(self.header.tokens) // 4, [self.size_of(part) for part in Part]
         window = self.records.get(Part.WINDOW)
         w_rows = window.header.w_rows if window else 0
-        self.info = BlockInfo(frozenset(self.records), n_tokens, w_rows, sum(sizes))
+        times = (record.prefill for record in self.records.values())
+        prefill = next(filter(None, times), None)
+        self.info = BlockInfo(frozenset(self.records), n_tokens, w_rows, sum(sizes), prefill)
         self.cost = _cost(self.header.number, n_tokens, *sizes)
 
 

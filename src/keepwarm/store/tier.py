@@ -20,7 +20,7 @@ from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, T
 from keepwarm.concurrency import CallDeadline
 from keepwarm.errors import StoreFailed
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, Namespace, common_tokens
-from keepwarm.records.record import Part, ReadBuffer, Record, RecordView
+from keepwarm.records.record import Part, PrefillTime, ReadBuffer, Record, RecordView
 
 LOG = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -33,12 +33,14 @@ TTL_PIN = "mark:"  # prefix of the owner of a pin that expires; its end time fol
 
 
 class BlockInfo(NamedTuple):
-    """A stored block: its parts, and the number of its last window rows that are stored."""
+    """A stored block: its parts, the number of its last window rows that are stored, and what it
+    took to compute."""
 
     parts: frozenset[Part]
     n_tokens: int
     w_rows: int
     n_bytes: int
+    prefill: PrefillTime | None = None
 
 
 class NamedBlock(NamedTuple):

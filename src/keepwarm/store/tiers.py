@@ -205,8 +205,10 @@ def _window_rows(tier: ReadableTier, key: BlockKey) -> int:
 
 
 def _union(a: BlockInfo, b: BlockInfo) -> BlockInfo:
+    prefill = a.prefill or b.prefill
     if a.parts == b.parts and a.w_rows == b.w_rows:  # the usual case, and faster than a new one
-        return a if a.n_bytes >= b.n_bytes else b
-    return BlockInfo(
-        a.parts | b.parts, a.n_tokens, max(a.w_rows, b.w_rows), max(a.n_bytes, b.n_bytes)
-    )
+        larger = a if a.n_bytes >= b.n_bytes else b
+        if larger.prefill == prefill:
+            return larger
+    n_bytes, w_rows = max(a.n_bytes, b.n_bytes), max(a.w_rows, b.w_rows)
+    return BlockInfo(a.parts | b.parts, a.n_tokens, w_rows, n_bytes, prefill)

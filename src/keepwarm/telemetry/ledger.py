@@ -48,7 +48,7 @@ COUNTS = (
     "audited_tokens",  # prefilled again to compare a restored cache with a cold one
     *("generated_tokens", "waited_for_prefix", "rebuilt_batches", "failed_saves"),
     *("audits", "drifts"),  # drifts: audits whose answer differed
-    "saved_ms",
+    "saved_ms",  # as far as it is known
     "keeping_ms",  # of the engine's thread
 )
 MINUTES_KEPT = 24 * 60
@@ -97,7 +97,8 @@ class RequestRecord:
         return warm_tier(self.processed_tokens, self.reused) is not None
 
     @property
-    def saved_ms(self) -> float:
+    def saved_ms(self) -> float | None:
+        """None: not known."""
         is_read = self.receipt is not None and self.processed_tokens >= self.prompt_tokens
         return self.receipt.saved_ms if self.receipt and is_read else 0.0
 
@@ -111,7 +112,8 @@ class RequestRecord:
         amounts = {
             **({**self.reused, "prompt": self.processed_tokens} if self.asks_for_reuse else {}),
             **({latency_name(self.ttft_ms or 0.0): 1} if is_timed else {}),
-            "saved_ms": round(self.saved_ms),
+            "saved_ms": round(self.saved_ms or 0.0),
+            "unknown_savings": int(self.saved_ms is None),
             OUTCOMES[self.state]: 1,
         }
         return {name: n for name, n in amounts.items() if n}
@@ -199,7 +201,7 @@ class Ledger:
         with self._lock:
             self._records.append(record)
             self._counts[OUTCOMES[record.state]] += 1
-            self._counts["saved_ms"] += record.saved_ms
+            self._counts["saved_ms"] += record.saved_ms or 0.0
             if record.asks_for_reuse:
                 self._counts["prompt_tokens"] += record.processed_tokens
                 self._reused.update(record.reused)

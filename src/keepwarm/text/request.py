@@ -238,7 +238,7 @@ class Receipt:
     prompt_tokens: int
     reused: Mapping[str, int]  # tokens by tier: live, memory, disk, shared
     recomputed: int  # prompt tokens that were prefilled
-    saved_ms: float  # prefill time saved, less the time to restore
+    saved_ms: float | None  # what prefilling them took, less the time to restore; None: unknown
     inexact: tuple[Inexact, ...] = ()  # why keys and values may differ from those of a cold run
     spliced: int = 0  # tokens of past answers, used as they were generated
     scrubbed: tuple[str, ...] = ()  # scrubbing rules that were applied

@@ -29,6 +29,8 @@ CALLS = {
     "diff.diff('nine', '')": [NINE],
     "format.seconds(0.25)": "250 ms",
     "format.seconds(3725)": "1 h 2 min",
+    "format.saved(0.25)": "250 ms",
+    "format.saved(null)": "unknown",
     "format.ago(100, 7400)": "2 h ago",
     "format.bytes(1536)": "1.5 KiB",
     "format.percent(1, 8)": "13 %",

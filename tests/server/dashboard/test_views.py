@@ -8,7 +8,7 @@ import pytest
 from keepwarm.cache.restore.writing import WriteStats
 from keepwarm.engine.live import LiveStats
 from keepwarm.engine.stats import Stats
-from keepwarm.server.dashboard.routes import condition_out
+from keepwarm.server.dashboard.routes import condition_out, totals_out
 from keepwarm.store.counts import PromptCounts
 from keepwarm.store.tier import TierStats
 from keepwarm.telemetry.ledger import Ledger
@@ -173,6 +173,19 @@ def test_damage_and_lost_saves_turn_the_status(change, level, reason):
     found = condition_out(replace(sound, **change))
     assert found["level"] == level
     assert [reason in said for said in found["reasons"]] == ([True] if reason else [])
+
+
+@pytest.mark.parametrize(
+    ("amounts", "saved_s"),
+    [
+        ({}, 0.0),
+        ({"saved_ms": 1500}, 1.5),
+        ({"unknown_savings": 2}, None),
+        ({"unknown_savings": 2, "saved_ms": 1500}, 1.5),
+    ],
+)
+def test_time_saved_that_is_unknown_is_not_told_as_none(amounts, saved_s):
+    assert totals_out(amounts)["saved_s"] == saved_s
 
 
 # Connect, and settings.

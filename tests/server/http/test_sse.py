@@ -24,7 +24,7 @@ from keepwarm.text.request import (
     Usage,
 )
 
-RECEIPT = Receipt(7, {"memory": 5}, 2, 12.3456)
+RECEIPT = Receipt(7, {"memory": 5}, 2, 12.3)
 USAGE = Usage(7, 5, 2, 0, 10.0, 20.0)
 ANSWER = [Started(RECEIPT), Delta(0, "Hel"), Delta(0, "lo"), Finished(0, "stop")]
 END = Done(USAGE, RECEIPT)
@@ -98,7 +98,7 @@ def test_headers_carry_the_receipt():
     assert "content-length" not in client.headers
     receipt = json.loads(client.headers["x-keepwarm-receipt"])
     assert receipt["reused"] == {"memory": 5}
-    assert receipt["saved_ms"] == 12.346
+    assert receipt["saved_ms"] == 12.3
     assert client.sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -155,6 +155,43 @@ def _on(curve: Sequence[CurvePoint], n_tokens: int) -> float:
     fewer, below = curve[i - 1][:2] if i else (0, 0.0)
     slope = (above - below) / (more - fewer)
     return above + (max(slope, 0.0) if n_tokens > more else slope) * (n_tokens - more)
+
+
+class PrefillTimes:
+    """What prefilling a prompt took, now or when its blocks were computed, by place.
+
+    Unknown where a block came from another machine. What lies behind the last place are answers:
+    they were generated, and count nothing.
+    """
+
+    def __init__(self) -> None:
+        self._ends: list[int] = []
+        self._seconds: list[float | None] = []
+
+    def add(self, end: int, seconds: float | None) -> None:
+        """Of the tokens from the last place to this one."""
+        self._ends.append(end)
+        self._seconds.append(seconds)
+
+    def add_unknown(self, end: int) -> None:
+        """Of all tokens up to this place that are not known."""
+        if not self._ends or self._ends[-1] < end:
+            self.add(end, None)
+
+    def seconds(self, start: int, end: int) -> float | None:
+        """As far as it is known; None if nothing is."""
+        known, is_known = 0.0, True
+        at = bisect_right(self._ends, start)
+        begin = self._ends[at - 1] if at else 0
+        for until, seconds in zip(self._ends[at:], self._seconds[at:], strict=True):
+            if begin >= end:
+                break
+            if seconds is None:
+                is_known = False
+            else:
+                known += seconds * (min(until, end) - max(begin, start)) / (until - begin)
+            begin = until
+        return known if known or is_known else None
 
 
 class LoadSize(NamedTuple):

@@ -14,6 +14,7 @@ from keepwarm.records.header import HasBytes, LazyTensors
 from keepwarm.records.record import (
     Header,
     Part,
+    PrefillTime,
     Record,
     RecordView,
     Tensor,
@@ -21,7 +22,9 @@ from keepwarm.records.record import (
 )
 
 
-def records_of(namespace: Namespace, ref: BlockRef, block: Block) -> Iterator[Record]:
+def records_of(
+    namespace: Namespace, ref: BlockRef, block: Block, prefill: PrefillTime | None = None
+) -> Iterator[Record]:
     """One record for each part that is not empty; bytes are shared with the block.
 
     A block without rows, before a state or a window, is a window record with zero rows: its tokens
@@ -32,7 +35,7 @@ def records_of(namespace: Namespace, ref: BlockRef, block: Block) -> Iterator[Re
         header = Header(
             namespace, ref.key, ref.parent, part, ref.number, ref.tokens, _extra(part, block)
         )
-        yield Record(header, _tensors_of(tensors))
+        yield Record(header, _tensors_of(tensors), prefill)
 
 
 def check_record(layout: Layout, record: Record | RecordView) -> None:

@@ -26,7 +26,7 @@ from keepwarm.cache.restore.loading import (
 )
 from keepwarm.cache.restore.plan import NOTHING, KnownBlocks, Needs, Point, longest, n_matched
 from keepwarm.cache.restore.points import Divergence, divergence_point, restore_points
-from keepwarm.cache.restore.rates import Rates
+from keepwarm.cache.restore.rates import PrefillTimes, Rates
 from keepwarm.cache.restore.records import records_of
 from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.concurrency import CallDeadline
@@ -45,8 +45,8 @@ from keepwarm.prefix.blocks import (
 )
 from keepwarm.prefix.policy import Policy
 from keepwarm.prefix.recent import SIMILAR_TOKENS, StoredPrefix
-from keepwarm.records.record import Part
-from keepwarm.store.tier import BlockInfo, RemoteLookup, SharedTier
+from keepwarm.records.record import Part, PrefillTime
+from keepwarm.store.tier import BlockInfo, Child, RemoteLookup, SharedTier
 from keepwarm.store.tiers import DISK, SHARED, DiskAnswers, TierLookups, Tiers
 
 if TYPE_CHECKING:
@@ -108,6 +108,7 @@ class Restorer:
     is_mixed: bool = False  # blocks may be of machines that compute other numbers
     is_unverified: Callable[[], bool] = lambda: False  # blocks may be a stranger's
     max_restored: int = sys.maxsize  # tokens of a prompt that are restored at most
+    machine: str = ""  # the kind of this one: what was computed by another took another time
     answers: DiskAnswers | None = None  # about one prompt, for the engine's thread
 
     def __post_init__(self) -> None:
@@ -265,6 +266,28 @@ class Restorer:
         goes_on = blocks.goes_on and n_tokens == blocks.n_shared < len(tokens)
         return StoredPrefix(n_tokens, goes_on, self.needs.points, self.needs.delta)
 
+    def prefill_times(self, tokens: Sequence[int], n_known: int) -> PrefillTimes:
+        """What prefilling the first tokens of a prompt took, by what is stored of them."""
+        times = PrefillTimes()
+        if not n_known:
+            return times
+        blocks = self.blocks_of(tokens, self.lookups)
+        whole = [Child(ref.key, BLOCK_TOKENS) for ref in blocks.refs[: blocks.n_matched]]
+        for number, (key, n_common) in enumerate([*whole, *blocks.children[:1]]):
+            start = number * BLOCK_TOKENS
+            if start < n_known:
+                n_tokens = min(n_common, n_known - start)
+                times.add(start + n_tokens, self._prefill_s(blocks.known.get(key), n_tokens))
+        times.add_unknown(n_known)
+        return times
+
+    def _prefill_s(self, block: BlockInfo | None, n_tokens: int) -> float | None:
+        """What the first tokens of a block took, if a machine like this one has computed it."""
+        prefill = None if block is None else block.prefill
+        if block is None or prefill is None or prefill.machine != self.machine:
+            return None
+        return prefill.seconds * n_tokens / block.n_tokens
+
     def restore(
         self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE, beyond: int = 0
     ) -> RestoredPrefix:
@@ -405,15 +428,18 @@ class Restorer:
         policy: Policy = Policy.READ_WRITE,
         agent: str = "",
         since: int | None = None,
+        times: PrefillTimes | None = None,
     ) -> Capture:
         """Start saving what a request computes, for an agent if it is one's.
 
         The list of tokens is not copied, so the caller may append to it. `since` is what `catch_up`
         returned before the request knew of anything stored: what is deleted later is not saved.
+        `times` are kept with the blocks; None: nobody knows them.
         """
         if policy.writes and self.reader.slabs is not None:
             self.reader.slabs.will_take()
-        return Capture(self, tokens, policy, agent, self.catch_up() if since is None else since)
+        since = self.catch_up() if since is None else since
+        return Capture(self, tokens, policy, agent, since, times=times)
 
     def points(self, tokens: Sequence[int], cuts: Iterable[int], n_known: int) -> frozenset[int]:
         """Where a prompt, of which so many tokens are restored, is to be restorable later."""
@@ -435,9 +461,17 @@ class Capture:
     """
 
     def __init__(
-        self, restorer: Restorer, tokens: Sequence[int], policy: Policy, agent: str, since: int
+        self,
+        restorer: Restorer,
+        tokens: Sequence[int],
+        policy: Policy,
+        agent: str,
+        since: int,
+        *,
+        times: PrefillTimes | None,
     ) -> None:
         self._restorer, self._tokens, self._policy = restorer, tokens, policy
+        self._times = times
         to_disk, known = policy.to_disk, (restorer.forgetting, agent, restorer.namespace)
         self.claim = RequestClaim(*known, tokens, since=since, to_disk=to_disk)
         self._n_start = 0
@@ -568,8 +602,14 @@ class Capture:
         # Without delta layers, window rows are all that a block has.
         all_parts = ref.number in self._windowed or not self._restorer.needs.delta
         share = self.claim.share(ref)
-        for record in records_of(self._restorer.namespace, ref, block):
+        for record in records_of(self._restorer.namespace, ref, block, self._prefill(ref)):
             memory_only = record.header.part is Part.WINDOW and not all_parts
             with self.claim.unless_forgotten() as is_wanted:
                 if is_wanted:
                     self._restorer.writer.put(record, policy, memory_only, share)
+
+    def _prefill(self, ref: BlockRef) -> PrefillTime | None:
+        """What prefilling a block took."""
+        start = ref.number * BLOCK_TOKENS
+        seconds = self._times.seconds(start, start + ref.n_tokens) if self._times else None
+        return None if seconds is None else PrefillTime(seconds, self._restorer.machine)

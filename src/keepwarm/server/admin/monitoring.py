@@ -188,7 +188,8 @@ SAMPLES = (
         _counter("generated_tokens"),
     ),
     Sample(
-        "keepwarm_saved_seconds", "counter", "Prefill time saved by reuse.", "",
+        "keepwarm_saved_seconds", "counter",
+        "Prefill time saved by reuse, as far as it is known.", "",
         lambda stats: _one(stats.counters["saved_ms"] / 1000),
     ),
     Sample(

@@ -319,8 +319,14 @@ def totals_out(amounts: Amounts) -> JsonObject:
     return {
         "reused": {t: n for t in ALL_TIERS if (n := amounts.get(t, 0)) or t in TIERS},
         "computed": _computed(amounts),
-        "saved_s": amounts.get("saved_ms", 0) / 1000,
+        "saved_s": _saved_s(amounts),
     }
+
+
+def _saved_s(amounts: Amounts) -> float | None:
+    """Where it is known of no request that reused anything: None."""
+    saved_ms = amounts.get("saved_ms", 0)
+    return None if amounts.get("unknown_savings") and not saved_ms else saved_ms / 1000
 
 
 def store_totals_out(amounts: Amounts, counts: PromptCounts) -> JsonObject:

@@ -44,7 +44,7 @@ class ReceiptOut(TypedDict):
     prompt_tokens: int
     reused: dict[str, int]
     recomputed: int
-    saved_ms: float
+    saved_ms: float | None  # None: what they took to compute is not known
     exact: bool
     inexact: NotRequired[list[Inexact]]  # why not
     spliced: int
@@ -65,10 +65,10 @@ class ReceiptOut(TypedDict):
 def receipt_dict(receipt: Receipt, **more: object) -> ReceiptOut:
     """`more` is what one API adds, where there is any of it."""
     fields = asdict(receipt)
-    fields |= {"exact": receipt.exact, "saved_ms": round(receipt.saved_ms, 3)}
+    fields |= {"exact": receipt.exact}
     given = {name: value for name, value in fields.items() if value not in ABSENT}
     added = {name: value for name, value in more.items() if value}
-    return {"scrubbed": [], **given, **added}  # type: ignore[typeddict-item]
+    return {"saved_ms": None, "scrubbed": [], **given, **added}  # type: ignore[typeddict-item]
 
 
 def receipt_headers(receipt: Receipt, **more: object) -> dict[str, str]:

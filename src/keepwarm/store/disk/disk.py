@@ -30,6 +30,7 @@ from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import (
     Header,
     Part,
+    PrefillTime,
     ReadBuffer,
     Record,
     RecordView,
@@ -336,6 +337,7 @@ class UnpublishedRecord(NamedTuple):
     temp: Path
     n_bytes: int
     reservation: int
+    prefill: PrefillTime | None
 
 
 class DiskTier:
@@ -519,7 +521,8 @@ class DiskTier:
             self._refused.add(header.key)
             self.records.counts.add(refused=1)
             return None
-        written = UnpublishedRecord(header, self.scratch.new(), n_bytes, reservation)
+        temp = self.scratch.new()
+        written = UnpublishedRecord(header, temp, n_bytes, reservation, record.prefill)
         try:
             self.files.write(written.temp, buffers)
         except BaseException:
@@ -532,7 +535,7 @@ class DiskTier:
         deleted on purpose after this generation.
         """
         try:
-            stored = self._publish(*written, generation)
+            stored = self._publish(written, generation)
         except BaseException:
             self.withdraw(written)
             raise
@@ -549,9 +552,8 @@ class DiskTier:
             return False
         return not header.improves_on(known.w_rows)
 
-    def _publish(
-        self, header: Header, temp: Path, n_bytes: int, reservation: int, generation: int | None
-    ) -> bool:
+    def _publish(self, written: UnpublishedRecord, generation: int | None) -> bool:
+        header, temp, n_bytes, reservation, prefill = written
         target = self.records.path_of(header.key, header.part)
         self.ensure_directory(target.parent)
         with self.records.names_lock.hold():
@@ -566,7 +568,7 @@ class DiskTier:
                 self.index.cancel(reservation)
                 return False
             self.files.publish(temp, target)
-            self.index.add(header, n_bytes, self._clock(), reservation)
+            self.index.add(header, n_bytes, self._clock(), reservation, prefill)
             return True
 
     def ensure_directory(self, path: Path) -> None:

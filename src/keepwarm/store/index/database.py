@@ -17,7 +17,7 @@ from keepwarm.errors import NewerFormat, StoreFailed
 from keepwarm.files import LOCK_WAIT_S
 from keepwarm.store.tier import is_busy
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 PRAGMAS = (
     "page_size = 8192",  # a row of tokens fits: on smaller pages each needs an overflow page
     "journal_mode = WAL",
@@ -36,7 +36,8 @@ CREATE TABLE blocks(
   s INTEGER NOT NULL DEFAULT 0, w_rows INTEGER NOT NULL DEFAULT 0,
   used REAL NOT NULL, value REAL NOT NULL DEFAULT 0, cost REAL NOT NULL DEFAULT 0,
   children INTEGER NOT NULL DEFAULT 0,
-  pins INTEGER NOT NULL DEFAULT 0, deleting INTEGER NOT NULL DEFAULT 0
+  pins INTEGER NOT NULL DEFAULT 0, deleting INTEGER NOT NULL DEFAULT 0,
+  prefill_s REAL, machine TEXT
 ) WITHOUT ROWID;
 CREATE INDEX by_parent ON blocks(parent);
 CREATE INDEX victims ON blocks(used + value + cost)

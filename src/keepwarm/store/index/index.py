@@ -20,7 +20,7 @@ from keepwarm.errors import BadInput, Busy, NewerFormat, StoreFailed
 from keepwarm.files import FILE_MODE, SharedLock
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.records.cipher import Cipher
-from keepwarm.records.record import Header, Part
+from keepwarm.records.record import Header, Part, PrefillTime
 from keepwarm.store.eviction import (
     CLOCK_TOLERANCE_S,
     DISK_HALF_LIFE_S,
@@ -139,7 +139,14 @@ class Index:
         with suppress(sqlite3.OperationalError), self._transaction():
             pass
 
-    def add(self, header: Header, n_bytes: int, now: float, reservation: int | None = None) -> None:
+    def add(
+        self,
+        header: Header,
+        n_bytes: int,
+        now: float,
+        reservation: int | None = None,
+        prefill: PrefillTime | None = None,
+    ) -> None:
         """Add the row of a published record and end its reservation."""
         key, n_tokens = header.key, len(header.tokens) // 4
         sizes = [n_bytes if part is header.part else 0 for part in Part]
@@ -150,10 +157,12 @@ class Index:
             self._supersede(db, header, now)
             cost = self.cost_of(header.number, n_tokens, *sizes)
             row = (key, header.parent, self.lookups.encode_namespace(header), header.number,
-                   n_tokens, *sizes, header.w_rows, now, cost)  # fmt: skip
+                   n_tokens, *sizes, header.w_rows, now, cost,
+                   *(prefill or (None, None)))  # fmt: skip
             query = (
                 "INSERT INTO blocks(key, parent, namespace, number, n_tokens, d, w, s, w_rows, "
-                "used, cost) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
+                "used, cost, prefill_s, machine) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
                 "ON CONFLICT DO NOTHING"
             )
             if db.execute(query, row).rowcount:

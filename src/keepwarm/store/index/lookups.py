@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from keepwarm.errors import BadRecord
 from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockKey, Namespace
 from keepwarm.records.cipher import Cipher
-from keepwarm.records.record import Header, Part
+from keepwarm.records.record import Header, Part, PrefillTime
 from keepwarm.store.eviction import Checkpoint
 from keepwarm.store.index.database import Database
 from keepwarm.store.names import SUFFIXES
@@ -44,10 +44,17 @@ class Lookups:
         self._rows = database.rows
 
     def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
-        rows = self._among("SELECT key, d, w, s, n_tokens, w_rows", "deleting = 0 AND key", keys)
+        columns = "SELECT key, d, w, s, n_tokens, w_rows, prefill_s, machine"
+        rows = self._among(columns, "deleting = 0 AND key", keys)
         return {
-            BlockKey(key): BlockInfo(_parts(d > 0, w > 0, s > 0), n_tokens, w_rows, d + w + s)
-            for key, d, w, s, n_tokens, w_rows in rows
+            BlockKey(key): BlockInfo(
+                _parts(d > 0, w > 0, s > 0),
+                n_tokens,
+                w_rows,
+                d + w + s,
+                None if prefill_s is None else PrefillTime(prefill_s, machine),
+            )
+            for key, d, w, s, n_tokens, w_rows, prefill_s, machine in rows
         }
 
     def named(self, keys: Collection[BlockKey]) -> list[NamedBlock]:

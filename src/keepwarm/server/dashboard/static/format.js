@@ -35,6 +35,9 @@ export function seconds(s) {
   return rest && at < 3 ? `${whole} ${name} ${rest} ${nextName}` : `${whole} ${name}`;
 }
 
+// Of prefill time that was saved; the server does not always know it.
+export const saved = (s) => (s === null ? "unknown" : seconds(s));
+
 export function ago(when, now = Date.now() / 1000) {
   const passed = Math.max(0, now - when);
   if (passed < 5) return "just now";

@@ -2,7 +2,7 @@
 
 import { columns, legend, lines } from "./charts.js";
 import { byId, choice, empty, h, hide, put, table, tile } from "./dom.js";
-import { ago, bytes, clock, count, percent, plural, seconds, short } from "./format.js";
+import { ago, bytes, clock, count, percent, plural, saved as timeSaved, seconds, short } from "./format.js";
 import { meter } from "./now.js";
 
 const HOURS = [{ value: 1, name: "1 h" }, { value: 6, name: "6 h" }, { value: 24, name: "24 h" }];
@@ -54,7 +54,7 @@ function tiles(saved) {
   return [
     tile("Hit rate", rate(saved.hit_rate), `${rate(saved.hit_rate_from_turn_2)} from the second turn on`),
     tile("First token", ms(saved.ttft_p50_ms), `95th percentile ${ms(saved.ttft_p95_ms)}`),
-    tile("Time saved today", seconds(today.saved_s), `in total ${seconds(total.saved_s)}`),
+    tile("Time saved today", timeSaved(today.saved_s), `in total ${timeSaved(total.saved_s)}`),
     tile("Errors", count(failed + refused), `${count(refused)} refused, of ${plural(all, "request")} in ${plural(saved.hours, "hour")}`),
     tile("On disk", bytes(saved.disk.n_bytes), `${plural(saved.blocks, "block")} and the index; ${bytes(written)} written today`),
     tile("Up for", ago(saved.started).replace(" ago", ""), `version ${saved.version}`),

@@ -2,7 +2,7 @@
 
 import { post } from "./api.js";
 import { byId, details, empty, h, pages, put, say, slice, table } from "./dom.js";
-import { ago, count, percent, plural, seconds } from "./format.js";
+import { ago, count, percent, plural, saved, seconds } from "./format.js";
 
 const PAGE = 20;
 const COLUMNS = [
@@ -79,7 +79,7 @@ async function cancel(one) {
 // While a prompt is prefilled the bar shows how far it is; then where its tokens came from.
 function receipt(one) {
   if (!one.receipt) return plural(one.prompt_tokens, "token");
-  const { reused, recomputed, prompt_tokens: whole, saved_ms: saved, inexact = [] } = one.receipt;
+  const { reused, recomputed, prompt_tokens: whole, saved_ms: ms, inexact = [] } = one.receipt;
   const warm = Object.values(reused).reduce((n, some) => n + some, 0);
   const isPrefilling = one.state === "prefilling";
   const computed = isPrefilling ? one.prefilled : recomputed;
@@ -89,7 +89,7 @@ function receipt(one) {
     ? `${count(warm + computed)} of ${count(whole)} prefilled (${percent(warm + computed, whole)})`
     : `${count(warm)} of ${count(whole)} warm (${percent(warm, whole)})`;
   return h("div", { class: "receipt", title: places }, stack(parts, whole), h("span", {}, what),
-    h("span", { class: "quiet" }, [` ${places}`, saved && !isPrefilling ? `; saved ${seconds(saved / 1000)}` : "",
+    h("span", { class: "quiet" }, [` ${places}`, ms === 0 || isPrefilling ? "" : `; time saved: ${saved(ms && ms / 1000)}`,
       ...inexact.map((reason) => `; ${reason}`)].join("")));
 }
 
