@@ -488,6 +488,7 @@ def test_labels_are_kept_and_bounded(disk_store):
     disk_store.agents.update("a", metadata={"team": "web", "note": "of the demo"})
     turn(disk_store, "a", tokens_of(400))
     assert disk_store.agents.show("a").metadata == {"team": "web", "note": "of the demo"}
+    assert disk_store.agents.fork("a", "b").metadata == {"team": "web", "note": "of the demo"}
     for bad in ({str(n): "" for n in range(17)}, {"k" * 65: ""}, {"k": "v" * 513}):
         with pytest.raises(BadInput, match="at most 16 labels"):
             disk_store.agents.update("a", metadata=bad)

@@ -1,6 +1,7 @@
 """Any prefix as one file: an agent's first tokens or turns, or a prompt without a name."""
 
 import errno
+import re
 import shutil
 from dataclasses import replace
 
@@ -8,11 +9,17 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm.agents.agent_store import AgentStore
-from keepwarm.agents.bundle import MANIFEST, Manifest, identity_in, write_archive
+from keepwarm.agents.bundle import MANIFEST, Manifest, manifest_in, write_archive
 from keepwarm.agents.rewriting import prefix_blocks, prefix_records, trimmed
 from keepwarm.cache.restore.records import block_of, records_of
 from keepwarm.cache.store import Budgets, Store
-from keepwarm.errors import BadCacheFile, BadInput, InsufficientResources, StoreFailed
+from keepwarm.errors import (
+    BadCacheFile,
+    BadInput,
+    InsufficientResources,
+    KeepwarmError,
+    StoreFailed,
+)
 from keepwarm.kv.layout import probe
 from keepwarm.kv.slices import cut_blocks
 from keepwarm.prefix.blocks import block_key, chain, pack
@@ -326,6 +333,46 @@ def test_where_quantisation_starts_is_nobodys_name(disk_store, other, tmp_path):
     assert other.tokens_of(made) == tokens_of(300)
 
 
+def test_labels_and_the_name_of_the_model_travel(disk_store, other, tmp_path):
+    """Of a directory only its last part; the importer calls the model as it does."""
+    late = replace(IDENTITY, salt="ada")
+    name = disk_store.register(late, "0a1b2c")
+    blocks_of(disk_store, name)
+    disk_store.agents.advance("ada.a", name, tokens_of(300), model="/home/of/somebody/tiny")
+    disk_store.agents.update("ada.a", metadata={"team": "web", "note": "of the\ndemo"})
+    disk_store.export_agent(disk_store.find("ada.a", 256), tmp_path / "a.kw")
+    assert b"somebody" not in (tmp_path / "a.kw").read_bytes()
+    said = manifest_in(tmp_path / "a.kw")
+    assert (said.agent, said.model, said.revision) == ("a", "tiny", "0a1b2c")
+    assert re.fullmatch("tiny, revision 0a1b2c, weights [0-9a-f]{32}", said.model_text)
+    with pytest.raises(BadCacheFile, match=r"made with .tiny, revision 0a1b2c, weights"):
+        other.import_agent(tmp_path / "a.kw", replace(IDENTITY, config="another"))
+    made = other.import_agent(tmp_path / "a.kw", IDENTITY, model="here")
+    assert (made.metadata, made.head.model) == ({"team": "web", "note": "of the\ndemo"}, "here")
+    other.export_agent(made, tmp_path / "b.kw")
+    assert manifest_in(tmp_path / "b.kw").revision == "0a1b2c"
+
+
+@pytest.mark.parametrize(
+    ("lies", "says"),
+    [
+        ({"metadata": {"n": 1}}, "a label or the name of its model is not text"),
+        ({"metadata": {str(n): "" for n in range(17)}}, "at most 16 labels"),
+        ({"model": "a\x1b[2Jb"}, "the name of its model is none"),
+        ({"model": "a" * 201}, "the name of its model is none"),
+    ],
+)
+def test_labels_and_names_of_strangers_are_checked_first(lies, says, disk_store, other, tmp_path):
+    records = blocks_of(disk_store, NAME)
+    said = Manifest(IDENTITY, pack(tokens_of(300)), ())
+    forged(tmp_path / "a.kw", replace(said, **lies), records)
+    with pytest.raises(KeepwarmError, match=says):
+        other.import_agent(tmp_path / "a.kw", IDENTITY)
+    assert not list(other.disk.walk())
+    forged(tmp_path / "b.kw", said, records)
+    assert other.import_agent(tmp_path / "b.kw", IDENTITY).n_tokens == 300
+
+
 def forged(file, said, records):
     """A bundle by somebody who knows the format and tells lies."""
     keys = tuple(one.header.key.hex() for one in records)
@@ -459,12 +506,12 @@ def test_an_identity_that_is_none_is_refused(lies, says, tmp_path):
     said = Manifest(replace(IDENTITY, **lies), pack(tokens_of(300)), ())
     forged(tmp_path / "a.kw", said, [])
     with pytest.raises(BadCacheFile, match=says):
-        identity_in(tmp_path / "a.kw")
+        manifest_in(tmp_path / "a.kw")
 
 
 def test_a_bundle_that_is_not_there_is_one_sentence(tmp_path):
     with pytest.raises(BadCacheFile, match="cannot be read"):
-        identity_in(tmp_path / "missing.kw")
+        manifest_in(tmp_path / "missing.kw")
 
 
 def test_a_disk_that_fails_under_an_import_makes_no_agent(disk_store, other, tmp_path):

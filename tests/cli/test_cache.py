@@ -241,6 +241,19 @@ def test_an_agent_with_rounded_keys_travels_too(main_here, tmp_path):
     assert again["text"] == first["text"]
 
 
+def test_what_a_bundle_needs_is_said_before_anything_is_downloaded(main_here, tmp_path):
+    model = "--model", write_checkpoint(tmp_path / "tiny")
+    main_here("run", "a story", *model, "--max-tokens", 2, "--agent", "a")
+    main_here("cache", "set", "a", "--note", "a story")
+    main_here("cache", "export", "a", tmp_path / "a.kw")
+    code, out, error = main_here("cache", "import", tmp_path / "a.kw", "--agent", "b")
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert re.search(r"a\.kw needs tiny, weights [0-9a-f]{32}; name that model", error)
+    assert not (tmp_path / "models").exists()
+    asked = "cache", "import", tmp_path / "a.kw", "--agent", "b", *model, "--json"
+    assert json.loads(main_here(*asked)[1])["metadata"] == {"note": "a story"}
+
+
 @pytest.mark.parametrize(
     ("setting", "says"),
     [("DISK_BYTES", "there is no room"), ("DISK_WRITES_PER_DAY", "what is left of today's writes")],

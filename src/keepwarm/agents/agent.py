@@ -180,6 +180,7 @@ class Agent:
             created=now,
             used=now,
             forked_from=self.id,
+            metadata=self.metadata,
             ephemeral=ephemeral,
         )
 

@@ -127,17 +127,26 @@ class AgentStore:
         with as_store_errors(self.disk, "note where its blocks come from"):
             self.disk.index.database.set_flag(UNVERIFIED)
 
-    def register(self, identity: Identity) -> Namespace:
-        """Record which model a namespace stands for; bundles name it."""
+    def register(self, identity: Identity, revision: str = "") -> Namespace:
+        """Record which model a namespace stands for, and its revision on the hub, if it has one;
+        bundles name both.
+        """
         name = stored_namespace(self.disk.cipher, namespace(identity))
         path = self._identity_path(name)
         if not path.exists():
-            write_file(self.disk, path, json.dumps(identity.to_json()).encode())
+            fields = identity.to_json() | ({"revision": revision} if revision else {})
+            write_file(self.disk, path, json.dumps(fields).encode())
         return name
 
     def identity_of(self, name: Namespace) -> Identity:
+        return self._registered(name)[0]
+
+    def _registered(self, name: Namespace) -> tuple[Identity, str]:
+        """A model and its revision."""
         try:
-            return Identity(**json.loads(read_file(self.disk, self._identity_path(name))))
+            fields = json.loads(read_file(self.disk, self._identity_path(name)))
+            revision = fields.pop("revision", "")
+            return Identity(**fields), revision
         except (OSError, ValueError, TypeError, BadRecord) as error:
             raise BadInput(
                 "The model of these blocks is not known here; run it once, then try again."
@@ -177,7 +186,8 @@ class AgentStore:
                 f"{n_tokens} tokens were asked for, but {len(tokens)} are stored; "
                 "ask for 1 to that many."
             )
-        return replace(agent, head=Branch.of(agent.namespace, tokens[:n_tokens], agent.turns))
+        head = Branch.of(agent.namespace, tokens[:n_tokens], agent.turns, model=agent.head.model)
+        return replace(agent, head=head)
 
     def find(
         self,
@@ -216,12 +226,16 @@ class AgentStore:
         """A bundle of an agent, made while it is read."""
         holders = list(self.holders(agent))
         tokens = b"".join(holder.tokens for holder in holders)
+        identity, revision = self._registered(agent.namespace)
         manifest = Manifest(
-            identity=self.identity_of(agent.namespace),
+            identity=identity,
             tokens=tokens,
             blocks=tuple(holder.key.hex() for holder in holders),
             turns=tuple(n for n in agent.turns if 4 * n <= len(tokens)),
             agent=agent.id,
+            metadata=agent.metadata,
+            model=agent.head.model,
+            revision=revision,
             turn=self.agents.turns.find(agent.id, unpack(tokens)) if agent.id else None,
             imported=self.is_unverified,
         )
@@ -264,7 +278,7 @@ class AgentStore:
 
         Unless one of `keys` signed it, only this agent and its forks are served from its blocks.
         `check_record` raises for a record that does not fit the model; a restore checks it anyway.
-        `model` is the name of the model here; a bundle has none.
+        `model` is the name of the model here, which its author may call otherwise.
         """
         manifest, identity = import_bundle(
             self.disk,
@@ -275,10 +289,11 @@ class AgentStore:
             check_record=check_record,
             progress=progress,
         )
-        name, tokens = self.register(identity), unpack(manifest.tokens)
+        name, tokens = self.register(identity, manifest.revision), unpack(manifest.tokens)
         opening = manifest.turns[0] if manifest.turns else len(tokens)
         head = Branch.of(name, tokens, manifest.turns, n_opening=opening, main=True, model=model)
-        agent = self.agents.create(agent_id or manifest.agent or Path(source.name).stem, head)
+        called = agent_id or manifest.agent or Path(source.name).stem
+        agent = self.agents.create(called, head, metadata=manifest.metadata)
         if manifest.turn is not None and agent.blocks:
             self.agents.turns.keep(agent.id, tokens, agent.blocks[-1], manifest.turn)
         return agent

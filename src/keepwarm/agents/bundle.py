@@ -1,7 +1,7 @@
 """An agent, or any prefix, as one file that can be moved to another machine.
 
-A tar archive: `manifest.json` first (identity of the model, token ids, blocks), then the records as
-a plain store without tenants has them, so that no key is needed to read it. An import verifies
+A tar archive: `manifest.json` first (the model, token ids, blocks, labels), then the records as a
+plain store without tenants has them, so that no key is needed to read it. An import verifies
 everything and gives the blocks the importer's namespace. A bundle for other weights or another KV
 dtype is refused with the reason.
 """
@@ -21,6 +21,7 @@ from pathlib import Path
 from tarfile import BLOCKSIZE, RECORDSIZE, USTAR_FORMAT, TarInfo
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
+from keepwarm.agents.agent import check_metadata
 from keepwarm.agents.rewriting import prefix_blocks, prefix_records, renamed
 from keepwarm.agents.signing import NO_KEYS, BundleKeys, Signature, SigningKey
 from keepwarm.errors import (
@@ -56,6 +57,7 @@ MANIFEST = "manifest.json"
 NAME = re.compile(rb"(manifest\.json|[0-9a-f]{40}\.[dws]\.safetensors)\0+")
 SIZE = re.compile(rb"([0-7]{11})\0")
 CheckRecord: TypeAlias = Callable[[Record | RecordView], None]
+MAX_MODEL = 200  # characters of a model's name
 MAX_MANIFEST_BYTES = 64 << 20  # most of it is one string, the tokens
 MAX_MANIFEST_ITEMS = 1 << 18  # keys and turns; each takes more memory than it has bytes
 # Exceptions that reading a file that is not a bundle, or a hostile one, may raise.
@@ -73,6 +75,9 @@ class Manifest:
     blocks: tuple[str, ...]  # keys of the blocks inside, in hex
     turns: tuple[int, ...] = ()
     agent: str = ""
+    metadata: Mapping[str, str] = field(default_factory=dict)  # the agent's labels and notes
+    model: str = ""  # as its author calls it
+    revision: str = ""  # of the model, if it came from the hub
     turn: KeptTurn | None = None  # the messages of the agent, if they were kept
     imported: bool = False  # whoever exported it had it from a bundle, and did not compute it
     records: Mapping[str, str] = field(default_factory=dict)  # SHA-256 by name, if it is signed
@@ -87,6 +92,8 @@ class Manifest:
             "blocks": self.blocks,
             "turns": self.turns,
             "agent": self.agent,
+            "metadata": dict(self.metadata),
+            "model": {"name": self.model, "revision": self.revision},
             "imported": self.imported,
         }
         if self.turn is not None:
@@ -105,8 +112,15 @@ class Manifest:
             raise BadRecord("the manifest does not match its digest")
         if not all(type(n_tokens) is int and n_tokens >= 0 for n_tokens in fields["turns"]):
             raise BadRecord("a turn in it is not a token count")
+        metadata, model = fields.get("metadata", {}), fields.get("model", {})
         if not isinstance(fields["agent"], str):
             raise BadRecord("its agent id is not text")
+        texts = (*metadata, *metadata.values(), *model.values())
+        if not all(isinstance(text, str) for text in texts):
+            raise BadRecord("a label or the name of its model is not text")
+        check_metadata(metadata)
+        if not all(text.isprintable() and len(text) <= MAX_MODEL for text in model.values()):
+            raise BadRecord("the name of its model is none")
         options = fields["identity"]["kv_options"].values()
         if not all(value is None or type(value) is int for value in options):
             raise BadRecord("a KV option in it is not a number")
@@ -118,6 +132,9 @@ class Manifest:
             blocks=tuple(fields["blocks"]),
             turns=tuple(fields["turns"]),
             agent=fields["agent"],
+            metadata=metadata,
+            model=model.get("name", ""),
+            revision=model.get("revision", ""),
             turn=KeptTurn.from_bundle(messages) if messages else None,
             imported=bool(fields.get("imported", False)),
             records=dict(fields.get("records", {})),
@@ -128,6 +145,16 @@ class Manifest:
     @property
     def keys(self) -> list[BlockKey]:
         return [BlockKey(bytes.fromhex(key)) for key in self.blocks]
+
+    @property
+    def model_text(self) -> str:
+        """Which model it needs: its name and revision, if they are known, and its weights."""
+        parts = (
+            self.model or "a model",
+            f"revision {self.revision}" if self.revision else "",
+            f"weights {digest(self.identity.weights)}",
+        )
+        return ", ".join(filter(None, parts))
 
 
 def _signed_digest(fields: Mapping[str, Any]) -> bytes:
@@ -145,23 +172,29 @@ def model_alone(identity: Identity) -> Identity:
 def for_others(manifest: Manifest) -> Manifest:
     """As a bundle has it: without the tenant, which an agent's id in a shared store starts with.
 
-    Which import the blocks came with is nobody's business, that they came with one is.
+    Which import the blocks came with is nobody's business, that they came with one is. Of a model's
+    directory only the last part is told.
     """
     identity, tenant = manifest.identity, tenant_of(manifest.identity.salt)
-    agent = manifest.agent.removeprefix(f"{tenant}.") if tenant else manifest.agent
-    imported = manifest.imported or bool(identity.origin)
-    return replace(manifest, identity=model_alone(identity), agent=agent, imported=imported)
+    path = Path(manifest.model)
+    return replace(
+        manifest,
+        identity=model_alone(identity),
+        agent=manifest.agent.removeprefix(f"{tenant}.") if tenant else manifest.agent,
+        model=path.name if path.is_absolute() else manifest.model,
+        imported=manifest.imported or bool(identity.origin),
+    )
 
 
-def refuse_other_model(theirs: Identity, ours: Identity) -> None:
+def refuse_other_model(manifest: Manifest, ours: Identity) -> None:
     """Raise, naming the differences, if blocks of one model cannot serve the other."""
-    wanted = asdict(model_alone(ours))
-    different = [n for n, value in asdict(model_alone(theirs)).items() if value != wanted[n]]
+    theirs, wanted = asdict(model_alone(manifest.identity)), asdict(model_alone(ours))
+    different = [name for name, value in theirs.items() if value != wanted[name]]
     if different:
         names = ("quantized_kv_start" if name == "salt" else name for name in different)
         raise BadCacheFile(
             f"The bundle is of another model: {', '.join(names)} differ; "
-            "load the model it was made with."
+            f"load the model it was made with ({manifest.model_text})."
         )
 
 
@@ -269,7 +302,7 @@ def import_bundle(
         archive = ArchiveReader(source.file, source.n_bytes)
         entries = iter(archive)
         manifest = _read_manifest(entries)
-        refuse_other_model(manifest.identity, expected)
+        refuse_other_model(manifest, expected)
         if not _is_trusted(manifest, keys):
             expected = replace(expected, origin=secrets.token_hex(16))
         theirs, ours = namespace(manifest.identity), _stored_namespace(disk, expected)
@@ -299,11 +332,10 @@ def _is_trusted(manifest: Manifest, keys: BundleKeys) -> bool:
     return is_trusted
 
 
-def identity_in(path: Path) -> Identity:
-    """The model and KV options that a bundle names; nothing in it is verified."""
+def manifest_in(path: Path) -> Manifest:
+    """What a bundle says of itself: its model and KV options; nothing in it is verified."""
     with _as_bundle_errors(str(path)), path.open("rb") as file:
-        entries = iter(ArchiveReader(file, path.stat().st_size))
-        return model_alone(_read_manifest(entries).identity)
+        return for_others(_read_manifest(iter(ArchiveReader(file, path.stat().st_size))))
 
 
 @contextmanager

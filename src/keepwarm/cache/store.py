@@ -36,6 +36,8 @@ from keepwarm.errors import BadInput, StoreFailed, UnknownAgent
 from keepwarm.kv.buffers import HostArray
 from keepwarm.kv.slabs import SlabPool
 from keepwarm.kv.slices import Block, Rows
+from keepwarm.models.catalog import locate
+from keepwarm.models.hub import revision_of
 from keepwarm.prefix.blocks import pack, unpack
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.prefix.policy import Policy
@@ -325,24 +327,25 @@ class Store:
         """
         blas.start(self.settings.home)  # the probe runs the model
         layout = layout or kv.probe(model, kv.make_caches(model, **kv_options))
+        path = locate(str(source), self.settings)
         identity = identity_of(
             model,
-            source,
+            path,
             self.settings,
             adapter=adapter,
             layout=layout,
             salt=salt,
             **kv_options,
         )
-        restorer = self.make_restorer(identity, layout)
+        restorer = self.make_restorer(identity, layout, revision_of(path))
         everyones = namespace(replace(identity, salt="", origin=""))
         restorer.rates = self._rates.of(everyones, PointSizes(layout).to_load(str(source)))
         return AttachedModel(model, identity, restorer, kv_options, self)
 
-    def make_restorer(self, identity: Identity, layout: kv.Layout) -> Restorer:
-        """The restorer of one model with one set of KV options."""
+    def make_restorer(self, identity: Identity, layout: kv.Layout, revision: str = "") -> Restorer:
+        """The restorer of one model with one set of KV options; `revision` is the hub's."""
         on_disk = self._on_disk
-        name = namespace(identity) if on_disk is None else on_disk.register(identity)
+        name = namespace(identity) if on_disk is None else on_disk.register(identity, revision)
         if self._reader.slabs is not None:
             self._reader.slabs.expect(kv.slab_sizes(layout))
         return Restorer(

@@ -37,6 +37,7 @@ from keepwarm.units import format_bytes
 if TYPE_CHECKING:
     from keepwarm.agents.agent import Agent
     from keepwarm.agents.agent_store import AgentStore
+    from keepwarm.agents.bundle import Manifest
     from keepwarm.agents.signing import BundleKeys
     from keepwarm.cache.store import Store
     from keepwarm.models.load import Model
@@ -284,12 +285,14 @@ def _import_bundle(
     settings: config.Settings, file: Path, agent: str | None, keys: BundleKeys, check: str | None
 ) -> Agent:
     """Store a bundle as an agent, checked if asked to."""
-    from keepwarm.agents.bundle import identity_in
+    from keepwarm.agents.bundle import manifest_in
     from keepwarm.cache.identity import make_options_in
     from keepwarm.cache.restore.records import check_record
     from keepwarm.cache.store import Store
 
-    theirs = identity_in(file)
+    manifest = manifest_in(file)
+    _refuse_download(settings, file, manifest)
+    theirs = manifest.identity
     model, options = load_model(settings), make_options_in(theirs)
     with Store(settings=settings) as store:
         ours = store.attach(model.module, model.path, salt=theirs.salt, **options)
@@ -305,6 +308,19 @@ def _import_bundle(
                 check_record=fits,
             )
         return _checked(settings, store, model, made, check)
+
+
+def _refuse_download(settings: config.Settings, file: Path, manifest: Manifest) -> None:
+    """Raise before a model is downloaded that a bundle does not name."""
+    from keepwarm.models.catalog import find, find_local
+
+    name = settings.model
+    if manifest.model in ("", name) or find_local(name) or find(name, settings):
+        return
+    raise BadInput(
+        f"{file} needs {manifest.model_text}; name that model with --model. {name} is not on this "
+        f"machine: if it is the same one, download it first with `keepwarm pull {name}`."
+    )
 
 
 def _import_prompt_file(

@@ -53,6 +53,11 @@ def cached(name: str) -> Path | None:
         return None
 
 
+def revision_of(path: Path) -> str:
+    """The commit of a snapshot in the hub's cache; "" for any other path."""
+    return path.name if path.parent.name == "snapshots" else ""
+
+
 def fetch(name: str) -> Path:
     """The newest snapshot; downloads the files that are missing."""
     with _as_keepwarm_errors(name):

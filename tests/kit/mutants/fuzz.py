@@ -233,7 +233,7 @@ def _address_space(n_bytes: int) -> Iterator[None]:
 
 def bundles(work: Path) -> Target:
     from keepwarm.agents.agent_store import AgentStore
-    from keepwarm.agents.bundle import identity_in
+    from keepwarm.agents.bundle import manifest_in
     from keepwarm.prefix.blocks import chain
     from keepwarm.records.record import Part
     from tests.agents.test_agents import IDENTITY, LIMITS, turn
@@ -255,7 +255,7 @@ def bundles(work: Path) -> Target:
     path, identities = work / "bundle", {}
     for sample in samples:
         path.write_bytes(sample)
-        identities[sample] = identity_in(path)
+        identities[sample] = manifest_in(path).identity
     store = AgentStore(work / "store", LIMITS)
 
     def read(mutant: bytes, sample: bytes) -> None:
