@@ -32,8 +32,11 @@ def markup(tmp_path_factory) -> Markup:
     return Markup.of(make(tmp_path_factory.mktemp("t"), tokens=DELIMITERS, parser="json_tools"))
 
 
-def reader_of(markup, *, tools=(WEATHER, CLOCK), parallel=True, **options) -> AnswerReader:
-    calls = CallReader(markup.tool_format, tools, parallel=parallel) if tools else None
+def reader_of(
+    markup, *, tools=(WEATHER, CLOCK), parallel=True, is_forced=False, **options
+) -> AnswerReader:
+    choice = {"parallel": parallel, "is_forced": is_forced}
+    calls = CallReader(markup.tool_format, tools, **choice) if tools else None
     return AnswerReader(markup, calls=calls, **options)
 
 
@@ -235,6 +238,15 @@ def test_a_call_cut_off_by_length_is_text(markup):
     cut = CALL.removesuffix("</tool_call>")
     assert read(markup, cut) == [AnswerText(cut)]
     assert read(markup, cut[:20]) == [AnswerText(cut[:20])]
+
+
+@pytest.mark.parametrize("n_letters", [3, 20, len(CALL) - 1])
+def test_a_forced_call_cut_off_by_length_is_no_text(markup, n_letters):
+    """Wherever: in its delimiters too. What was reasoned stays."""
+    cut = f"<think>Hm.</think>\n{CALL[:n_letters]}"
+    assert read(markup, cut, is_forced=True) == [ReasoningText("Hm.")]
+    whole = f"<think>Hm.</think>{CALL}"
+    assert read(markup, whole, is_forced=True) == [ReasoningText("Hm."), WEATHER_CALL]
 
 
 def test_a_call_that_a_stop_token_ends_counts(markup):

@@ -1,5 +1,7 @@
 """Grammars that force a call: llguidance takes them, calls fit them, other answers do not."""
 
+import json
+
 import pytest
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
@@ -297,3 +299,69 @@ def test_arguments_that_are_not_required_may_be_left_out(tmp_path, parser):
         assert fits(markup, grammar, said()) is (not required)
         assert fits(markup, grammar, said("a", "z")) is (not required)
         assert not fits(markup, grammar, said("z", "days"))
+
+
+DEEP = {
+    "type": "object",
+    "properties": {
+        "place": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "lat": {"type": "number"}},
+            "required": ["name", "lat"],
+            "additionalProperties": False,
+        },
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "until": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "file-path": {"type": ["string", "null"]},
+        "tree": {"$ref": "#/$defs/tree"},
+        "extra": {"type": "object"},
+    },
+    "$defs": {
+        "tree": {
+            "type": "object",
+            "properties": {
+                "leaf": {"type": "string"},
+                "rest": {"type": "array", "items": {"$ref": "#/$defs/tree"}},
+            },
+        }
+    },
+}
+HARD = "a {, b: [<} c"  # what JSON in its place would be taken for
+GEMMA_WRITTEN = {
+    f'place:{{name:<|"|>{HARD}<|"|>,lat:1.5}}': {"place": {"name": HARD, "lat": 1.5}},
+    f'tags:[<|"|>{HARD}<|"|>,<|"|>y<|"|>],until:null': {"tags": [HARD, "y"], "until": None},
+    'tags:[],until:3,"file-path":<|"|>x<|"|>': {"tags": [], "until": 3, "file-path": "x"},
+    'tree:{leaf:<|"|>a<|"|>,rest:[{leaf:<|"|>,b:c<|"|>},{}]}': {
+        "tree": {"leaf": "a", "rest": [{"leaf": ",b:c"}, {}]}
+    },
+    'extra:{any:[1,true,{deep:<|"|>,x:{<|"|>}]}': {"extra": {"any": [1, True, {"deep": ",x:{"}]}},
+}
+GEMMA_WRONG = (
+    f'place:{{"name": "{HARD}", "lat": 1.5}}',
+    "place:{lat:1.5}",
+    'place:{name:<|"|>x<|"|>,lat:1.5,more:1}',
+    "tags:[1]",
+    "tree:{rest:[{leaf:1}]}",
+    "until:1.5",
+)
+
+
+@pytest.mark.parametrize("written", GEMMA_WRITTEN)
+def test_nested_arguments_of_gemma_are_written_as_its_parser_reads_them(tmp_path, written):
+    """Not as JSON, whose texts it takes for braces and keys."""
+    text = f"<|tool_call>call:get_weather{{{written}}}<tool_call|>"
+    markup = markup_of(tmp_path, "gemma4", CALLS["gemma4"])
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": DEEP}}
+    strict = {**tool, "function": {**tool["function"], STRICT: True}}
+    assert fits(markup, call_grammar([tool], REQUIRED, markup), text)
+    assert fits(markup, strict_grammar([strict], markup), text)
+    (call,) = CallReader(markup.tool_format, [tool]).read(text.partition(">")[2])
+    assert json.loads(call.arguments) == GEMMA_WRITTEN[written]
+
+
+@pytest.mark.parametrize("written", GEMMA_WRONG)
+def test_nested_arguments_of_gemma_follow_their_schema(tmp_path, written):
+    markup = markup_of(tmp_path, "gemma4", CALLS["gemma4"])
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": DEEP}}
+    text = f"<|tool_call>call:get_weather{{{written}}}<tool_call|>"
+    assert not fits(markup, call_grammar([tool], REQUIRED, markup), text)

@@ -124,6 +124,7 @@ class AnswerReader:
         self._partial: PartialToolCalls | None = None
         self._around_call = segment  # the segment that the call interrupts
         self._blank: str | None = "" if calls else None  # all text so far, while it is blank
+        self._is_forced = calls is not None and calls.is_forced
         self._called = False
         self._ended = False  # by a stop token
 
@@ -138,9 +139,9 @@ class AnswerReader:
         return [] if self._is_hidden(token) else list(self._read(self._text.add(token)))
 
     def finish(self) -> list[Piece]:
-        """The pieces still held back. A call that was cut off becomes text."""
+        """The pieces still held back. A call that was cut off becomes text, unless forced."""
         pieces: list[Piece] = [] if self.done else list(self._rest())
-        if self._blank and not self._called:
+        if self._blank and not self._called and not self._is_forced:
             pieces.append(AnswerText(self._blank))
         self.done, self._blank = True, None
         return pieces
@@ -151,7 +152,8 @@ class AnswerReader:
             yield from self._end_call(closed=self._ended)
             self._transitions = _with_tools(self._transitions, None)
             yield from self._read("")
-        if not self.done:
+        is_begun = self._is_forced and self._segment == NORMAL  # it is part of a delimiter
+        if not self.done and not is_begun:
             yield from self._emit(self._held)
 
     def _is_hidden(self, token: int) -> bool:
@@ -204,6 +206,8 @@ class AnswerReader:
             yield from calls
             return
         self._segment = REASONING if self._around_call == REASONING else NORMAL
+        if self._is_forced and not closed:
+            return
         yield from self._emit(self._calls.format.start)
         self._held = body + end + self._held
 

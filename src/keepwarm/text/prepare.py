@@ -125,7 +125,12 @@ class PreparedRequest:
         if not self.request.tools or self.request.tool_choice.mode == "none":
             return None
         choice = self.request.tool_choice
-        return CallReader(self.markup.tool_format, self.request.tools, parallel=choice.parallel)
+        return CallReader(
+            self.markup.tool_format,
+            self.request.tools,
+            parallel=choice.parallel,
+            is_forced=choice.is_forced,
+        )
 
 
 class Preparer:

@@ -95,6 +95,10 @@ class ToolChoice:
     name: str | None = None
     parallel: bool = True  # several calls in one answer
 
+    @property
+    def is_forced(self) -> bool:
+        return self.mode == "required" or self.name is not None
+
 
 @dataclass(frozen=True)
 class Breakpoint:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from keepwarm.errors import BadInput
@@ -21,17 +22,24 @@ from keepwarm.text.tools import HARMONY, STRICT, parses
 
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _GUIDANCE = {**_SPACES, "lenient": True}  # unknown schema keywords are ignored, not refused
+_ATOM: Mapping[str, Any] = {"type": ["number", "boolean", "null"]}
+_PLAIN = ("string", "integer", "number", "boolean", "null")
+_BARE_KEY = re.compile(r"\w+")
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
 
 
 class Parameters(NamedTuple):
-    """Arguments that are written one by one: strings bare or quoted, all else as JSON."""
+    """Arguments that are written one by one: strings bare or quoted, all else as JSON.
+
+    Where `is_nested`, objects in them are written as they are: keys bare, strings quoted.
+    """
 
     before: str  # the name of one
     between: str
     after: str  # its value
     separator: str = ""  # between two
     quote: str = ""  # on both sides of a string
+    is_nested: bool = False
 
 
 class CallSyntax(NamedTuple):
@@ -69,7 +77,7 @@ _SYNTAXES = {  # by the delimiter that begins a call
         separator=None,
         lead="<|channel|>commentary ",
     ),
-    "<|tool_call>": CallSyntax("call:", "{", "}", Parameters("", ":", "", ",", '<|"|>')),
+    "<|tool_call>": CallSyntax("call:", "{", "}", Parameters("", ":", "", ",", '<|"|>', True)),
     "<|tool_call_start|>": CallSyntax("[", "(", ")]", Parameters("", "=", "", ", ", '"')),
     "<function name=": CallSyntax('"', '">', "", Parameters('<param name="', '">', "</param>")),
     "<minimax:tool_call>": CallSyntax(
@@ -112,7 +120,7 @@ def call_grammar(tools: Sequence[Tool], choice: ToolChoice, markup: Markup) -> s
     A model that reasons may do so first. If the prompt has already opened the reasoning, the
     grammar applies after its end.
     """
-    if choice.mode != "required" and choice.name is None:
+    if not choice.is_forced:
         return None
     if not tools:
         raise BadInput("tool_choice asks for a call, but there are no tools; send some.")
@@ -189,6 +197,11 @@ def _resolved(part: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     found = (each.get(name) for each in definitions.values())
     targets = [each for each in found if isinstance(each, Mapping)]
     return {**(targets[0] if targets else schema), **definitions}
+
+
+def _is_open(schema: Mapping[str, Any]) -> bool:
+    """Whether an object may have other keys than it names."""
+    return any(schema.get(key) for key in OPEN_KEYS)
 
 
 def _json_rule(schema: Mapping[str, Any]) -> str:
@@ -287,6 +300,8 @@ class CallWriter(LarkWriter):
         call = f'"[" call {more} "]"' if syntax.is_list else "call"
         yield f"body: {call} {self.literal(end)}"
         yield "call: " + " | ".join(f"call_{index}" for index in range(len(tools)))
+        if syntax.parameters and syntax.parameters.is_nested:
+            yield from self._any_value(syntax.parameters)
         for index, tool in enumerate(tools):
             yield from self._call(f"call_{index}", syntax, tool["function"])
 
@@ -295,13 +310,21 @@ class CallWriter(LarkWriter):
         schema = function.get("parameters") or _NO_PARAMETERS
         yield f"{rule}: {before} {rule}_arguments {self.literal(syntax.after)}"
         if syntax.parameters is not None:
-            yield from self._parameters(f"{rule}_arguments", syntax.parameters, schema)
+            named, definitions = self._definitions(rule, syntax.parameters, schema)
+            yield from self._parameters(f"{rule}_arguments", syntax.parameters, schema, named)
+            yield from definitions if syntax.parameters.is_nested else ()
             return
         if schema.get("properties") == {} and not OPEN_KEYS & schema.keys():
             schema = _NO_PARAMETERS  # as a function without any is commonly written
         yield f"{rule}_arguments: {_json_rule(closed({**schema, 'type': 'object'}))}"
 
-    def _parameters(self, rule: str, form: Parameters, schema: Mapping[str, Any]) -> Iterator[str]:
+    def _parameters(
+        self,
+        rule: str,
+        form: Parameters,
+        schema: Mapping[str, Any],
+        named: Mapping[str, str] = MappingProxyType({}),
+    ) -> Iterator[str]:
         """Those of the schema in its order; one that is not required may be left out."""
         properties = schema.get("properties") or {}
         required = [name in (schema.get("required") or ()) for name in properties]
@@ -312,8 +335,60 @@ class CallWriter(LarkWriter):
         ways = [" ".join([rules[i], *later[i + 1 :]]) for i in range(n_firsts)]
         yield f"{rule}: " + " | ".join(ways if any(required) else [*ways, '""'])
         for each, (name, wanted) in zip(rules, properties.items(), strict=True):
-            yield f"{each}: {self.literal(form.before + name + form.between)} {each}_value"
-            yield self._value(f"{each}_value", form, _resolved(wanted, schema))
+            key = json.dumps(name) if form.is_nested and not _BARE_KEY.fullmatch(name) else name
+            yield f"{each}: {self.literal(form.before + key + form.between)} {each}_value"
+            if form.is_nested:
+                yield from self._nested(f"{each}_value", form, wanted, named)
+            else:
+                yield self._value(f"{each}_value", form, _resolved(wanted, schema))
+
+    def _definitions(
+        self, rule: str, form: Parameters, schema: Mapping[str, Any]
+    ) -> tuple[dict[str, str], list[str]]:
+        """The rule of each definition in a schema by how it is referred to; these rules."""
+        named = {
+            f"#/{key}/{name}": (f"{rule}_{key.strip('$')}_{number}", part)
+            for key in ("$defs", "definitions")
+            for number, (name, part) in enumerate((schema.get(key) or {}).items())
+        }
+        rules = {ref: each for ref, (each, _) in named.items()}
+        found = [self._nested(each, form, part, rules) for each, part in named.values()]
+        return rules, [line for lines in found for line in lines]
+
+    def _nested(
+        self, rule: str, form: Parameters, part: Any, named: Mapping[str, str]
+    ) -> Iterator[str]:
+        """A value in the form's own way; as JSON its texts could be taken for braces and keys."""
+        schema = part if isinstance(part, Mapping) else {}  # it may be `true`
+        kind, items = schema.get("type"), schema.get("items")
+        ways = schema.get("anyOf") or schema.get("oneOf")
+        if isinstance(kind, list):
+            ways = [{**schema, "type": each} for each in kind]
+        if "$ref" in schema:
+            yield f"{rule}: {named.get(str(schema['$ref']), 'any_value')}"
+        elif ways and "enum" not in schema:
+            rules = [f"{rule}_{number}" for number in range(len(ways))]
+            yield f"{rule}: {' | '.join(rules)}"
+            for each, way in zip(rules, ways, strict=True):
+                yield from self._nested(each, form, way, named)
+        elif kind == "object" and schema.get("properties") and not _is_open(schema):
+            yield f'{rule}: "{{" {rule}_of "}}"'
+            yield from self._parameters(f"{rule}_of", form, schema, named)
+        elif kind == "array" and isinstance(items, Mapping):
+            yield f'{rule}: "[" ({rule}_item ("," {rule}_item)*)? "]"'
+            yield from self._nested(f"{rule}_item", form, items, named)
+        elif "enum" in schema or kind in _PLAIN:
+            yield self._value(rule, form, schema)
+        else:
+            yield f"{rule}: any_value"
+
+    def _any_value(self, form: Parameters) -> Iterator[str]:
+        """The rule `any_value`, for what no schema describes, and the rules it needs."""
+        yield f"any_value: any_object | any_list | any_text | {_json_rule(_ATOM)}"
+        yield 'any_object: "{" (any_pair ("," any_pair)*)? "}"'
+        yield 'any_pair: /\\w+/ ":" any_value'
+        yield 'any_list: "[" (any_value ("," any_value)*)? "]"'
+        yield self._value("any_text", form, {"type": "string"})
 
     def _value(self, rule: str, form: Parameters, schema: Mapping[str, Any]) -> str:
         end, quote = form.after, form.quote

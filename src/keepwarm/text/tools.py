@@ -83,10 +83,17 @@ class CallReader:
     """Parses the calls of one answer. A call of a tool that was not offered does not count."""
 
     def __init__(
-        self, tool_format: ToolFormat, tools: Sequence[Tool], *, parallel: bool = True
+        self,
+        tool_format: ToolFormat,
+        tools: Sequence[Tool],
+        *,
+        parallel: bool = True,
+        is_forced: bool = False,
     ) -> None:
+        """`is_forced`: the answer is nothing but calls, so that one that is cut off is no text."""
         self.format = tool_format
         self.parallel = parallel
+        self.is_forced = is_forced
         self._tools = [dict(tool) for tool in tools]
         self._names = {tool["function"]["name"] for tool in tools}
 
