@@ -186,13 +186,7 @@ def test_deleter_thread_goes_on_when_the_tombstones_cannot_be_read(store, place,
 def mounted(place, store, compute_class=CLASS):
     """A tier as a server opens it: it remembers what it has marked."""
     flags = store.disk.index.database
-    return RemoteTier(
-        open_backend(place.as_uri()),
-        compute_class,
-        store.disk.cipher,
-        was_marked=flags.has_flag("marked"),
-        on_marked=lambda: flags.set_flag("marked"),
-    )
+    return RemoteTier(open_backend(place.as_uri()), compute_class, store.disk.cipher, flags=flags)
 
 
 def test_a_deletion_waits_for_a_share_that_is_not_mounted(store, place):

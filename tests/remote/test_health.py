@@ -141,6 +141,18 @@ def test_a_place_is_refused_for_its_parts_only_while_it_reads_the_whole(slow):
         try_backend(slow, RemoteSpeed())
 
 
+def test_an_outage_is_told_once_and_its_end_too(health, caplog):
+    caplog.set_level("WARNING")
+    for _ in range(MAX_FAILURES + 2):
+        health.call("asked", failing(CallError("gone")))
+    for success in (False, False, True, True):
+        health.tried(success)
+    assert [record.message for record in caplog.records] == [
+        "a shared tier is not used until it answers: gone",
+        "a shared tier is used again",
+    ]
+
+
 def failing(error):
     def work():
         raise error

@@ -168,6 +168,9 @@ def test_a_tier_sweeps_its_directory_now_and_then(share, clock, monkeypatch):
         tier.keep_within(RemoteLimits(n_bytes=1))
         clock.now += SWEEP_S
         wait_until(lambda: not (share / name_of(LONG[0])).exists())
+        found = tier.stats()
+        assert found.n_bytes >= record(LONG[0]).n_bytes
+        assert 0 <= found.oldest_s < SOON
 
 
 def test_a_sweep_that_takes_long_delays_no_trial(share, clock, monkeypatch):

@@ -15,7 +15,7 @@ from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.health import MAX_FAILURES
 from keepwarm.remote.lookup import ABSENT_S, PRESENT_S
 from keepwarm.remote.records import RemoteRecord
-from keepwarm.remote.tier import ASK_S, RemoteTier, lookup_s
+from keepwarm.remote.tier import ASK_S, MIN_FAR, RemoteTier, lookup_s
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tier import RemoteLookup
 from tests.kit.waiting import wait_until
@@ -341,3 +341,26 @@ def test_lookup_s_of_a_distant_store_is_that_of_its_calls_if_it_is_little(
     planned_s, computing_s, seconds
 ):
     assert lookup_s(planned_s, computing_s) == pytest.approx(seconds)
+
+
+def test_state_tells_why_a_tier_is_not_used(open_tier, monkeypatch):
+    open_tier()
+    there = open_tier()
+    assert there.stats().state == "ok"
+    there.health.failed()
+    assert there.state == "half-open"
+    there.place.failing = True
+    for seed in (1, 2):
+        ask(there, tokens_of(BLOCK_TOKENS, seed))
+    assert (there.stats().state, there.stats().last_error) == ("open", "gone")
+    there.place.failing = False
+    there.health.tried(True)
+    there.is_writable = False
+    assert there.state == "read-only"
+    monkeypatch.setattr(there, "_ask_s", lambda *_: None)
+    for _ in range(MIN_FAR):
+        there.ask(question(tokens_of(BLOCK_TOKENS)), 1.0)
+    assert there.state == "too far"
+    refused = open_tier(cipher=cipher_of(b"a"))
+    assert refused.stats().state == "refused"
+    assert "not encrypted" in refused.stats().last_error

@@ -57,8 +57,13 @@ class Health:
         refresh: Callable[[], None],
         refresh_s: float,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        name: str = "a shared tier",
     ) -> None:
-        """`attempt` is the trial; `refresh` is called now and then while all is well."""
+        """`attempt` is the trial; `refresh` is called now and then while all is well; `name` is for
+        the log.
+        """
+        self.name = name
         self._attempt, self._counts = attempt, counts
         self._refresh, self._refresh_s = refresh, refresh_s
         self._clock = clock
@@ -66,7 +71,9 @@ class Health:
         self._n_failures: float = MAX_FAILURES
         self._retry_s, self._retry_at = 0.0, clock()
         self._was_tried = self._is_closed = False
+        self._is_outage = False  # and the log says so
         self.refused = ""  # why it is not used at all
+        self.last_error = ""
         self._thread = threading.Thread(target=self._watch, name="keepwarm-remote", daemon=True)
 
     def start(self) -> None:
@@ -103,8 +110,9 @@ class Health:
         except (BadRecord, NewerFormat):  # the store has answered
             self.succeeded()
             raise
-        except BusyError:  # this machine's fault
+        except BusyError as error:  # this machine's fault
             self._counts.add(errors=1)
+            self.last_error = str(error)
             return None
         except BadInput as error:
             self._refuse(error)
@@ -112,8 +120,9 @@ class Health:
         except Exception as error:  # whatever it is, it is not worth a request
             is_own = not isinstance(error, CallError)
             level = logging.ERROR if is_own else logging.INFO
-            LOG.log(level, "a shared tier could not be %s: %s", what, error, exc_info=is_own)
+            LOG.log(level, "%s could not be %s: %s", self.name, what, error, exc_info=is_own)
             self._counts.add(errors=1)
+            self.last_error = str(error)
             self.failed()
             return None
         self.succeeded()
@@ -131,6 +140,7 @@ class Health:
             if self._n_failures == MAX_FAILURES:
                 self._retry_s = FIRST_RETRY_S
                 self._retry_at = self._clock() + self._retry_s
+                self._tell(is_outage=True)
                 self._changed.notify_all()
 
     def tried(self, success: bool) -> None:
@@ -140,6 +150,7 @@ class Health:
             self._changed.notify_all()
             if self._n_failures == math.inf:
                 return
+            self._tell(is_outage=not success)
             if success:
                 self._n_failures, self._retry_s, self.refused = 0, 0.0, ""
                 return
@@ -148,10 +159,19 @@ class Health:
             wait_s = REFUSED_RETRY_S if self.refused else self._retry_s
             self._retry_at = self._clock() + wait_s
 
+    def _tell(self, is_outage: bool) -> None:
+        """Each outage once, and its end."""
+        if is_outage and not self._is_outage:
+            LOG.warning("%s is not used until it answers: %s", self.name, self.last_error)
+        if self._is_outage and not is_outage:
+            LOG.warning("%s is used again", self.name)
+        self._is_outage = is_outage
+
     def _refuse(self, error: BadInput) -> None:
         if self.refused != str(error):
-            LOG.warning("a shared tier is not used: %s", error)
-        self.refused = str(error)
+            LOG.warning("%s is not used: %s", self.name, error)
+        self.refused = self.last_error = str(error)
+        self._is_outage = True
         self.tried(False)
 
     def close(self) -> None:
@@ -182,9 +202,10 @@ class Health:
         except BadInput as error:
             return self._refuse(error)
         except CallError as error:
-            LOG.info("a shared tier does not answer: %s", error)
-        except Exception:  # whatever it is, it must not end the thread
-            LOG.exception("a shared tier could not be tried")
+            self.last_error = str(error)
+        except Exception as error:  # whatever it is, it must not end the thread
+            LOG.exception("%s could not be tried", self.name)
+            self.last_error = str(error)
         else:
             return self.tried(True)
         return self.tried(False)

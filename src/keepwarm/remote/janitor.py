@@ -66,6 +66,7 @@ class Janitor:
         self._holder = uuid.uuid4().hex.encode()
         self._numbers = count()
         self._seen, self._since = b"", 0.0  # another's lease, and since when it is the same
+        self.found: tuple[int, float | None] = 0, None  # bytes, and seconds since the first use
 
     def sweep(self) -> int:
         """Delete what is over the limits, if this machine holds the lease; how many blobs.
@@ -75,7 +76,10 @@ class Janitor:
         if not self._hold_lease():
             return 0
         now = self._now()
-        doomed = [*surplus(self._walk(), self._limits, now), *self._leftovers(now)]
+        listed = list(self._walk())
+        used = [one.used for one in listed]
+        self.found = sum(one.n_bytes for one in listed), now - min(used) if used else None
+        doomed = [*surplus(listed, self._limits, now), *self._leftovers(now)]
         for start in range(0, len(doomed), AT_ONCE):
             if not self._hold_lease():
                 return start

@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Callable, Collection
 from contextlib import closing
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -138,25 +137,22 @@ def open_remotes(
     cipher = None if disk is None else disk.cipher
     mark = (disk.root / SEALED).read_bytes() if disk is not None and cipher is not None else b""
     numerics = compute_class(settings.home)
-    open_tier = partial(
-        RemoteTier,
-        compute_class=f"mixed-{numerics}" if mixed else numerics,
-        cipher=cipher,
-        memory=memory,
-        mark=mark,
-        fleet_key=FleetKey.parse(settings.read_secret("fleet_key")),
-        any_class=settings.share_numerics == "any",
-        on_unverified=on_unverified,
-    )
-    tiers = []
-    for address in settings.remotes:
-        backend = open_backend(address, password)
-        if disk is None:
-            tiers.append(open_tier(backend))
-            continue
-        flags, name = disk.index.database, f"marked {address}"
-        was_marked, note = flags.has_flag(name), partial(flags.set_flag, name)
-        tiers.append(open_tier(backend, was_marked=was_marked, on_marked=note))
+    fleet_key = FleetKey.parse(settings.read_secret("fleet_key"))
+    tiers = [
+        RemoteTier(
+            open_backend(address, password),
+            f"mixed-{numerics}" if mixed else numerics,
+            cipher,
+            memory,
+            address=address,
+            mark=mark,
+            fleet_key=fleet_key,
+            any_class=settings.share_numerics == "any",
+            on_unverified=on_unverified,
+            flags=None if disk is None else disk.index.database,
+        )
+        for address in settings.remotes
+    ]
     until = time.monotonic() + START_S
     for tier in tiers:
         tier.health.wait_until_tried(max(0.0, until - time.monotonic()))

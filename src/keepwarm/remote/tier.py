@@ -42,6 +42,7 @@ from keepwarm.remote.records import (
     decode_named,
     list_classes,
 )
+from keepwarm.store.index.database import Database
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tier import (
     BlockInfo,
@@ -50,8 +51,8 @@ from keepwarm.store.tier import (
     PutResult,
     ReadFault,
     RemoteLookup,
+    SharedStats,
     TierCounts,
-    TierStats,
     use_whole,
 )
 
@@ -63,6 +64,7 @@ MIN_READ_S = 0.05
 READERS = 3  # that share the rate
 WRITE_S = 10.0  # nobody waits for a write
 MAX_BAD = 1024
+MIN_FAR = 3  # questions in a row that it was too far for
 MAX_CLASSES = 16  # others, that are looked in
 REFRESH_S = 60.0  # how often other classes are listed, and what seemed slow is measured again
 
@@ -78,18 +80,18 @@ class RemoteTier:
         memory: MemoryTier | None = None,
         clock: Callable[[], float] = time.monotonic,
         *,
+        address: str = "",
         mark: bytes = b"",
         fleet_key: FleetKey | None = None,
         any_class: bool = False,
         on_unverified: Callable[[], None] = lambda: None,
-        was_marked: bool = False,
-        on_marked: Callable[[], None] = lambda: None,
+        flags: Database | None = None,
     ) -> None:
         """`compute_class` is the class of machines that compute the same numbers; with `any_class`
         those of others are read too. What is fetched goes into `memory`. `mark` is that of the
-        local store, if it is sealed; `was_marked` says whether the place has had one, and
-        `on_marked` notes it. Sealed records need no fleet key. `on_unverified` is called before a
-        record is used that is neither sealed nor has a MAC.
+        local store, if it is sealed; `flags` remember that the place at the address has one. Sealed
+        records need no fleet key. `on_unverified` is called before a record is used that is neither
+        sealed nor has a MAC.
         """
         self.backend = backend
         self._compute_class = compute_class
@@ -98,7 +100,8 @@ class RemoteTier:
         self._clock = clock
         self._any_class = any_class
         self.cipher = cipher
-        self._mark, self._was_marked, self._on_marked = mark, was_marked, on_marked
+        self._mark, self._flags, self._flag = mark, flags, f"marked {address}"
+        self._was_marked = flags is not None and flags.has_flag(self._flag)
         self._fleet_key = fleet_key if cipher is None else None
         self._names = RemoteNames(compute_class, has_mac=self._fleet_key is not None)
         self._memory = memory
@@ -107,6 +110,7 @@ class RemoteTier:
         self._known = KnownRecords(clock)
         self._finder = Finder(backend, self._names, self._known, self.speed)
         self._is_due = False  # for a measurement
+        self._n_far = 0  # latest questions that were not asked
         self._janitor: Janitor | None = None
         self._sweep_at = clock() + SWEEP_S
         self._counts = TierCounts()
@@ -114,7 +118,8 @@ class RemoteTier:
         self._bad: Counter[str] = Counter()
         self._questions: SingleFlight[None] = SingleFlight()
         self._fetches: SingleFlight[Record | None] = SingleFlight()
-        self.health = Health(self._try, self._counts, self._refresh, REFRESH_S, clock)
+        name = f"the shared tier {address}" if address else "a shared tier"
+        self.health = Health(self._try, self._counts, self._refresh, REFRESH_S, clock, name=name)
         self.health.start()
 
     @property
@@ -145,8 +150,10 @@ class RemoteTier:
         """
         seconds = self._ask_s(lookup, computing_s)
         if seconds is None:
+            self._n_far += 1
             self._is_due = True  # the way is far, whatever it carries; it is measured again
             return True
+        self._n_far = 0
         deadline = CallDeadline(seconds, self._clock)
         self.look_up(lookup, deadline)
         return not deadline.is_over
@@ -275,8 +282,22 @@ class RemoteTier:
             LOG.warning("a shared record is not used: %s", why)
             self._known.lose(key)
 
-    def stats(self) -> TierStats:
-        return self._counts.stats(0, 0, None)
+    @property
+    def state(self) -> str:
+        """One of SHARED_STATES."""
+        if self.is_open:
+            return "refused" if self.health.refused else "open"
+        if not self.is_trusted:
+            return "half-open"
+        if self._n_far >= MIN_FAR:
+            return "too far"
+        return "ok" if self.is_writable else "read-only"
+
+    def stats(self) -> SharedStats:
+        n_bytes, oldest_s = self._janitor.found if self._janitor else (0, None)
+        counts = vars(self._counts.stats(0, n_bytes, None))
+        last_error = self.health.last_error
+        return SharedStats(**counts, state=self.state, last_error=last_error, oldest_s=oldest_s)
 
     def close(self) -> None:
         self.backend.close()
@@ -414,7 +435,7 @@ class RemoteTier:
         was_writable, self.is_writable = self.is_writable, try_backend(self.backend, self.speed)
         if self.is_writable != was_writable:
             now = "written to again" if self.is_writable else "full or read-only: it is only read"
-            LOG.warning("a shared tier is %s", now)
+            LOG.warning("%s is %s", self.health.name, now)
 
     def _keep_books(self) -> None:
         """Use the mark and the list of classes, which a place may evict like all else, and put back
@@ -422,9 +443,9 @@ class RemoteTier:
         """
         may_evict = self.backend.in_batches or self.backend.is_distant
         check_mark(self.backend, self.cipher, self._mark, self._was_marked and not may_evict)
-        if not self._was_marked:
-            self._on_marked()
-            self._was_marked = True
+        if self._flags is not None and not self._was_marked:
+            self._flags.set_flag(self._flag)
+        self._was_marked = True
         found = set(list_classes(self.backend, WRITE_S))
         for gone in self.classes - found:
             self.backend.put(f"{CLASSES}/{gone}", [b"1"], WRITE_S)

@@ -117,6 +117,20 @@ class TierStats:
     errors: int = 0
 
 
+SHARED_STATES = "ok", "half-open", "open", "refused", "too far", "read-only"
+
+
+@dataclass(frozen=True)
+class SharedStats(TierStats):
+    """Of a tier that machines share. Bytes and age are known where this machine sweeps it; hits and
+    misses are records.
+    """
+
+    state: str = "ok"
+    last_error: str = ""
+    oldest_s: float | None = None
+
+
 def agent_owner(agent_id: str) -> str:
     """The owner of an agent's pins and blocks."""
     return f"{AGENT}{agent_id}"

@@ -17,6 +17,8 @@ from keepwarm.server.models.models import Models
 from tests.kit.waiting import wait_until
 
 ENDLESS = {"logit_bias": {"2": -100}}  # the end of a turn
+SOON = 60.0
+STATES = "ok", "half-open", "open", "refused", "too far", "read-only"
 PAGE = Path(__file__).parents[3] / "docs" / "operations.md"
 
 
@@ -160,6 +162,21 @@ def test_every_tier_has_its_bytes(live):
     assert found["process_resident_memory_bytes",] > 0
 
 
+def test_a_shared_tier_that_is_gone_is_shown(serving, tmp_path):
+    """In metrics, in what `GET /v1/cache` says, and as the dashboard's condition."""
+    missing = (tmp_path / "missing").as_uri()
+    with serving(remote=missing) as live:
+        (tier,) = live.host.engine.store._lookups.shared
+        tier.health.wait_until_tried(SOON)
+        found = read(live)
+        states = [found["keepwarm_shared_tier_state", *sorted(("shared 1", s))] for s in STATES]
+        assert states == [0, 0, 1, 0, 0, 0]
+        told = live.get("/v1/cache").json()["tiers"]["shared 1"]
+        assert (told["state"], told["last_error"]) == ("open", "No such file or directory")
+        (reason,) = live.get("/v1/dashboard/now").json()["condition"]["reasons"]
+        assert reason == "The tier shared 1 is not used (open): No such file or directory"
+
+
 def test_openmetrics_is_spoken_too(live):
     answer = live.get("/metrics", Accept="application/openmetrics-text; version=1.0.0")
     assert "openmetrics-text" in answer.headers["content-type"]
@@ -205,6 +222,7 @@ def table():
         (*monitoring.TTFT, "histogram", "warm"),
         (*monitoring.PHASES, "counter", "part"),
         (*monitoring.TOKEN, "histogram", ""),
+        (*monitoring.SHARED, "gauge", "tier, state"),
     ]
     read = [(each.name, each.help, each.kind, each.label) for each in monitoring.SAMPLES]
     rows = [

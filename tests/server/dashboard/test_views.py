@@ -10,7 +10,7 @@ from keepwarm.engine.live import LiveStats
 from keepwarm.engine.stats import Stats
 from keepwarm.server.dashboard.routes import condition_out, totals_out
 from keepwarm.store.counts import PromptCounts
-from keepwarm.store.tier import TierStats
+from keepwarm.store.tier import SharedStats, TierStats
 from keepwarm.telemetry.ledger import Ledger
 from keepwarm.text.request import Request, Sampling
 from tests.kit.waiting import wait_until
@@ -165,6 +165,12 @@ def test_a_request_that_fails_in_the_engine_is_booked_once(serving, monkeypatch)
         ),
         ({"writes": WriteStats(over_budget=1, orphans=2)}, "amber", "raise disk_writes_per_day"),
         ({"failed_restores": {"damaged": 3}}, "amber", "3 restores failed"),
+        (
+            {"tiers": {"shared 1": SharedStats(state="open", last_error="gone")}},
+            "amber",
+            "The tier shared 1 is not used (open): gone",
+        ),
+        ({"tiers": {"shared 1": SharedStats(state="half-open")}}, "green", None),
     ],
 )
 def test_damage_and_lost_saves_turn_the_status(change, level, reason):

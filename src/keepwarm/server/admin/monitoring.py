@@ -27,6 +27,7 @@ from keepwarm.server.http.keys import CurrentViewer
 from keepwarm.server.http.problems import OpenAIErrorOut
 from keepwarm.server.models.calls import Served
 from keepwarm.server.models.models import Models
+from keepwarm.store.tier import SHARED_STATES, SharedStats
 
 Values: TypeAlias = Mapping[str, float]  # by label value; "" without a label
 
@@ -59,6 +60,7 @@ TOKEN = "keepwarm_token_seconds", "Time per output token of one answer."
 HTTP = "keepwarm_http_requests", "Completed HTTP requests, refused ones included."
 LOADED = "keepwarm_model_loaded", "1 while the model is loaded."
 LOADS = "keepwarm_model_loads", "How often the model was loaded."
+SHARED = "keepwarm_shared_tier_state", "1 for the state that a shared tier is in."
 READY = "keepwarm_ready", "1 while requests are accepted."
 
 VLLM_RUNNING = "vllm:num_requests_running", "Requests that are prefilled or decoded."
@@ -126,6 +128,19 @@ def _evicted(stats: Stats) -> Values:
 
 def _failed_restores(stats: Stats) -> Values:
     return {tier: found.quarantined + found.errors for tier, found in stats.tiers.items()}
+
+
+def _shared(stats: Stats) -> dict[str, SharedStats]:
+    return {name: tier for name, tier in stats.tiers.items() if isinstance(tier, SharedStats)}
+
+
+def _oldest(stats: Stats) -> Values:
+    ages = {name: tier.oldest_s for name, tier in _shared(stats).items()}
+    return {name: age for name, age in ages.items() if age is not None}
+
+
+def _shared_reads(outcome: str) -> Callable[[Stats], Values]:
+    return lambda stats: {name: getattr(tier, outcome) for name, tier in _shared(stats).items()}
 
 
 def _requests(stats: Stats) -> Values:
@@ -202,6 +217,20 @@ SAMPLES = (
     Sample("keepwarm_kept_bytes", "gauge", "Bytes stored.", "tier", _bytes),
     Sample("keepwarm_kept_bytes_limit", "gauge", "Byte limit.", "tier", _limits),
     Sample("keepwarm_blocks", "gauge", "Blocks stored.", "tier", _by_tier("blocks")),
+    Sample(
+        "keepwarm_shared_tier_hits", "counter", "Records loaded from a shared tier.", "tier",
+        _shared_reads("hits"),
+    ),
+    Sample(
+        "keepwarm_shared_tier_misses", "counter",
+        "Records that a shared tier should have and did not send, or not in time.", "tier",
+        _shared_reads("misses"),
+    ),
+    Sample(
+        "keepwarm_shared_tier_oldest_seconds", "gauge",
+        "Since the first use of what a directory or a bucket holds, where this machine sweeps it.",
+        "tier", _oldest,
+    ),
     Sample("keepwarm_evictions", "counter", "Blocks or live caches evicted.", "tier", _evicted),
     Sample(
         "keepwarm_restore_failures", "counter",
@@ -258,6 +287,7 @@ class EngineCollector(ReadyCollector):
         if self._models.ready:
             stats = self._models.stats()
             yield from (_family(sample, sample.read(stats)) for sample in SAMPLES)
+            yield _shared_states(stats)
         yield from self._by_model()
         yield from self._latencies()
 
@@ -303,6 +333,14 @@ class VllmCollector(ReadyCollector):
         batches = [use for use in uses if use.name == "batch"]
         limit = sum(use.max_bytes or 0 for use in batches)
         return sum(use.n_bytes for use in batches) / limit if limit else 0.0
+
+
+def _shared_states(stats: Stats) -> Metric:
+    family = GaugeMetricFamily(*SHARED, labels=["tier", "state"])
+    for name, tier in _shared(stats).items():
+        for state in SHARED_STATES:
+            family.add_metric([name, state], tier.state == state)
+    return family
 
 
 def _family(sample: Sample, values: Values) -> Metric:

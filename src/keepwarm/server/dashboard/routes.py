@@ -47,7 +47,7 @@ from keepwarm.server.http.sse import receipt_dict
 from keepwarm.server.models.calls import Served
 from keepwarm.server.models.models import Models
 from keepwarm.store.counts import ALL_TIERS, TIERS, PromptCounts
-from keepwarm.store.tier import StoredBlock
+from keepwarm.store.tier import SharedStats, StoredBlock
 from keepwarm.telemetry.history import Amounts, History, Timeline, minute_name
 from keepwarm.telemetry.ledger import OUTCOMES, RequestRecord, percentile_ms
 from keepwarm.telemetry.misses import PrefixMiss
@@ -354,6 +354,9 @@ def condition_out(stats: Stats) -> JsonObject:
     """Whether the server is well, and if not, why."""
     counts = health_out(stats) | stats.writes.lost
     red, amber = (_reasons(counts, kinds) for kinds in (RED, AMBER))
+    for name, tier in stats.tiers.items():
+        if isinstance(tier, SharedStats) and tier.state in ("open", "refused"):
+            amber.append(f"The tier {name} is not used ({tier.state}): {tier.last_error}")
     return {"level": "red" if red else "amber" if amber else "green", "reasons": [*red, *amber]}
 
 
