@@ -17,7 +17,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple, TypeAlias
 
 from keepwarm.text.detokenize import decode
-from keepwarm.text.special_tokens import Encode
+from keepwarm.text.special_tokens import Encode, unmask
 from keepwarm.text.template import Template
 
 MAX_BYTES = 16 << 20
@@ -156,7 +156,7 @@ class Splicer:
                 self._prompts.move_to_end(key)
         for answer in sorted(answers, key=lambda answer: -len(answer.text)):
             end = start + len(answer.text)
-            if text.startswith(answer.text, start) and self._ends(text, end, answer.tokens):
+            if _spells(text, start, answer.text) and self._ends(text, end, answer.tokens):
                 return [KnownSpan(start, end, answer.tokens)]
         return []
 
@@ -215,7 +215,7 @@ class Splicer:
         special = next((i for i, t in enumerate(tokens) if t in self._special_ids), None)
         kept = tokens[:special]
         answer = decode_after(self._tokenizer, prompt[-CONTEXT:], kept)
-        if not answer or not text.startswith(answer, start):
+        if not answer or not _spells(text, start, answer):
             return None
         end = start + len(answer)
         is_whole = self._ends(text, end, kept)
@@ -282,6 +282,12 @@ class Splicer:
     def _forget(self, answers: OrderedDict[str, _Answer], text: str) -> None:
         answer = answers.pop(text, None)
         self.n_bytes -= answer.n_bytes if answer else 0
+
+
+def _spells(text: str, start: int, answer: str) -> bool:
+    """Whether an answer is there; special tokens that it spells may be masked."""
+    found = text[start : start + len(answer)]
+    return answer in (found, unmask(found))
 
 
 def encode(tokenizer: Any, text: str, start: int = 0) -> list[int]:

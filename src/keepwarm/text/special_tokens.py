@@ -18,11 +18,10 @@ from tokenizers import AddedToken, Tokenizer, models
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import common_prefix
 from keepwarm.text.request import Message, Tool
+from keepwarm.text.template import parse_arguments
 
 Encode: TypeAlias = Callable[[str, int], list[int]]  # a part of a prompt, and where it begins
 
-# What the model has written of an assistant's message; it stays as it is.
-ANSWER_KEYS = frozenset({"content", "reasoning", "reasoning_content", "thinking", "tool_calls"})
 MARKUP = re.compile(r"[<>\[\]{}|\N{FULLWIDTH VERTICAL LINE}]")
 TAG = re.compile(r"</?[A-Za-z][A-Za-z0-9]*>")  # as in HTML, which users write
 HINT = 5  # characters of a token; a text without the beginning of any is not searched further
@@ -71,10 +70,16 @@ class SpecialTokens:
 
     def mask(self, chat: Chat) -> Chat | None:
         """The chat with special tokens that it spells masked; None if it spells none."""
+        try:
+            return self._mask(chat)
+        except RecursionError as error:
+            raise BadInput(f"The arguments of a call are too deep: {error}.") from error
+
+    def _mask(self, chat: Chat) -> Chat | None:
         texts = list(_given_texts(chat))
         if not self._hint.search("\n".join(texts)) and not any(map(self._breaks_off, texts)):
             return None
-        masked = _map_given(chat, self._masked)
+        masked = _map_given(chat, self._masked, self._masked_arguments)
         if list(_given_texts(masked)) == texts:
             return None
         if any(map(STAND_IN.search, _texts([*chat]))):
@@ -123,6 +128,12 @@ class SpecialTokens:
             pieces += [text[at:start], _stand_ins(text[start:end])] if start < end else []
             at = end
         return "".join(pieces) + text[at:]
+
+    def _masked_arguments(self, text: str) -> Any:
+        """Of a call; an escape in its JSON may spell a part of a token."""
+        value = parse_arguments(text)
+        masked, as_text = _map(value, self._masked), self._masked(text)
+        return as_text if parse_arguments(as_text) == masked else masked
 
     def _spans(self, text: str) -> list[_Span]:
         return [span for span in self._finder.find(text) if span.token in self._guarded]
@@ -194,9 +205,9 @@ class _Speller:
         """Tokens of a masked text in which these spans are real tokens."""
         pieces, at = [], 0
         for start, end, token in spans:
-            pieces += [_unmask(text[at:start]), self._names[token]]
+            pieces += [unmask(text[at:start]), self._names[token]]
             at = end
-        return self._encode("".join(pieces) + _unmask(text[at:]), add_special_tokens)
+        return self._encode("".join(pieces) + unmask(text[at:]), add_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         encoded = self._speller.encode(text, add_special_tokens=add_special_tokens)
@@ -255,7 +266,8 @@ def _stand_in(character: str) -> str:
     return character if keep else chr(PLANE + ord(character))
 
 
-def _unmask(text: str) -> str:
+def unmask(text: str) -> str:
+    """The text that the client has sent."""
     return STAND_IN.sub(lambda found: chr(ord(found[0]) - PLANE), text)
 
 
@@ -263,19 +275,36 @@ def _given_texts(chat: Chat) -> Iterator[str]:
     """Every text that the client has written, also the keys of its JSON."""
     for message in chat.messages:
         yield from _texts({key: message[key] for key in message if not _is_answer(message, key)})
+        for function in _called(message):
+            yield from _texts(parse_arguments(function.get("arguments")))
     yield from _texts([chat.tools, chat.options])
 
 
-def _map_given(chat: Chat, change: Callable[[str], str]) -> Chat:
+def _map_given(
+    chat: Chat, change: Callable[[str], str], change_arguments: Callable[[str], Any]
+) -> Chat:
     messages = [
         {k: v if _is_answer(message, k) else _map(v, change) for k, v in message.items()}
         for message in chat.messages
     ]
+    for message, given in zip(messages, chat.messages, strict=True):
+        for changed, function in zip(_called(message), _called(given), strict=True):
+            if isinstance(arguments := function.get("arguments"), str):
+                changed["arguments"] = change_arguments(arguments)
     return Chat(messages, _map(list(chat.tools), change), _map(chat.options, change))
 
 
 def _is_answer(message: Message, key: str) -> bool:
-    return message["role"] == "assistant" and key in ANSWER_KEYS
+    """Whether the model has written it, with special tokens of its own; it stays as it is.
+
+    In its reasoning and its calls only the template writes any.
+    """
+    return message["role"] == "assistant" and key == "content"
+
+
+def _called(message: Message) -> list[Any]:
+    """The functions that a message calls, with their arguments."""
+    return [call["function"] for call in message.get("tool_calls", ()) if "function" in call]
 
 
 def _texts(value: Any) -> Iterator[str]:

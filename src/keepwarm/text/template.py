@@ -118,7 +118,7 @@ class Template:
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call.get("function", {}))
         if "arguments" in function:
-            value = _parsed(function["arguments"])
+            value = parse_arguments(function["arguments"])
             function["arguments"] = _as_text(value) if self.arguments_as_text else value
         return {**call, "function": function}
 
@@ -193,7 +193,7 @@ def _joined(first: Message, second: Message) -> dict[str, Any]:
     return {**first, "content": first["content"] + BETWEEN + second["content"]}
 
 
-def _parsed(arguments: Any) -> Any:
+def parse_arguments(arguments: Any) -> Any:
     """Clients send JSON text, templates want the object. Text that is not JSON stays text."""
     try:
         value = json.loads(arguments or "{}")

@@ -204,7 +204,8 @@ def write_tools_as_text(
 
 def call_text(name: str, arguments: str) -> str:
     """A call in Keepwarm's format."""
-    return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n</tool_call>'
+    text = json.dumps(name, ensure_ascii=False)
+    return f'<tool_call>\n{{"name": {text}, "arguments": {arguments}}}\n</tool_call>'
 
 
 def _with_system(messages: list[Message], block: str, block_first: bool) -> list[Message]:
