@@ -110,6 +110,24 @@ def test_the_same_call_again_ends_the_turn(session_with):
             asyncio.run(session.arespond("And the weather?"))
 
 
+def test_the_same_call_again_may_end_the_turn_with_its_text(session_with):
+    """The repeated call is not run; it is left to the caller, who goes on with its result."""
+    answers = [
+        "I look. " + call("weather", city="Oslo"),
+        "Again. " + call("weather", city="Oslo"),
+        "It rains.",
+    ]
+    with session_with(answers, [weather], repeated_calls="return") as session:
+        reply = session.respond("And the weather?")
+        assert (reply.text, reply.reason) == ("I look. Again. ", "tool_calls")
+        assert len(reply.calls) == 1
+        (waiting,) = reply.pending
+        assert reply.receipt.repeated_calls == (waiting.id,)
+        assert session.n_turns == 1
+        assert session.respond({waiting.id: "rain"}).text == "It rains."
+        assert session.fork()._repeated_calls == "return"
+
+
 def test_rounds_are_bounded(session_with):
     """Calls after the last round are left to the caller."""
     answers = [call("weather", city=f"City {number}") for number in range(MAX_ROUNDS + 1)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -38,7 +38,7 @@ from keepwarm.kv.slabs import SlabPool
 from keepwarm.kv.slices import Block, Rows
 from keepwarm.models.catalog import locate
 from keepwarm.models.hub import revision_of
-from keepwarm.prefix.blocks import pack, unpack
+from keepwarm.prefix.blocks import BlockKey, pack, unpack
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.prefix.policy import Policy
 from keepwarm.records.record import Record
@@ -478,6 +478,10 @@ class Store:
     def blocks(self) -> dict[str, Iterator[StoredBlock]]:
         """Every block of every tier, in no order; safe while other threads put and delete."""
         return {name: tier.walk() for name, tier in self._tiers.items()}
+
+    def n_bytes(self, keys: Collection[BlockKey]) -> int:
+        """Bytes of these blocks, on disk or only in memory."""
+        return sum(block.n_bytes for block in self._lookups.local.have(keys).values())
 
     def tier_stats(self) -> dict[str, TierStats]:
         stats = {name: tier.stats() for name, tier in self._tiers.items()}

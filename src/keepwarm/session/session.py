@@ -21,7 +21,14 @@ from keepwarm.prefix.policy import Policy
 from keepwarm.prefix.turn import KeptTurn
 from keepwarm.session.compaction import Compacted, Compaction, before_question
 from keepwarm.session.gate import Gate, Rule
-from keepwarm.session.tool_rounds import Function, Question, Reply, SessionTurn, Toolbox
+from keepwarm.session.tool_rounds import (
+    Function,
+    Question,
+    RepeatRule,
+    Reply,
+    SessionTurn,
+    Toolbox,
+)
 from keepwarm.text.prepare import PreparedRequest
 from keepwarm.text.request import (
     Delta,
@@ -103,15 +110,19 @@ class Session:
         thinking: bool | None = None,
         policy: Policy = Policy.READ_WRITE,
         busy: Rule = "queue",
+        repeated_calls: RepeatRule = "raise",
     ) -> None:
         """`messages` are those of an earlier session, as `session.messages` returned them.
 
         Without them a session with the id of an agent in the store continues its conversation.
+        `repeated_calls`: what a tool call that repeats the previous round's leads to, an error or
+        a reply with the text so far.
         """
         self.engine = engine
         self.id = id or f"session-{secrets.token_hex(6)}"
         self.system = system
         self._toolbox = Toolbox(tools)
+        self._repeated_calls = repeated_calls
         self._defaults = Request(
             tools=self._toolbox.schemas,
             sampling=sampling or Sampling(),
@@ -187,6 +198,7 @@ class Session:
             thinking=self._defaults.thinking,
             policy=Policy.EPHEMERAL if ephemeral else self._defaults.policy,
             busy=self._gate.rule,
+            repeated_calls=self._repeated_calls,
         )
         forked._known, forked._turn_ends = self._known, list(self._turn_ends)
         self.engine.store.fork_import(self.id, forked.id)
@@ -260,7 +272,7 @@ class Session:
         options = replace(
             self._defaults, sampling=sampling or self._defaults.sampling, format=format
         )
-        turn = SessionTurn(question, self._toolbox)
+        turn = SessionTurn(question, self._toolbox, self._repeated_calls)
         return Stream(turn, self._run(turn, options), self._arun(turn, options))
 
     def _run(self, turn: SessionTurn, options: Request) -> Generator[StreamEvent, None, None]:

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError, validate_call
 from pydantic.errors import PydanticUserError
@@ -40,6 +40,7 @@ _ARG = re.compile(r"^(\s+)\*{0,2}(\w+)(?:\s*\([^)]*\))?:\s*(.*(?:\n\1\s+.*)*)", 
 MAX_ROUNDS = 8
 # A text, or the results of the last reply's pending calls by call id.
 Question: TypeAlias = str | Mapping[str, str]
+RepeatRule: TypeAlias = Literal["raise", "return"]
 
 
 class ToolResult(NamedTuple):
@@ -145,7 +146,7 @@ def _text(result: Any) -> str:
 class Reply:
     """The answer to a question; `usage` and `receipt` are totals of all rounds."""
 
-    text: str  # of the last round
+    text: str  # of the last round; of all of them, where a repeated call ended it
     reasoning: str  # of the last round
     calls: tuple[ToolResult, ...]  # that the session ran, in order
     pending: tuple[ToolCall, ...]  # for the caller to run; answer with `respond({id: result})`
@@ -160,7 +161,11 @@ class SessionTurn:
     returns, and `add_result` of each.
     """
 
-    def __init__(self, question: Question, toolbox: Toolbox) -> None:
+    def __init__(
+        self, question: Question, toolbox: Toolbox, repeated_calls: RepeatRule = "raise"
+    ) -> None:
+        """After calls that repeat the previous round's the turn is over: `raise` discards it,
+        `return` leaves them to the caller, as those after the last round."""
         self.question = question
         self.messages: list[Message] = []
         self.is_over = False
@@ -169,6 +174,8 @@ class SessionTurn:
         self._results: list[ToolResult] = []
         self._pending: tuple[ToolCall, ...] = ()
         self._previous: set[str] = set()  # calls of the previous round
+        self._rule = repeated_calls
+        self._is_repeated = False
 
     def begin(self, messages: Sequence[Message]) -> None:
         """Append the question to the conversation so far."""
@@ -178,9 +185,9 @@ class SessionTurn:
         """Add an answer; returns its calls that are to be run now."""
         self._rounds.append(result)
         choice = result.choices[0]
-        self._refuse_repeated(choice.tool_calls)
+        self._compare(choice.tool_calls)
         self.messages.append(_assistant_message(choice.text, choice.reasoning, choice.tool_calls))
-        may_run = len(self._rounds) <= MAX_ROUNDS
+        may_run = len(self._rounds) <= MAX_ROUNDS and not self._is_repeated
         ours = [call for call in choice.tool_calls if may_run and self._toolbox.runs(call)]
         self._pending = tuple(call for call in choice.tool_calls if call not in ours)
         self.is_over = not ours or bool(self._pending)
@@ -196,7 +203,7 @@ class SessionTurn:
             raise BadInput("The answer is not complete yet; read the stream to its end first.")
         last = self._rounds[-1].choices[0]
         return Reply(
-            last.text,
+            self._text if self._is_repeated else last.text,
             last.reasoning,
             tuple(self._results),
             self._pending,
@@ -206,16 +213,22 @@ class SessionTurn:
             tuple(self._rounds),
         )
 
-    def _refuse_repeated(self, calls: Sequence[ToolCall]) -> None:
+    @property
+    def _text(self) -> str:
+        """Of all rounds."""
+        return "".join(result.choices[0].text for result in self._rounds)
+
+    def _compare(self, calls: Sequence[ToolCall]) -> None:
+        """With those of the previous round."""
         now = {signature_of(call.name, call.arguments) for call in calls}
-        if again := now & self._previous:
-            text = "".join(result.choices[0].text for result in self._rounds)
+        again, self._previous = now & self._previous, now
+        self._is_repeated = bool(again)
+        if again and self._rule == "raise":
             raise RepeatedToolCall(
                 f"The model made the same tool call twice in a row, {min(again)}; the turn was "
                 "discarded. Rephrase the question.",
-                text,
+                self._text,
             )
-        self._previous = now
 
 
 def pending_calls(messages: Sequence[Message]) -> dict[str, str]:

@@ -1,5 +1,7 @@
 """The agents API: ownership, actions, export and import."""
 
+import uuid
+
 import httpx
 import pytest
 
@@ -132,6 +134,22 @@ def test_several_forks_in_one_call(live):
         assert live.post("/v1/agents/hugo/fork", bad).status_code == 400
     assert "z" not in listed(live)
     assert delete(live, "hugo-3").json()["removed_blocks"] == 0
+
+
+def test_what_is_only_in_memory_has_a_size(live):
+    """An ephemeral fork: nothing of its own turns is on disk."""
+    say(live, "iris")
+    before = live.post("/v1/agents/iris/fork", {"id": "brief", "ephemeral": True}).json()
+    text = [{"role": "user", "content": f"{uuid.uuid4()} and more of it " * 60}]
+    answer = live.post("/v1/agents/brief/chat/completions", {"messages": text, "max_tokens": 2})
+    assert answer.status_code == 200
+    after = live.get("/v1/agents/brief").json()
+    store = live.host.engine.store
+    on_disk = store.on_disk.disk.have(store.on_disk.agents.show("brief").blocks)
+    assert after["n_tokens"] > before["n_tokens"] + 256
+    assert after["n_bytes"] > before["n_bytes"] >= sum(one.n_bytes for one in on_disk.values())
+    shown = live.get("/v1/dashboard/agents").json()["data"]
+    assert {one["id"]: one["n_bytes"] for one in shown}["brief"] == after["n_bytes"]
 
 
 def test_fork_and_rewind(live):

@@ -28,6 +28,7 @@ from keepwarm.agents.bundle import BundleExport, BundleSource
 from keepwarm.agents.reachability import dropped_by_rewind
 from keepwarm.agents.signing import BundleKeys
 from keepwarm.cache.restore.records import check_record
+from keepwarm.cache.store import Store
 from keepwarm.config import Settings
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.import_check import EXTENT, ImportCheck
@@ -123,7 +124,7 @@ class AgentOut(TypedDict):
     branch: int
     n_tokens: int
     turns: list[int]
-    n_bytes: int
+    n_bytes: int  # of its blocks, on disk or only in memory
     pinned: bool
     quota_bytes: int | None
     retention_s: float | None
@@ -282,12 +283,11 @@ class TenantAgents:
         raise BadField(f"Agent {agent_id!r} already exists; choose another id.", "id")
 
     def _out(self, agent: Agent) -> AgentOut:
-        return agent_out(self._disk_store, agent, self.tenant)
+        return agent_out(self._models.store, agent, self.tenant)
 
 
-def agent_out(disk_store: AgentStore, agent: Agent, tenant: str) -> AgentOut:
+def agent_out(store: Store, agent: Agent, tenant: str) -> AgentOut:
     """An agent of this tenant, as its tenant sees it."""
-    known = disk_store.disk.have(agent.blocks)
     prefix = tenant_agent_id(tenant, "")
     return {
         "id": agent.id.removeprefix(prefix),
@@ -296,7 +296,7 @@ def agent_out(disk_store: AgentStore, agent: Agent, tenant: str) -> AgentOut:
         "branch": agent.head.number,
         "n_tokens": agent.n_tokens,
         "turns": list(agent.turns),
-        "n_bytes": sum(block.n_bytes for block in known.values()),
+        "n_bytes": store.n_bytes(agent.blocks),
         "pinned": agent.pinned,
         "quota_bytes": agent.quota_bytes,
         "retention_s": agent.retention_s,
@@ -305,7 +305,7 @@ def agent_out(disk_store: AgentStore, agent: Agent, tenant: str) -> AgentOut:
         "used": agent.used,
         "forked_from": agent.forked_from.removeprefix(prefix) or None,
         "ephemeral": agent.ephemeral,
-        "imported": bool(disk_store.origin_of(agent)),
+        "imported": bool(store.on_disk.origin_of(agent)),
         "branches": [_branch_out(branch) for branch in agent.branches],
     }
 

@@ -458,7 +458,7 @@ def list_agents(models: Served, viewer: CurrentViewer) -> JsonObject:
     for agent in disk_store.agents.all("" if viewer.admin else tenant_agent_id(viewer.tenant, "")):
         tenant = owners.tenant_of(agent.namespace)
         if viewer.may_see(tenant):
-            listed = agent_out(disk_store, agent, tenant or "")
+            listed = agent_out(models.store, agent, tenant or "")
             found.append({**listed, "key": viewer.key_label(tenant)})
     return {"object": "list", "data": found}
 
