@@ -260,3 +260,9 @@ def test_closing_waits_for_the_conversation_that_is_loaded(models, tmp_path):
         assert closing.is_alive()
         warmer.go_on.set()
         closing.join()
+
+
+def test_the_vocabulary_is_read_for_the_first_structured_answer(models, tmp_path):
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        Warmer(engine).run()
+        assert not engine.preparer._grammars.load()  # it was read before

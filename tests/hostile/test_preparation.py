@@ -11,6 +11,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -28,8 +29,9 @@ from keepwarm.text.prepare import Preparer
 from keepwarm.text.prompt import Prompter
 from keepwarm.text.prompt_limits import PromptLimits, is_heavy, token_reach
 from keepwarm.text.request import Breakpoint, Format, Request
+from keepwarm.text.sandbox import deadline as sandbox_deadline
 from keepwarm.text.sandbox import process as sandbox_process
-from keepwarm.text.sandbox.deadline import PrepareDeadline
+from keepwarm.text.sandbox.deadline import PrepareDeadline, PrepareStep
 from keepwarm.text.sandbox.process import ProcessGone, SandboxProcess
 from keepwarm.text.sandboxed import PlainTokenizer, Sandbox, new_process
 from tests.kit import tasks
@@ -53,6 +55,9 @@ def long_text(n_words=15_000, seed=0):
 
 
 # What cannot fit
+
+
+BYTES_ALONE = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
 
 def backend(model=None, normalizer=None, pre_tokenizer=None, added=()):
@@ -106,6 +111,25 @@ def test_characters_that_become_no_token_do_not_count():
     limits.check(Request(prompt="\x04" * 1000))
     with pytest.raises(ContextTooLong, match="90 characters long and tiny reads at most 9 tokens"):
         limits.check(Request(prompt="\x04" * 1000 + "x" * 90))
+
+
+ACROSS = {name: i for i, name in enumerate([*_bytes()[0], "aĠ", "aĠa"])}
+WORDY = models.BPE(ACROSS, [*_bytes()[1], ("a", "Ġ"), ("aĠ", "a")])
+
+
+@pytest.mark.parametrize(
+    ("fast", "n_words"), [(backend(), 1), (backend(WORDY, pre_tokenizer=BYTES_ALONE), 2)]
+)
+def test_more_words_than_tokens_fit_no_context(fast, n_words):
+    """Blanks that are not ASCII do not count: a token may hold them."""
+    assert token_reach(fast).n_words == n_words
+    text = "a " * 200 + "a"
+    assert n_tokens(fast, text) >= 201 / n_words
+    limits = PromptLimits("tiny", 200 // n_words, fast)
+    with pytest.raises(ContextTooLong, match=f"at least {-(-201 // n_words)} tokens long"):
+        limits.check(Request(prompt=text))
+    limits.check(Request(prompt=text.replace(" ", "\u3000")))
+    PromptLimits("tiny", 202, fast).check(Request(prompt=text))
 
 
 class Asked(Exception):
@@ -361,7 +385,7 @@ def test_a_task_ends_when_it_has_worked_too_long(process):
 
 def test_a_task_ends_at_its_deadline(process):
     run(process, tasks.report)  # it has started
-    with pytest.raises(TimedOut, match=r"Preparing the request took longer than 1 s; send a short"):
+    with pytest.raises(TimedOut, match=r"took longer than 1 s, most of it for reading it; send"):
         run(process, tasks.spin, deadline=PrepareDeadline(1))
     wait_until(lambda: not children_of(process))
     with pytest.raises(TimedOut):
@@ -504,6 +528,46 @@ def children_of(process):
 
 
 # Grammars
+
+
+class Renewed(PrepareDeadline):
+    """Counts how often it begins again."""
+
+    n = 0
+
+    def begin_again(self):
+        super().begin_again()
+        self.n += 1
+
+
+@pytest.mark.parametrize("loads_before", [False, True])
+def test_the_vocabulary_is_not_read_in_a_request_s_time(model, monkeypatch, loads_before):
+    """Once, by the first that needs it, or before any does."""
+    read, reads = Grammars._read_vocabulary, []
+    monkeypatch.setattr(
+        Grammars, "_read_vocabulary", lambda grammars: (reads.append(1), read(grammars))[1]
+    )
+    preparer = Preparer(model, N_VOCAB, RecentPrompts())
+    if loads_before:
+        preparer.load()
+    for n, wanted in ((1, Format(json=True)), (0, Format(schema={"type": "integer"}))):
+        deadline = Renewed(600)
+        assert preparer.prepare(chat("hi", format=wanted), None, deadline).grammar is not None
+        assert deadline.n == (0 if loads_before else n)
+    assert reads == [1]
+
+
+def test_what_took_long_is_named(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(sandbox_deadline, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    deadline = PrepareDeadline(10.0)
+    steps = ((PrepareStep.PROMPT, 3.0), (PrepareStep.FORMAT, 6.0), (PrepareStep.PROMPT, 1.0))
+    for step, seconds in steps:
+        deadline.begin(step)
+        deadline.check()
+        now[0] += seconds
+    with pytest.raises(TimedOut, match="than 10 s, most of it for the answer's format; simplify"):
+        deadline.check()
 
 
 def test_a_grammar_that_takes_long_to_compile_is_refused_and_not_tried_again(apart, monkeypatch):

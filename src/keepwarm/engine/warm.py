@@ -1,4 +1,5 @@
-"""Warming at start: conversations that will likely continue are loaded from disk into memory.
+"""Warming at start: the vocabulary is read for grammars, then conversations that will likely
+continue are loaded from disk into memory.
 
 Pinned agents and TTL pins first, then the other agents; within both the most recently used first.
 The warmer's thread reads the files, so that they are in the page cache; the engine's thread then
@@ -61,7 +62,9 @@ class Warmer:
         return self
 
     def run(self) -> list[WarmedConversation]:
-        """Warm as many conversations as fit; these, in order."""
+        """Warm as many conversations as fit; these, in order. First what reads the vocabulary."""
+        self._wait_until_idle()
+        self._engine.preparer.load()
         for restorer, agent in self._candidates():
             self._warm(restorer, agent)
         return self.warmed

@@ -108,6 +108,7 @@ class Grammars:
         self._stop_tokens = sorted(set(stop_tokens))
         self._vocabulary: tuple[LLTokenizer, TokenMask] | None = None
         self._lock = Lock()
+        self._reading = Lock()  # the vocabulary, while what is compiled can be found
         self._compiled: OrderedDict[str, OrderedDict[str, LLMatcher | BadInput]] = OrderedDict()
 
     def compile(
@@ -143,10 +144,13 @@ class Grammars:
             raise BadInput(*found.args)
         return GrammarMatcher(found.deep_copy(), self._view()[1], after)
 
-    def load(self) -> None:
-        """Read the vocabulary now, if it can be read."""
+    def load(self) -> bool:
+        """Read the vocabulary now, if it can be read; False if it was before."""
+        if self._vocabulary is not None:
+            return False
         with suppress(BadInput):
             self._view()
+        return True
 
     def try_out(self, text: str) -> None:
         """Compile a grammar and take its first step, for a process that can be ended meanwhile."""
@@ -189,7 +193,7 @@ class Grammars:
 
     def _view(self) -> tuple[LLTokenizer, TokenMask]:
         """llguidance's tokenizer, and the mask before a grammar begins."""
-        with self._lock:
+        with self._reading:
             if self._vocabulary is None:
                 self._vocabulary = self._read_vocabulary()
             return self._vocabulary

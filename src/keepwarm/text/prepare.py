@@ -22,7 +22,7 @@ from keepwarm.text.prompt import Prompt, Prompter, RenderedPrompt
 from keepwarm.text.prompt_limits import PromptLimits, check_counts, is_heavy
 from keepwarm.text.request import Format, Message, Miss, MissCause, Request, Sampling
 from keepwarm.text.sampling_rules import check_sampling
-from keepwarm.text.sandbox.deadline import PrepareDeadline
+from keepwarm.text.sandbox.deadline import PrepareDeadline, PrepareStep
 from keepwarm.text.sandbox.process import ProcessGone, SandboxProcess
 from keepwarm.text.sandboxed import Sandbox, SandboxRecipe
 from keepwarm.text.template import Template, opens_thinking, text_of
@@ -265,6 +265,11 @@ class Preparer:
         self.token_cache.clear()
         self._answers.clear()
 
+    def load(self) -> None:
+        """Read the vocabulary for what the first structured answer, or long text, needs of it."""
+        self._grammars.load()
+        self._limits.load()
+
     def wait_until_ready(self) -> None:
         """Return once long prompts can be prepared."""
         if self._sandbox is not None:
@@ -284,6 +289,7 @@ class Preparer:
         wants_cuts: bool,
     ) -> Prompt | RenderedPrompt:
         check_counts(request)
+        deadline.begin(PrepareStep.PROMPT)
         deadline.check()
         prompt: Prompt | RenderedPrompt | None = None
         if self._sandbox is not None and is_heavy(request):
@@ -321,6 +327,7 @@ class Preparer:
     def _grammar(
         self, request: Request, thinks: bool, deadline: PrepareDeadline
     ) -> GrammarMatcher | None:
+        deadline.begin(PrepareStep.FORMAT)
         compile_ = partial(
             self._grammars.compile, tenant=request.tenant, trial=self._trial(deadline)
         )
@@ -344,14 +351,13 @@ class Preparer:
             return compile_(Format(grammar=strict_grammar(request.tools, self.markup)))
         return None
 
-    def _trial(self, deadline: PrepareDeadline) -> Trial | None:
-        isolation = self._sandbox
-        if isolation is None:
-            return None
-
+    def _trial(self, deadline: PrepareDeadline) -> Trial:
         def trial(grammar: str) -> None:
+            if self._grammars.load():  # which is not the request's time
+                deadline.begin_again()
             with suppress(ProcessGone):
-                isolation.try_grammar(grammar, deadline)
+                if self._sandbox is not None:
+                    self._sandbox.try_grammar(grammar, deadline)
 
         return trial
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ HEAVY_TOOLS = 64
 
 # What composing (NFC) can save at most: a Greek letter with its three accents becomes one.
 NFC_FACTOR = 4
+METASPACE = "\u2581"  # for a blank, in vocabularies that are not of bytes
 # Steps of a tokenizer that drop no text.
 KEEPS_TEXT = frozenset(
     {"ByteLevel", "Digits", "Metaspace", "NFC", "Prepend", "Punctuation", "Split"}
@@ -32,6 +34,7 @@ class TokenReach(NamedTuple):
 
     longest: int  # characters
     dropped: str  # characters that become no token at all
+    n_words: int  # between blanks of ASCII; most tokens are of one
 
 
 class PromptLimits:
@@ -41,6 +44,10 @@ class PromptLimits:
         self._name = name
         self._n_context = n_context
         self._tokenizer = tokenizer
+
+    def load(self) -> None:
+        """Look at the vocabulary now."""
+        _ = self._reach
 
     @cached_property
     def _reach(self) -> TokenReach | None:
@@ -71,7 +78,11 @@ class PromptLimits:
         total = sum(map(len, texts))
         if total <= self._n_context or self._reach is None:
             return
-        longest, dropped = self._reach
+        longest, dropped, n_words = self._reach
+        if not any(character in text for text in texts for character in dropped):
+            n_given = sum(len(text.encode(errors="replace").split()) for text in texts)
+            least = -(-n_given // n_words)
+            self._check_least(least, "The prompt is at least {:,} tokens long")
         if total > longest * self._n_context:
             total -= sum(text.count(character) for text in texts for character in dropped)
         if total > longest * self._n_context:
@@ -144,7 +155,18 @@ def token_reach(tokenizer: Any) -> TokenReach | None:
     if dropped is None:
         return None
     factor = NFC_FACTOR if any(step["type"] == "NFC" for step in steps) else 1
-    return TokenReach(factor * max(map(len, vocabulary)), dropped)
+    n_words = max(len(text.split()) for text in _token_texts(backend, vocabulary))
+    return TokenReach(factor * max(map(len, vocabulary)), dropped, max(1, n_words))
+
+
+def _token_texts(backend: Any, vocabulary: Iterable[str]) -> Iterator[str]:
+    """The tokens with their blanks as blanks; other bytes are some letters."""
+    if backend.model.byte_fallback:
+        yield from (token.replace(METASPACE, " ") for token in vocabulary)
+        return
+    added = {each.content for each in backend.get_added_tokens_decoder().values()}
+    blanks = str.maketrans({_byte_symbols(blank): blank for blank in string.whitespace})
+    yield from (token if token in added else token.translate(blanks) for token in vocabulary)
 
 
 def tokenizer_steps(component: Any) -> list[Mapping[str, Any]]:

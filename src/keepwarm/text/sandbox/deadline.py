@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 
 from keepwarm.errors import Cancelled, TimedOut
+
+
+class PrepareStep(StrEnum):
+    """What may take long, and what to do then."""
+
+    REQUEST = "for reading it; send a shorter one"
+    PROMPT = "for the prompt; send a shorter one"
+    FORMAT = "for the answer's format; simplify it"
 
 
 class PrepareDeadline:
@@ -19,11 +29,21 @@ class PrepareDeadline:
         self._lock = threading.Lock()
         self._cancelled = False
         self._stop: Callable[[], None] | None = None
+        self._step, self._since = PrepareStep.REQUEST, time.monotonic()
+        self._spent_s: defaultdict[PrepareStep, float] = defaultdict(float)
+
+    def begin(self, step: PrepareStep) -> None:
+        """What is done from now on, for the sentence of whoever waits in vain."""
+        now = time.monotonic()
+        self._spent_s[self._step] += now - self._since
+        self._step, self._since = step, now
 
     def begin_again(self) -> None:
         """Give it the whole time from now on."""
+        self._spent_s.clear()
+        self._since = time.monotonic()
         if self._timeout_s is not None:
-            self._end = time.monotonic() + self._timeout_s
+            self._end = self._since + self._timeout_s
 
     def cancel(self) -> None:
         """The client is gone: stop what runs now, and let nothing more begin."""
@@ -42,8 +62,11 @@ class PrepareDeadline:
         """Raise if nothing more may begin."""
         self.check_client()
         if self.left_s == 0:
+            self.begin(self._step)
+            longest = max(self._spent_s, key=self._spent_s.__getitem__)
             raise TimedOut(
-                f"Preparing the request took longer than {self._timeout_s:g} s; send a shorter one."
+                f"Preparing the request took longer than {self._timeout_s:g} s, most of it "
+                f"{longest}."
             )
 
     @property
