@@ -108,7 +108,6 @@ class Totals:
     outcomes: Mapping[str, int]
     computed: int
     generated: int
-    reused: Mapping[str, int]  # by tier
     first_tokens: Mapping[str, int]  # answers by whether they were warm
 
     @classmethod
@@ -121,7 +120,6 @@ class Totals:
             {name: outcomes[name] for name in ("finished", "cancelled", "failed", "refused")},
             sum(job["prefilled"] for job in jobs),
             sum(job["answer_tokens"] for job in jobs),
-            tokens_by_tier(jobs),
             {name: warm[name] for name in ("yes", "no")},
         )
 

@@ -6,7 +6,7 @@ import http.client
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from benchmarks.ledger.model import WORDS, Tokens
 
 CHAT, AGENTS = "/v1/chat/completions", "/v1/agents"
 N_CONTEXT = 2048
-LONG_ANSWER = 1500  # of a request that will not be waited for
 WAIT_S = 60.0
 
 
@@ -111,12 +110,12 @@ class Client:
         found: Json = answer.raise_for_status().json()
         return found
 
-    def _running(self, sent: Sent) -> int:
-        """The number of a request, once it is running."""
+    def _running(self, sent: Sent, states: Sequence[str] = ("decoding",)) -> int:
+        """The number of a request, once it is in such a state."""
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
             for running in self._manage("GET", "/v1/dashboard/now")["running"]:
-                if running["request_id"] == sent.id and running["state"] == "decoding":
+                if running["request_id"] == sent.id and running["state"] in states:
                     return int(running["number"])
         raise RuntimeError(f"{sent.id} was never running.")
 
@@ -269,23 +268,24 @@ class Client:
         self._book.call("chat", 200)
 
     def hang_up(self) -> None:
-        """Go away before there is an answer."""
-        sent, body = self._long(stream=False)
+        """Go away before there is an answer, often in the middle of a long prompt."""
+        sent, body = self._long(1500, stream=False)
         sent.status, sent.reused = 499, None
         link = http.client.HTTPConnection(self._address, timeout=WAIT_S)
         key = {"authorization": f"Bearer {self._secret}", "content-type": "application/json"}
         link.request("POST", CHAT, json.dumps(body), {**key, **self._headers(sent)})
-        self._running(sent)
+        self._running(sent, ("prefilling", "decoding"))
         link.close()
         self._book.call("chat", 499)
 
-    def _long(self, *, stream: bool = True) -> tuple[Sent, Json]:
-        messages = [self._user()]
+    def _long(self, n_words: int = 60, *, stream: bool = True) -> tuple[Sent, Json]:
+        """A request for all that the context has room for."""
+        messages = [self._user(n_words)]
         sent = self._new("chat", CHAT, [self._tokens.of_chat(messages)], outcome="cancelled")
-        sent.max_answer = LONG_ANSWER
+        sent.max_answer = N_CONTEXT - sent.n_prompt
         self._book.know(sent.key, *sent.prompts)
         self._book.add(sent)
-        return sent, {"messages": messages, "max_tokens": LONG_ANSWER, "stream": stream}
+        return sent, {"messages": messages, "max_tokens": sent.max_answer, "stream": stream}
 
     def _note_start(self, sent: Sent, answer: httpx.Response) -> None:
         """Of a stream that waited long for its start nothing is known."""

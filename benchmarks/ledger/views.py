@@ -26,7 +26,7 @@ from benchmarks.ledger.book import (
 
 Json = dict[str, Any]
 STATES = {"finished": "done", "cancelled": "cancelled", "refused": "refused"}
-OF_STORE = "keepwarm_"
+OF_STORE = "keepwarm_store_"  # all processes, all time
 OPEN_INDEX = 32 << 10  # bytes of its file of shared memory, while a process has it open
 LONGER_MS = 1.0  # parts of a time are rounded one by one
 
@@ -186,10 +186,13 @@ class Views:
         for name, metric in (("reused", "reused_tokens"), ("hits", "hits"), ("misses", "misses")):
             got = by(shown[f"{OF_STORE}{metric}_total"], "tier")
             yield f"metrics: {metric}", figures[name], got
-        n_reused = sum(figures["reused"].values())
+        own = store_figures(self._book.life)
+        n_prompt, n_reused = own["prompt_tokens"], sum(own["reused"].values())
+        yield "metrics: prompt tokens", n_prompt, one(shown["keepwarm_prompt_tokens_total"])
+        reused = dict.fromkeys(TIERS, 0) | by(shown["keepwarm_reused_tokens_total"], "tier")
+        yield "metrics: reused tokens", own["reused"], reused
         yield "metrics: vLLM's hits", n_reused, one(shown["vllm:prefix_cache_hits_total"])
-        asked = one(shown["vllm:prefix_cache_queries_total"])
-        yield "metrics: vLLM's queries", figures["prompt_tokens"], asked
+        yield "metrics: vLLM's queries", n_prompt, one(shown["vllm:prefix_cache_queries_total"])
 
     def _sums(self) -> Iterator[tuple[str, object, object]]:
         """The dashboard's and the cache API's."""
@@ -203,9 +206,9 @@ class Views:
         jobs = [job for sent in self._book.life for job in sent.jobs if job["state"] != "refused"]
         yield "cache: requests", len(jobs), counters["requests"]
         yield "cache: refused", total.outcomes["refused"], counters["refused"]
-        yield "cache: reused", total.reused, {t: counters["reused_tokens"].get(t, 0) for t in TIERS}
-        n_prompt = total.computed + sum(total.reused.values())
-        yield "cache: prompt tokens", n_prompt, counters["prompt_tokens"]
+        own = store_figures(self._book.life)
+        yield "cache: reused", own["reused"], dict.fromkeys(TIERS, 0) | counters["reused_tokens"]
+        yield "cache: prompt tokens", own["prompt_tokens"], counters["prompt_tokens"]
         for name in ("hit_rate", "hit_rate_from_turn_2"):
             yield f"dashboard: {name}", figures[name], saved[name]
         for name in ("reused", "computed"):
