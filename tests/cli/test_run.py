@@ -6,6 +6,7 @@ import signal
 import subprocess
 
 import pytest
+from tokenizers import Tokenizer
 
 from keepwarm.cache.store import Store
 from keepwarm.cli.options import print_events
@@ -159,6 +160,21 @@ def test_an_agent_is_continued(main_here, checkpoint, tmp_path):
     code, _, err = main_here("run", "hi", "--model", checkpoint, "--agent", "dog", "--continue")
     assert (code, err.count("\n")) == (2, 1)
     assert "There is no agent 'dog'" in err
+
+
+def test_raw_text_is_continued(main_here, checkpoint, tmp_path):
+    options = ("--raw", "--model", checkpoint, "--agent", "fox", "--max-tokens", 4, "--json")
+    first = json.loads(main_here("run", "the fox", *options)[1])["usage"]
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    assert first["prompt_tokens"] == len(tokenizer.encode("the fox").ids)
+    second = json.loads(main_here("run", " jumps", *options, "--continue")[1])["usage"]
+    known = first["prompt_tokens"] + first["completion_tokens"]
+    assert known - 1 <= second["continued"] <= known
+    system = tmp_path / "system"
+    system.write_text("Be brief.")
+    code, _, err = main_here("run", "the fox", *options, "--system", system)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "raw text has no system prompt" in err
 
 
 def test_reasoning_is_shown_beside_the_answer(capsys):

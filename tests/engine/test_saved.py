@@ -127,6 +127,9 @@ def test_blocks_that_were_loaded_are_saved_as_another_agent(architecture, models
         layers = {layer: blocks for layer, blocks in loaded.layers.items() if layer}
         with pytest.raises(CacheError, match="Layer 0, block"):
             kw.save_agent("one", loaded._replace(layers=layers))
+        caches, _ = kw.restore([*loaded.tokens, 1])
+        with pytest.raises(BadInput, match="holds 604 tokens, but 603 were given"):
+            kw.import_agent("one", loaded.tokens[:-1], caches)
         assert not store.knows_agent("one")
         store.forget("ada")
     with engine_on(model, tmp_path) as engine:

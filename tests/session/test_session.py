@@ -159,6 +159,15 @@ def test_a_fork_shares_the_messages_so_far_and_continues_alone(engine):
     assert fork.fork().id not in ("ada", "eve")
 
 
+def test_a_fork_of_nothing_is_nothing_whatever_its_id_held(engine):
+    Session(engine, system="Be long.", id="taken").respond("What is a fox?")
+    engine.wait_until_saved()
+    fork = Session(engine, id="empty").fork("taken")
+    assert (fork.messages, fork.n_turns, fork.system) == ([], 0, None)
+    fork.respond("And a dog?")
+    assert (len(fork.messages), fork.n_turns) == (2, 1)
+
+
 # Before the first question.
 
 STARTS = ("Hi", "\n\nHi", " Hi", "", "7", "<|im_end|>", "é", "\tx")

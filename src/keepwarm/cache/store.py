@@ -141,13 +141,18 @@ class AttachedModel:
         One that is not this model's is refused. Where all layers are states, which do not count
         tokens, their number cannot be checked.
         """
-        tokens, count = _token_ids(tokens), kv.token_count(cache)
-        if count is not None and count != len(tokens):
+        tokens = self._checked(tokens, cache)
+        self.restorer.open(tokens).finish(tokens, kv.evaluate(cache))
+
+    def _checked(self, tokens: Sequence[int], cache: kv.Caches) -> list[int]:
+        """The ids of these tokens; raises if a cache is not this model's, or holds others."""
+        ids, count = _token_ids(tokens), kv.token_count(cache)
+        if count is not None and count != len(ids):
             raise BadInput(
-                f"The cache holds {count} tokens, but {len(tokens)} were given; pass its tokens."
+                f"The cache holds {count} tokens, but {len(ids)} were given; pass its tokens."
             )
         self.restorer.layout.check(cache)
-        self.restorer.open(tokens).finish(tokens, kv.evaluate(cache))
+        return ids
 
     def save_agent(self, agent_id: str, blocks: AgentBlocks) -> Agent:
         """Store blocks as a new agent: the inverse of `Store.load_agent`.
@@ -168,19 +173,18 @@ class AttachedModel:
         metadata: Mapping[str, str] | None = None,
     ) -> Agent:
         """Store a cache of somebody else, which holds these tokens, as a new agent."""
-        on_disk, notes, tokens = self._store.on_disk, dict(metadata or {}), _token_ids(tokens)
+        on_disk, notes, tokens = self._store.on_disk, metadata or {}, self._checked(tokens, cache)
         check_metadata(notes)
         with suppress(UnknownAgent):
             on_disk.agents.show(agent_id)
             raise BadInput(f"Agent {agent_id!r} already exists; choose another id.")
-        self.restorer.layout.check(cache)
         name = on_disk.register(replace(self.identity, origin=secrets.token_hex(16)))
         capture = self.restorer.in_namespace(name).open(tokens, Policy.DURABLE)
         capture.finish(tokens, kv.evaluate(cache))
         self._store.flush()
         n_tokens = len(tokens)
         head = Branch.of(name, tokens, [n_tokens], n_opening=n_tokens, main=True, model=model)
-        return on_disk.agents.create(agent_id, head, metadata=notes)
+        return on_disk.agents.create(agent_id, head, metadata=dict(notes))
 
 
 def _token_ids(tokens: Sequence[int]) -> list[int]:

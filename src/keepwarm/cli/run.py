@@ -43,6 +43,9 @@ def run(
     kv_bits: KVBits = None,
     no_cache: NoCache = False,
     agent: AgentId = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")
+    ] = False,
     continues: Annotated[
         bool, typer.Option("--continue", help="Continue the agent's conversation with the prompt.")
     ] = False,
@@ -53,13 +56,16 @@ def run(
     """Answer one prompt and exit."""
     text = check_prompt(_standard_input() if prompt == "-" else prompt)
     messages = [*system_messages(system), {"role": "user", "content": text}]
+    if raw and system is not None:
+        raise BadInput("--raw and --system cannot be combined: raw text has no system prompt.")
     if continues and agent is None:
         raise BadInput("--continue needs the agent that is continued; name it with --agent.")
     settings = config.load(
         model=model, max_tokens=max_tokens, temperature=temperature, kv_bits=kv_bits
     )
     request = make_request(settings, seed, no_cache, agent)
-    request = replace(request, messages=messages, continues=continues)
+    asked = {"prompt": text} if raw else {"messages": messages}
+    request = replace(request, **asked, continues=continues)
     with open_engine(settings, request) as engine:
         answer = engine.submit(request)
         if as_json:

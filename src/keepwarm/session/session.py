@@ -200,6 +200,8 @@ class Session:
             busy=self._gate.rule,
             repeated_calls=self._repeated_calls,
         )
+        # NOTE: without messages a session opens the agent of its id; a fork is what it was made of.
+        forked.system, forked._messages = self.system, self.messages
         forked._known, forked._turn_ends = self._known, list(self._turn_ends)
         self.engine.store.fork_import(self.id, forked.id)
         return forked

@@ -65,6 +65,12 @@ def test_text_continues_an_agent(client):
     known = first.usage.prompt_tokens + first.usage.completion_tokens
     assert known - 1 <= more.keepwarm["continued"] <= known
     assert more.usage.prompt_tokens > known
+    known = more.usage.prompt_tokens + more.usage.completion_tokens
+    by_id = client.with_options(base_url=f"{client.base_url}agents/text")
+    last = ask(by_id, " then")
+    assert known - 1 <= last.keepwarm["continued"] <= known
+    with pytest.raises(openai.BadRequestError, match="one prompt; send one at a time"):
+        ask(by_id, PROMPTS)
 
 
 def test_several_prompts_answer_in_order(client, model):

@@ -1,4 +1,4 @@
-"""Talking to an agent: OpenAI's and Anthropic's requests with only the new messages.
+"""Talking to an agent: OpenAI's and Anthropic's requests with only what is new.
 
 An official client works with `/v1/agents/{id}` as its base URL. What it sends is rendered behind
 the tokens that the agent has; the receipt says how many (`continued`).
@@ -20,8 +20,8 @@ from keepwarm.server.http.problems import AnthropicErrorOut, error_docs
 from keepwarm.server.http.request_fields import request_fields
 from keepwarm.server.http.sse import ReceiptOut, answer_docs, receipt_dict
 from keepwarm.server.models.calls import Call
-from keepwarm.server.openai.routes import create_chat_completion
-from keepwarm.server.openai.shapes import ChatRequest
+from keepwarm.server.openai.routes import create_chat_completion, create_completion
+from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest
 from keepwarm.session.compaction import MAX_TOKENS, Compaction
 from keepwarm.text import request as engine_request
 
@@ -36,6 +36,16 @@ async def continue_chat(
 ) -> Response:
     """Continue an agent with new messages, in OpenAI's format."""
     return await create_chat_completion(body, call)
+
+
+@router.post("/completions", responses=answer_docs(dict[str, Any]))
+async def continue_text(
+    agent_id: AgentId,  # noqa: ARG001
+    body: CompletionRequest,
+    call: Call,
+) -> Response:
+    """Continue an agent with new text, without a chat template, in OpenAI's format."""
+    return await create_completion(body, call)
 
 
 ANTHROPIC = {**error_docs(AnthropicErrorOut), **answer_docs(dict[str, Any])}

@@ -48,7 +48,7 @@ PATHS = frozenset(
     }
 )
 
-OF_AGENT = re.compile(r"/v1/agents/[^/]+/(chat/completions|(v1/)?messages|compact)")
+OF_AGENT = re.compile(r"/v1/agents/[^/]+/((chat/)?completions|(v1/)?messages|compact)")
 
 
 class FairSemaphore:

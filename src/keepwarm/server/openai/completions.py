@@ -99,6 +99,8 @@ def requests_of(
     sampling, format_ = sampling_of(body, max_tokens, body.logprobs), format_of(body)
     prompts = _filled_in(body, fill_in)
     n = body.n or 1
+    if fields.continues and len(prompts) > 1:
+        raise BadField("An agent is continued with one prompt; send one at a time.", "prompt")
     if len(prompts) * n > MAX_ANSWERS:
         raise BadField(
             f"The request asks for more than {MAX_ANSWERS} answers; send fewer prompts.", "prompt"
