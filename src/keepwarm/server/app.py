@@ -88,7 +88,7 @@ def create_app(models: Models, settings: Settings) -> FastAPI:
     app.state.dashboard = dashboard.DashboardState(models, settings, lines)
     app.state.resident = admin_models.ResidentModel(models, settings)
     app.state.responses = ResponseStore(lambda: models.store, settings.response_ttl_s)
-    app.state.background = BackgroundResponses(app.state.responses)
+    app.state.background = BackgroundResponses()
     for router in (*ROUTERS, dashboard.page_router()):
         app.router.routes.extend(router.routes)  # `include_router` builds each a second time
     if app.state.mcp is not None:

@@ -1,5 +1,6 @@
 """Responses without a client: in the background, cancelled, followed, replayed, compacted."""
 
+import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,7 +9,10 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from keepwarm.server.responses.background import MAX_OWN
+from keepwarm.server.responses import background
+from keepwarm.server.responses.background import MAX_OWN, BackgroundResponses, RunningResponse
+from keepwarm.server.responses.events import AnswerOptions, ResponseBuilder
+from keepwarm.text.request import Delta, Started
 from tests.kit.waiting import wait_until
 
 WORDS = "Tell me about foxes."
@@ -87,6 +91,101 @@ def test_it_is_followed_from_any_event_on(client):
     assert events[-1].response.output_text == done.output_text
     rest = client.responses.retrieve(response.id, stream=True, starting_after=3)
     assert list(rest) == events[4:]
+
+
+def test_one_that_was_followed_is_followed_to_its_end_by_any_number(client):
+    """It has fewer events than while it ran: its texts are in one piece."""
+    with ask(client, 40, background=True, stream=True) as stream:
+        last = list(stream)[-1]
+    stored = list(client.responses.retrieve(last.response.id, stream=True))
+    assert len(stored) < last.sequence_number
+    rest = client.responses.retrieve(
+        last.response.id, stream=True, starting_after=last.sequence_number - 3
+    )
+    (again,) = list(rest)
+    assert (again.type, again.sequence_number) == (last.type, last.sequence_number - 2)
+    assert again.response == stored[-1].response
+
+
+RECEIPT = None  # of what was restored; these answers do not look at it
+
+
+class Words:
+    """An answer in pieces that the test sends."""
+
+    def __init__(self):
+        self.pieces = asyncio.Queue()
+        self.is_cancelled = False
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        piece = await self.pieces.get()
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
+
+    def cancel(self):
+        self.is_cancelled = True
+
+
+def running(answer, budget, tenant, saved):
+    response = {"id": f"resp_of_{tenant}", "status": "queued", "completed_at": None, "output": []}
+    builder = ResponseBuilder(response, AnswerOptions(), saved.append)
+    return RunningResponse(answer, builder, saved.append, budget, tenant)
+
+
+async def until(happened):
+    async with asyncio.timeout(60):
+        while not happened():
+            await asyncio.sleep(0.001)
+
+
+def test_events_of_one_key_take_no_more_than_its_bytes(monkeypatch):
+    """The response fails, and what it took is free again; another key's goes on."""
+    monkeypatch.setattr(background, "MAX_OWN_BYTES", 20_000)
+
+    async def scenario():
+        budget, saved = BackgroundResponses().budget, []
+        mine, theirs = Words(), Words()
+        attack = running(mine, budget, "mine", saved)
+        other = running(theirs, budget, "theirs", saved)
+        for answer in (mine, theirs):
+            answer.pieces.put_nowait(Started(RECEIPT))
+        theirs.pieces.put_nowait(Delta(0, "fox"))
+        for _ in range(100):
+            mine.pieces.put_nowait(Delta(0, "x" * 1000))
+        await asyncio.wait({attack.task}, timeout=60)
+        assert mine.is_cancelled
+        assert [each["status"] for each in saved] == ["failed"]
+        assert "fewer top_logprobs" in attack.response["error"]["message"]
+        await until(lambda: 0 < budget.n_used < 2_000)
+        assert not other.task.done()
+        other.task.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_events_of_one_that_has_ended_are_freed_when_nobody_follows():
+    async def scenario():
+        budget, words, saved = BackgroundResponses().budget, Words(), []
+        ending = running(words, budget, "mine", saved)
+        words.pieces.put_nowait(Started(RECEIPT))
+        words.pieces.put_nowait(Delta(0, "fox"))
+        slow = ending.follow()
+        first = await anext(slow)
+        words.pieces.put_nowait(None)
+        await until(ending.task.done)
+        assert budget.n_used > 0
+        rest = [each async for each in slow]
+        assert b"response.created" in first
+        assert b"fox" in b"".join(rest)
+        assert budget.n_used == 0
+        late = [each async for each in ending.follow(1_000)]
+        assert b'"sequence_number": 1001' in b"".join(late)
+
+    asyncio.run(scenario())
 
 
 def test_it_is_cancelled(client):

@@ -4,37 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
-from keepwarm.errors import Busy, Cancelled
+from keepwarm.errors import Cancelled
+from keepwarm.server.http.limits import SharedLimit
 from keepwarm.server.http.problems import problem_of
 from keepwarm.server.http.sse import AnswerLike, comment
-from keepwarm.server.responses.events import Frames, ResponseBuilder, ResponseStream
-from keepwarm.server.responses.store import ResponseStore
+from keepwarm.server.responses.events import Frames, ResponseBuilder, ResponseStream, replay
+from keepwarm.text.request import Done, Finished
 
 MAX_RUNNING, MAX_OWN = 64, 16  # of all keys, and of one
-MAX_ENDED = 16  # whose events can still be followed by their numbers
+MAX_BYTES, MAX_OWN_BYTES = 256 << 20, 64 << 20  # of events, which are held for those who follow
 KEEP_ALIVE_S = 1.0
 LOG = logging.getLogger(__name__)
 
 
 class RunningResponse:
-    """One response, with all events so far."""
+    """One response, with all events so far; they are freed when it has ended and nobody follows."""
 
     def __init__(
-        self, answer: AnswerLike, builder: ResponseBuilder, save: Callable[[dict[str, Any]], None]
+        self,
+        answer: AnswerLike,
+        builder: ResponseBuilder,
+        save: Callable[[dict[str, Any]], None],
+        budget: SharedLimit,
+        tenant: str,
     ) -> None:
-        """`save` stores a response that was cancelled or failed; the builder does all others."""
+        """`save` stores a response that was cancelled or failed; the builder does all others.
+        `budget` is of the bytes of events.
+        """
         self._answer = answer
         self._builder = builder
         self._save = save
+        self._budget = budget
+        self._tenant = tenant
         self._stream = ResponseStream(builder)
         self._sent: list[bytes] = []
+        self._n_bytes = 0  # of these, that are in the budget
+        self._n_following = 0
         self._news = asyncio.Event()
         self.task = asyncio.create_task(self._run())
+        self.task.add_done_callback(lambda _: self._free())
 
     @property
     def response(self) -> dict[str, Any]:
@@ -47,7 +59,18 @@ class RunningResponse:
 
     async def follow(self, after: int = -1) -> AsyncIterator[bytes]:
         """The events behind this number, also those that are still to come."""
-        following = after + 1
+        if self.task.done() and not self._sent:
+            yield replay(self.response, after)
+            return
+        self._n_following += 1
+        try:
+            async for sent in self._follow(after + 1):
+                yield sent
+        finally:
+            self._n_following -= 1
+            self._free()
+
+    async def _follow(self, following: int) -> AsyncIterator[bytes]:
         while True:
             news, has_ended = self._news, self.task.done()
             for sent in self._sent[following:]:
@@ -64,13 +87,17 @@ class RunningResponse:
     async def _run(self) -> None:
         try:
             async for event in self._answer:
-                self._add(self._builder.add(event))
+                n_bytes = self._add(self._builder.add(event))
+                if not isinstance(event, Finished | Done):  # whose events are freed soon
+                    self._budget.take(self._tenant, n_bytes)
+                    self._n_bytes += n_bytes
         except Cancelled:
             self._end(self._builder.cancel())
         except Exception as error:
             problem = problem_of(error)
             if problem.status == 500:
                 LOG.exception("A response in the background failed")
+            self._answer.cancel()
             self._end(self._builder.fail(problem))
         finally:
             self._news.set()
@@ -79,80 +106,61 @@ class RunningResponse:
         self._add(events)
         self._save(self.response)
 
-    def _add(self, events: Frames) -> None:
-        self._sent += self._stream.frames(events)
+    def _add(self, events: Frames) -> int:
+        """How many bytes they are."""
+        frames = self._stream.frames(events)
+        self._sent += frames
         news, self._news = self._news, asyncio.Event()
         news.set()
+        return sum(map(len, frames))
+
+    def _free(self) -> None:
+        if self.task.done() and not self._n_following:
+            self._sent = []
+            self._budget.release(self._tenant, self._n_bytes)
+            self._n_bytes = 0
 
 
 class BackgroundResponses:
-    """Those of all tenants, for the event loop. Close it."""
+    """Those of all tenants that run, for the event loop. Close it."""
 
-    def __init__(self, store: ResponseStore) -> None:
-        self._store = store
-        self._slots: Counter[str] = Counter()  # by tenant
+    def __init__(self) -> None:
+        self._slots = SharedLimit(
+            MAX_RUNNING,
+            MAX_OWN,
+            f"{MAX_RUNNING} responses run in the background, which is the limit. Retry when one "
+            "has ended.",
+            f"{MAX_OWN} of your responses run in the background, which is the limit. Retry when "
+            "one has ended.",
+        )
+        self.budget = SharedLimit(
+            MAX_BYTES,
+            MAX_OWN_BYTES,
+            "The responses that run in the background are too long together; retry when one has "
+            "ended.",
+            "Your responses that run in the background are too long together; send fewer at a "
+            "time, or ask for fewer top_logprobs.",
+        )
         self._running: dict[tuple[str, str], RunningResponse] = {}
-        self._ended: OrderedDict[tuple[str, str], RunningResponse] = OrderedDict()
-        self._checks: set[asyncio.Task[None]] = set()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        store.on_forget(self._forget_all)
 
-    @contextmanager
-    def slot(self, tenant: str) -> Iterator[None]:
+    def slot(self, tenant: str) -> AbstractContextManager[None]:
         """A place among the responses that may run, from before the first `await` of a request
         until its response has ended; raises if there is none.
         """
-        n_own, n_all = self._slots[tenant], self._slots.total()
-        if n_own >= MAX_OWN or n_all >= MAX_RUNNING:
-            raise Busy(
-                f"{n_own} of your responses run in the background, and {n_all} in "
-                f"all; the limits are {MAX_OWN} and {MAX_RUNNING}. Retry when one has ended."
-            )
-        self._slots[tenant] += 1
-        try:
-            yield
-        finally:
-            self._slots[tenant] -= 1
+        return self._slots.one_more(tenant)
 
     def add(self, tenant: str, running: RunningResponse) -> None:
-        self._loop = asyncio.get_running_loop()
         key = tenant, running.response["id"]
         self._running[key] = running
-        running.task.add_done_callback(lambda _: self._end(key))
+        running.task.add_done_callback(lambda _: self._running.pop(key))
 
     def running(self, tenant: str, response_id: str) -> RunningResponse | None:
         return self._running.get((tenant, response_id))
-
-    def ended(self, tenant: str, response_id: str) -> RunningResponse | None:
-        """One that has ended a short while ago."""
-        return self._ended.get((tenant, response_id))
 
     async def cancel(self, tenant: str, response_id: str) -> None:
         """If it runs, end it."""
         if running := self._running.get((tenant, response_id)):
             await running.cancel()
 
-    def forget(self, tenant: str, response_id: str) -> None:
-        self._ended.pop((tenant, response_id), None)
-
     async def close(self) -> None:
         await asyncio.gather(*(running.cancel() for running in list(self._running.values())))
-        await asyncio.gather(*self._checks, return_exceptions=True)
-
-    def _end(self, key: tuple[str, str]) -> None:
-        self._ended[key] = self._running.pop(key)
-        if len(self._ended) > MAX_ENDED:
-            self._ended.popitem(last=False)
-        check = asyncio.create_task(self._check(*key))
-        self._checks.add(check)
-        check.add_done_callback(self._checks.discard)
-
-    async def _check(self, tenant: str, response_id: str) -> None:
-        """Forget a response that was not stored, because its agent was deleted meanwhile."""
-        if not await self._store.has(tenant, response_id):
-            self.forget(tenant, response_id)
-
-    def _forget_all(self) -> None:
-        if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._ended.clear)

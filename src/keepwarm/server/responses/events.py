@@ -386,13 +386,13 @@ class ResponseStream:
     def frames(self, events: Frames) -> list[bytes]:
         """One for each event, numbered."""
         first, self._sent = self._sent, self._sent + len(events)
-        return numbered_frames(events, first)
+        return _numbered(events, first)
 
     def _frames(self, events: Frames) -> bytes:
         return b"".join(self.frames(events))
 
 
-def numbered_frames(events: Frames, first: int = 0) -> list[bytes]:
+def _numbered(events: Frames, first: int) -> list[bytes]:
     numbered = [event | {"sequence_number": n} for n, event in enumerate(events, first)]
     return [frame(json.dumps(event), event["type"]) for event in numbered]
 
@@ -430,8 +430,17 @@ def usage_of(event: Done, writes: bool) -> Fields:
 ENDS = ("completed", "incomplete", "failed")
 
 
-def replayed(response: Fields) -> Frames:
-    """Its events, every text in one piece."""
+def replay(response: Fields, after: int) -> bytes:
+    """The events behind this number, every text in one piece; at least the last.
+
+    While it ran there were more of them, so a client may have a number beyond these.
+    """
+    events = _replayed(response)
+    first = min(after + 1, len(events) - 1)
+    return b"".join(_numbered(events[first:], after + 1))
+
+
+def _replayed(response: Fields) -> Frames:
     begun = {**response, "status": "in_progress", "output": [], "usage": None, "completed_at": None}
     events: Frames = [
         {"type": f"response.{n}", "response": begun} for n in ("created", "in_progress")

@@ -27,8 +27,7 @@ from keepwarm.server.responses.events import (
     compacted,
     failed_stream,
     initial_response,
-    numbered_frames,
-    replayed,
+    replay,
     response_of_item,
     with_ids,
 )
@@ -75,15 +74,10 @@ class TenantResponses:
         """The events behind this number; of one that runs also those that are to come."""
         if running := self.background.running(self.tenant, response_id):
             return _followed(running, after)
-        response = (await self.get(response_id)).response
-        if ended := self.background.ended(self.tenant, response_id):
-            return _followed(ended, after)
-        frames = numbered_frames(replayed(response))[after + 1 :]
-        return _event_stream(b"".join(frames))
+        return _event_stream(replay((await self.get(response_id)).response, after))
 
     async def delete(self, response_id: str) -> None:
         await self.background.cancel(self.tenant, response_id)
-        self.background.forget(self.tenant, response_id)
         await self.store.delete(self.tenant, response_id)
 
     def save(
@@ -175,7 +169,8 @@ async def create_response(body: ResponsesRequest, call: Call, answers: Answers) 
     save = partial(answers.save, request, items, len(items_of(body.input)), since)
     builder = ResponseBuilder(response, options, save)
     if body.background:
-        running = RunningResponse(answer, builder, save)
+        budget = answers.background.budget
+        running = RunningResponse(answer, builder, save, budget, answers.tenant)
         answers.background.add(answers.tenant, running)
         held = slot.held.pop_all()  # its model stays loaded, and it counts as running
         running.task.add_done_callback(lambda _: held.close())

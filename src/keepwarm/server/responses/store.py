@@ -56,12 +56,7 @@ class ResponseStore:
         self._memory: OrderedDict[str, _InMemory] = OrderedDict()  # by name
         self.n_bytes = 0  # of these
         self._is_listening = False
-        self._on_forget: Callable[[], None] = lambda: None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="keepwarm-responses")
-
-    def on_forget(self, listener: Callable[[], None]) -> None:
-        """Call the listener, on any thread, when anything was deleted."""
-        self._on_forget = listener
 
     def generation(self) -> int:
         """Before a request reads anything that is stored; `put` takes it. Asks the disk."""
@@ -92,9 +87,6 @@ class ResponseStore:
         if found is None:
             raise _unknown(response_id)
         return found
-
-    async def has(self, tenant: str, response_id: str) -> bool:
-        return await self._run(self._data, _name(tenant, response_id)) is not None
 
     async def delete(self, tenant: str, response_id: str) -> None:
         """Delete this response; later responses of its conversation keep their items."""
@@ -184,7 +176,6 @@ class ResponseStore:
     def _forget(self, deletions: Deletions) -> None:
         for name in [name for name, e in self._memory.items() if deletions.include(e.agent)]:
             self._drop(name)
-        self._on_forget()
 
 
 def _items(stored: object) -> list[Item]:
