@@ -39,6 +39,8 @@ def test_a_session_goes_on_from_its_summary(engine):
         last = session.respond(f"What is the quick brown fox number {number}?")
     known = last.usage.prompt_tokens + last.usage.completion_tokens
     made = session.compact(max_tokens=12)
+    (left,) = [len(packed) // 4 for _, packed in engine.live.held()]
+    assert left == made.n_tokens, "the cache of what was replaced is gone"
     template = 40  # tokens that it writes around a message, at most
     assert made.receipt.cached_tokens >= known - 1
     assert made.receipt.recomputed < encoded(engine, INSTRUCTION) + template

@@ -3,9 +3,9 @@
 A cache that the prompt continues is moved out, without a copy. One that must be trimmed, because a
 conversation was forked, rewound or edited, stays; the request gets a copy-on-write copy.
 
-A conversation that is rewound leaves its cache behind (`abandon`). One that is edited or replaced
-does not: under one owner's name agents run several conversations in turn, and which of them ended
-cannot be told. The one that is not used again is evicted first.
+A conversation that is rewound, or replaced by a summary of it, leaves its cache behind (`abandon`).
+One that its client edits does not: under one owner's name agents run several conversations in turn,
+and which of them ended cannot be told. The one that is not used again is evicted first.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ class Live:
         return self._release(lambda entry: entry.owner == owner)
 
     def abandon(self, owner: str, dropped: Forgotten | None = None) -> int:
-        """A conversation was rewound: release what no longer serves it; the bytes freed. Where
-        some of its blocks are `dropped`, only what has these.
+        """A conversation was rewound or replaced: release what no longer serves it; the bytes
+        freed. Where some of its blocks are `dropped`, only what has these.
 
         A cache that can be trimmed serves the turns that are left, until the next one is put.
         """

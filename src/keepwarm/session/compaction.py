@@ -83,13 +83,19 @@ class Compaction:
         return cls(engine, request, turn.messages, instruction, max_tokens)
 
     def warm(self, result: Result) -> Answer:
-        """Prefill what the next turn begins with, after all that clients wait for."""
+        """Prefill what the next turn begins with, after all that clients wait for.
+
+        The live caches of the conversation until now go when that is done.
+        """
         summary = result.choices[0].text.strip()
         if not summary:
             raise BadInput("The model wrote no summary, so nothing was changed; try again.")
         self.messages = [*self._first, self._ask, {"role": "assistant", "content": summary}]
         self._tokens = before_question(self._engine, self._plain, self.messages)
         request = replace(self._plain, prompt=self._tokens, tools=(), priority=WARM_PRIORITY)
+        live, owner = self._engine.live, request.agent
+        if owner is not None:  # after the summary's own cache was put
+            self._engine.call(lambda: live.abandon(owner)).result()
         return self._engine.warm(request)
 
     def finish(self, result: Result) -> Compacted:
