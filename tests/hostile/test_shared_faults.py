@@ -446,6 +446,65 @@ FAULTS = (
 )  # fmt: skip
 
 
+class Trouble(NamedTuple):
+    """What operators meet, what comes of it, and the tests that show it."""
+
+    name: str
+    outcome: str
+    file: str
+    tests: tuple[str, ...]
+
+
+TROUBLES = (
+    Trouble("`allkeys-lru` and rules by age evict the mark or the list of classes",
+            "the next use puts them back; a deletion that cannot tell the classes is tried again",
+            "remote/test_failover.py",
+            ("test_allkeys_lru_evicts_records_before_what_all_machines_need",
+             "test_a_use_puts_back_what_all_machines_need",
+             "test_a_deletion_that_cannot_tell_the_classes_is_tried_again")),
+    Trouble("failover: a demoted server, connections that lead to it or nowhere, trials that hang",
+            "used again within 10 s", "remote/test_failover.py",
+            ("test_a_server_that_was_replaced_is_used_within_ten_seconds",
+             "test_it_recovers_after_an_outage_in_which_trials_hung")),
+    Trouble("a reply too many", "that connection is not used again", "remote/test_failover.py",
+            ("test_a_reply_too_many_is_not_taken_for_the_next",)),
+    Trouble("TLS, or connecting that takes longer than a question",
+            "one context for all; the next question finds the connection; no failure",
+            "remote/test_redis.py",
+            ("test_new_tls_connections_are_made_with_one_context_beside_the_question",)),
+    Trouble("30 and 60 ms away", "asked where that is a tenth of computing, else `too far`",
+            "remote/test_failover.py",
+            ("test_a_distant_server_is_used_for_what_takes_long_to_compute",)),
+    Trouble("a replica, a user with `@read`", "read, not written; deletions wait",
+            "remote/test_failover.py", ("test_what_may_be_read_but_not_written_is_read",)),
+    Trouble("another user's directory, or file", "read, not written; a closed file is a miss",
+            "remote/test_directory.py",
+            ("test_another_users_directory_is_read_and_not_written",
+             "test_what_another_user_may_not_read_is_a_miss")),
+    Trouble("a name with several addresses", "all are tried", "remote/test_failover.py",
+            ("test_every_address_of_a_name_is_tried",)),
+    Trouble("another BLAS, mlx-lm or GPU", "another class: nothing is shared",
+            "remote/test_opening.py", ("test_what_computes_other_numbers_is_another_class",)),
+    Trouble("503 `SlowDown`", "asked once more within the time", "remote/test_s3.py",
+            ("test_a_throttled_call_succeeds_in_its_time",)),
+    Trouble("a bucket of any size", "swept by pages; deleted in one request for 256 objects",
+            "remote/test_s3.py",
+            ("test_a_janitor_lists_by_pages", "test_many_are_deleted_in_one_request")),
+    Trouble("deleting while a share is not mounted and its mount point can be written to",
+            "the deletion waits for the share", "remote/test_deleter.py",
+            ("test_a_deletion_waits_for_a_share_that_is_not_mounted",)),
+    Trouble("two versions of Keepwarm while a fleet is upgraded",
+            "what the newer one wrote is a miss for the older, and stays", "remote/test_tier.py",
+            ("test_two_versions_of_keepwarm_share_a_tier",)),
+)  # fmt: skip
+
+
+def test_every_trouble_has_its_tests():
+    for trouble in TROUBLES:
+        source = (PAGE.parents[1] / "tests" / trouble.file).read_text()
+        assert all(f"def {name}(" in source for name in trouble.tests), trouble.name
+
+
 @pytest.fixture(scope="module")
 def computed(tiny_model):
     return Computed(tiny_model("llama"))
@@ -539,7 +598,11 @@ def page(text: str) -> str:
         f"| {fault.name} | {' | '.join(outcome(fault.cell(kind)) for kind in COLUMNS)} |\n"
         for fault in FAULTS
     )
-    return before + BEGIN + head + "".join(rows) + END + after
+    more = "\n| what operators meet | what comes of it |\n|---|---|\n"
+    others = (
+        f"| {one.name} | {one.outcome} ([tests](../tests/{one.file})) |\n" for one in TROUBLES
+    )
+    return before + BEGIN + head + "".join([*rows, more, *others]) + END + after
 
 
 def outcome(cell: Cell | None) -> str:

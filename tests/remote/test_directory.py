@@ -1,18 +1,25 @@
 """A shared directory: calls that hang, a share that is not mounted, files left unfinished."""
 
+import ctypes
 import os
 import threading
 from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
-from keepwarm.concurrency import MAX_WORKERS, CallError
+from keepwarm.concurrency import MAX_WORKERS, AbandonableExecutor, CallError
 from keepwarm.errors import BadInput
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.backend import BESIDE, FolderRange
 from keepwarm.remote.directory import DirectoryBackend
+from keepwarm.remote.handshake import STORE_META, check_mark
+from keepwarm.remote.tier import RemoteTier
 
 SOON = 30.0
+NOBODY = 65534
+LIBC = ctypes.CDLL(None)
 
 
 def take(n_bytes):
@@ -107,6 +114,57 @@ def test_a_put_that_fails_leaves_nothing(tmp_path, blobs):
     with pytest.raises(CallError):
         blobs.put("a/x.d", [b"x"], SOON, replace=True)
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+class AsNobody(AbandonableExecutor):
+    """Another user's calls: root may do everything."""
+
+    def run(self, work, timeout_s):
+        def as_nobody():
+            before = LIBC.setfsuid(NOBODY)
+            try:
+                return work()
+            finally:
+                LIBC.setfsuid(before)
+
+        return super().run(as_nobody if os.geteuid() == 0 else work, timeout_s)
+
+
+@pytest.fixture
+def others(tmp_path):
+    """What a machine with another user id sees; `tmp_path` itself may be closed to it."""
+    with TemporaryDirectory(dir="/tmp") as root, closing(DirectoryBackend(Path(root))) as own:
+        Path(root).chmod(0o755)
+        with closing(DirectoryBackend(Path(root))) as opened:
+            opened._workers = AsNobody()
+            yield own, opened
+
+
+def test_what_another_user_may_not_read_is_a_miss(others):
+    own, theirs = others
+    for name in ("a/x.d", "a/y.d"):
+        own.put(name, [b"x"], SOON)
+        own._path_of(name).chmod(0o644)
+    own._path_of("a/x.d").chmod(0)
+    assert theirs.read("a/x.d", take, SOON) is None
+    assert bytes(theirs.read("a/y.d", take, SOON)) == b"x"
+    own._path_of("a").chmod(0)
+    assert theirs.sizes(["a/y.d"], SOON) == [None]
+    assert theirs.read("a/y.d", take, SOON) is None
+    assert theirs.look([FolderRange("a", "y")], SOON) == [[]]
+    theirs.touch(["a/y.d"], SOON)
+    own._path_of("a").chmod(0o755)
+
+
+def test_another_users_directory_is_read_and_not_written(others):
+    own, theirs = others
+    check_mark(own, None, b"")
+    own._path_of(STORE_META).chmod(0o644)
+    assert not theirs.put("a/x.d", [b"x"], SOON)
+    tier = RemoteTier(theirs, "cpu-mlx-0.1")
+    with closing(tier):
+        assert tier.health.wait_until_tried(SOON)
+        assert tier.state == "read-only"
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,18 @@
 import datetime
 import ipaddress
 import socket
+import ssl
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from keepwarm.concurrency import CallError
+from keepwarm.concurrency import BusyError, CallError
 from keepwarm.remote.addresses import open_backend
 from tests.kit.redis_server import redis_server
 from tests.kit.waiting import wait_until
@@ -153,6 +154,33 @@ def test_tls_needs_a_certificate_that_is_trusted(tmp_path, monkeypatch):
             data = bytes(range(256)) * 20_000
             assert blobs.put("a/x.d", [data[:10], data[10:]], SOON)
             assert bytes(blobs.read("a/x.d", take, SOON)) == data
+
+
+def test_new_tls_connections_are_made_with_one_context_beside_the_question(tmp_path, monkeypatch):
+    """To make a context takes longer than a question may."""
+    self_signed(tmp_path)
+    files = ("--tls-cert-file", "cert.pem", "--tls-key-file", "key.pem", "--tls-auth-clients", "no")
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+    made, make = [], ssl.create_default_context
+
+    def counted():
+        made.append(make())
+        return made[-1]
+
+    monkeypatch.setattr(ssl, "create_default_context", counted)
+    with (
+        redis_server(tmp_path, *files, tls=True) as server,
+        closing(open_backend(server.url)) as blobs,
+    ):
+        for _ in range(12):
+            blobs._drop_idle()
+            assert blobs.sizes(["a/x.d"], SOON) == [None]
+        blobs._drop_idle()
+        monkeypatch.setattr(blobs, "_connecting_since", time.monotonic())
+        with suppress(BusyError):  # it goes on to connect, and that is no failure
+            blobs.sizes(["a/x.d"], 0.0001)
+        wait_until(lambda: blobs._idle)
+    assert len(made) == 1
 
 
 @contextmanager

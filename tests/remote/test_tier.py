@@ -4,11 +4,13 @@ import threading
 import time
 from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 from keepwarm.concurrency import CallDeadline, CallError
 from keepwarm.prefix.blocks import BLOCK_TOKENS, chain, pack
+from keepwarm.prefix.fingerprint import FORMAT_VERSION
 from keepwarm.records.cipher import Cipher, derive_key
 from keepwarm.records.record import Part, ReadBuffer, encode_record
 from keepwarm.remote.addresses import open_backend
@@ -364,3 +366,24 @@ def test_state_tells_why_a_tier_is_not_used(open_tier, monkeypatch):
     refused = open_tier(cipher=cipher_of(b"a"))
     assert refused.stats().state == "refused"
     assert "not encrypted" in refused.stats().last_error
+
+
+def test_two_versions_of_keepwarm_share_a_tier(open_tier, clock):
+    """While a fleet is upgraded: what the newer one wrote is a miss for the older and stays, and
+    nobody is out of order.
+    """
+    older, newer = open_tier(), open_tier()
+    mine, theirs = put_chain(older, 1), put_chain(newer, 1, seed=1)
+    header = replace(theirs[0].header, version=FORMAT_VERSION + 1)
+    next_format = b"".join(encode_record(replace(theirs[0], header=header), None))
+    name = damaged(newer, theirs[0], lambda _: next_format)
+    for _ in range(MAX_FAILURES + 1):
+        ask(older, tokens_of(BLOCK_TOKENS, 1))
+        assert older.read(theirs[0].header.key, Part.DELTA) is None
+        assert older.take_fault(theirs[0].header.key, Part.DELTA) == "newer"
+        clock.now += ABSENT_S
+    assert older.place.sizes([name], SOON) == [len(next_format)]
+    for tier in (older, newer):
+        ask(tier, tokens_of(BLOCK_TOKENS))
+        assert content(tier.read(mine[0].header.key, Part.DELTA)) == content(mine[0])
+        assert tier.state == "ok"
