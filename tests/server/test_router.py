@@ -1,13 +1,22 @@
 """Two servers with one cache behind a stock cache-aware router; one of them goes away."""
 
 import asyncio
+import os
+import re
+import shutil
+import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import httpx
 import pytest
+import yaml
 
-from tests.kit.router import fleet, router
+from keepwarm.concurrency import CallError
+from keepwarm.remote.addresses import open_backend
+from tests.kit.redis_server import free_port
+from tests.kit.router import EXAMPLES, fleet, router
+from tests.kit.waiting import wait_until
 from tests.server.admin.test_prefill import machine
 from tests.server.processes import PATIENT
 from tests.server.router_soak import measure
@@ -91,3 +100,40 @@ def test_the_example_runs_through_the_router_with_a_key(serving, tmp_path, monke
         with pytest.raises(httpx.HTTPStatusError, match="401"):
             fleet().main()
     assert "4 turns of 2 conversations" in capsys.readouterr().out
+
+
+def test_every_service_of_the_compose_file_is_pinned_watched_and_restarted():
+    services = yaml.safe_load((EXAMPLES / "fleet" / "compose.yaml").read_text())["services"]
+    for name, service in services.items():
+        is_pinned = re.search(r":\d+\.\d+\.\d+(-\w+)?$", service["image"])
+        assert is_pinned or service["image"] == "keepwarm", name
+        assert service["restart"] == "unless-stopped", name
+        assert service["healthcheck"]["test"], name
+
+
+def test_the_valkey_of_the_compose_file_takes_its_password(tmp_path):
+    """With the shell line that is printed, and its health check."""
+    valkey = yaml.safe_load((EXAMPLES / "fleet" / "compose.yaml").read_text())["services"]["valkey"]
+    port, beside = free_port(), tmp_path / "bin"
+    beside.mkdir()
+    for name in ("server", "cli"):
+        found = shutil.which(f"valkey-{name}") or shutil.which(f"redis-{name}")
+        assert found, "the suite needs a Redis"
+        (beside / f"valkey-{name}").symlink_to(found)
+    shell, option, line, *words = [word.replace("$$", "$") for word in valkey["entrypoint"]]
+    path = {"PATH": f"{beside}:{os.environ['PATH']}", "REDISCLI_AUTH": "secret"}
+    command = [shell, option, line, *words, *valkey["command"], "--port", str(port)]
+    check = valkey["healthcheck"]["test"][1].replace("valkey-cli", f"valkey-cli -p {port}")
+    process = subprocess.Popen(command, env=path, cwd=tmp_path)
+    try:
+        wait_until(
+            lambda: subprocess.run(["sh", "-c", check], env=path, check=False).returncode == 0
+        )
+        wrong = open_backend(f"redis://127.0.0.1:{port}", "wrong")
+        with closing(wrong), pytest.raises(CallError, match="WRONGPASS"):
+            wrong.sizes(["a/x.d"], SOON)
+        with closing(open_backend(f"redis://127.0.0.1:{port}", "secret")) as blobs:
+            assert blobs.put("a/x.d", [b"x"], SOON)
+    finally:
+        process.terminate()
+        process.wait()
