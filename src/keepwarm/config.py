@@ -62,6 +62,7 @@ class Settings:
     remote_writes_per_day: int = 0  # bytes written to shared tiers; 0 is no limit
     remote_bytes: int = 0  # limit of each shared directory or bucket; 0 is none
     remote_age_s: float = 0.0  # delete blocks there that are unused for longer; 0: never
+    share_at_once: bool = False  # share every turn when it ends, not at its second use
     share_numerics: str = "own"  # `any`: also use blocks of machines that compute other numbers
     fleet_key: str = field(default="", repr=False)  # signs shared blocks; secret, or @file
 

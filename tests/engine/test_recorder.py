@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from keepwarm.cache.restore.restorer import Restorer
+from keepwarm.config import load
 from keepwarm.engine import recorder
 from keepwarm.prefix.blocks import chain
 from keepwarm.text.request import Breakpoint, Request, Sampling
@@ -137,7 +138,8 @@ class NewerTurn(dict):
 
 def test_unrecorded_turn_that_is_noted_beside_an_older_one_is_not_lost():
     older, newer = (SimpleNamespace(request=Request(agent="ada")) for _ in range(2))
-    store = SimpleNamespace(on_disk=SimpleNamespace(agents=Mock(advance=Mock(return_value=None))))
+    agents = Mock(advance=Mock(return_value=None))
+    store = SimpleNamespace(on_disk=SimpleNamespace(agents=agents), settings=load({}))
     made = recorder.Recorder(store, Mock(), [])
     made._pool = Mock()
     sequence = Mock(job=newer, choice=0, tokens=[])

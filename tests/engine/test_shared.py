@@ -80,6 +80,21 @@ def test_a_second_machine_computes_only_what_is_new(models, tmp_path, remote, n_
 
 
 @pytest.mark.parametrize("remote", ["redis"], indirect=True)
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_turn_is_shared_at_its_end_where_that_is_set(models, tmp_path, remote, at_once):
+    """So that it survives its server; else it waits for the second use."""
+    model, prompt = models.of("llama"), prompt_of(300)
+    settings = {"KEEPWARM_SHARE_AT_ONCE": str(int(at_once))}
+    with machine(model, tmp_path / "a", remote, settings) as a:
+        answered = [*prompt, *(info.token for info in run(a, prompt).choices[0].tokens)]
+        a.wait_until_saved()
+        a.lane_of().restorer.share([1]).result(SOON)  # behind all that was offered
+        with machine(model, tmp_path / "b", remote) as b:
+            reused = run(b, [*answered, 7]).receipt.reused
+    assert reused == ({"shared": len(answered)} if at_once else {})
+
+
+@pytest.mark.parametrize("remote", ["redis"], indirect=True)
 def test_what_is_coded_for_a_slow_line_is_restored_token_for_token(models, tmp_path, remote):
     """A model in bf16; to the first machine the line seems slow, and to the second it does not."""
     module, prompt = tiny("llama"), prompt_of(600)

@@ -25,6 +25,7 @@ from keepwarm.server.http import scrub
 from keepwarm.text import prompt, volatile
 from keepwarm.text.detokenize import decode
 from keepwarm.text.grammar import MAX_COMPILED, Grammars
+from keepwarm.text.past_answers import StoredAnswers
 from keepwarm.text.prepare import Preparer
 from keepwarm.text.prompt import Prompter
 from keepwarm.text.prompt_limits import PromptLimits, is_heavy, token_reach
@@ -285,7 +286,7 @@ def test_past_answers_are_spliced_in_there_as_here(here, apart):
     for preparer in (here, apart):
         first = preparer.prepare(chat(question))
         generated = [token for letter in "the fox" for token in encode(letter)]
-        preparer.splicer.remember("", first.prompt.text, first.tokens, generated)
+        preparer.splicer.remember("", first.prompt.text, first.tokens, generated, ())
     answer = decode(here.markup.tokenizer, generated)
     asked = chat(question, answer, "and?")
     ours, theirs = here.prepare(asked), apart.prepare(asked)
@@ -297,10 +298,15 @@ def test_past_answers_are_spliced_in_there_as_here(here, apart):
 def test_stored_answers_are_asked_for_there_as_here(here, apart):
     question, asked = long_text(seed=5), []
 
-    def stored(tokens, guesses):
+    def follow(tokens, guesses):
         asked.append((len(tokens), len(guesses)))
         return []
 
+    def elsewhere(texts):
+        asked.append(texts)
+        return []
+
+    stored = StoredAnswers(follow, elsewhere)
     request_ = chat(question, "an answer that nobody remembers", "and?")
     ours, theirs = here.prepare(request_, stored), apart.prepare(request_, stored)
     assert ours.tokens == theirs.tokens

@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from keepwarm.concurrency import BusyError, CallError
+from keepwarm.errors import BadInput
 from keepwarm.remote.addresses import open_backend
 from tests.kit.redis_server import redis_server
 from tests.kit.waiting import wait_until
@@ -228,6 +229,12 @@ def trickle(one):
 def test_bytes_that_are_no_answer_are_an_error(reply):
     with lying(reply) as blobs, pytest.raises(CallError):
         blobs.read("a/x.d", take, 0.5)
+
+
+@pytest.mark.parametrize("reply", [b"-MOVED 3999 127.0.0.1:6381\r\n", b"-ASK 7 10.0.0.1:1\r\n"])
+def test_a_cluster_of_several_shards_is_refused_by_name(reply):
+    with lying(lambda one: one.sendall(reply)) as blobs, pytest.raises(BadInput, match="one shard"):
+        blobs.sizes(["a/x.d"], SOON)
 
 
 def test_a_server_that_sends_more_than_it_was_asked_for_gets_no_memory():

@@ -59,7 +59,7 @@ class Talk:
         prompt = self.whole()
         generated = spelled(self.tokenizer, text)
         generated += [self.tokenizer.eos_token_id] if stops else []
-        self.splicer.remember("", prompt.text, prompt.tokens, generated)
+        self.splicer.remember("", prompt.text, prompt.tokens, generated, prompt.spans)
         self.tokens = [*prompt.tokens, *generated]
         self.messages.append({"role": "assistant", "content": text, **message})
         return self

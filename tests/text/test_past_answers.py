@@ -19,7 +19,7 @@ from keepwarm.prefix.policy import Policy
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tiers import Tiers
 from keepwarm.text.detokenize import decode
-from keepwarm.text.past_answers import ENTRY_BYTES, Splicer, decode_after
+from keepwarm.text.past_answers import ENTRY_BYTES, SPAN_BYTES, Splicer, StoredAnswers, decode_after
 from keepwarm.text.prompt import Prompter
 from keepwarm.text.request import Request
 from keepwarm.text.template import Template
@@ -143,7 +143,7 @@ def pair(tokenizer):
 
 
 def answer(splicer, rendering, tokens, tenant=""):
-    splicer.remember(tenant, rendering.text, rendering.tokens, tokens)
+    splicer.remember(tenant, rendering.text, rendering.tokens, tokens, rendering.spans)
 
 
 def test_an_answer_comes_back_as_it_was_generated(any_tokenizer):
@@ -307,7 +307,8 @@ def test_memory_is_bounded_and_the_oldest_goes_first(tokenizer):
     for question in asked:
         answer(splicer, ask(prompter, question), spelled(tokenizer, "the tree"))
         assert ask(prompter, asked[0], said("the tree"), NEXT).spliced  # in use, so it stays
-        assert splicer.n_bytes == len(splicer) * (ENTRY_BYTES + 8 * len("the tree")) <= 20_000
+        each = ENTRY_BYTES + SPAN_BYTES + 4 * len("the tree")
+        assert splicer.n_bytes == len(splicer) * each + 4 * len("the tree") <= 20_000
     assert 10 < len(splicer) < 40
     assert ask(prompter, asked[-1], said("the tree"), NEXT).spliced
     assert not ask(prompter, asked[1], said("the tree"), NEXT).spliced
@@ -320,10 +321,11 @@ def test_one_prompt_does_not_keep_answers_without_end(tokenizer):
         answer(splicer, first, spelled(tokenizer, f"the {i}"))
         answer(splicer, first, spelled(tokenizer, "again"))
     assert len(splicer) == 16
-    assert splicer.n_bytes == 16 * ENTRY_BYTES + 8 * (15 * len("the 99") + len("again"))
+    each, n_letters = ENTRY_BYTES + SPAN_BYTES, 15 * len("the 99") + len("again")
+    assert splicer.n_bytes == 16 * each + 8 * n_letters
     splicer.clear()
     assert (len(splicer), splicer.n_bytes) == (0, 0)
-    Splicer(tokenizer, max_bytes=1).remember("", "x", [5], [6])  # too large to keep: no error
+    Splicer(tokenizer, max_bytes=1).remember("", "x", [5], [6], ())  # too large to keep: no error
 
 
 # After a restart nothing is remembered, but the tokens are in the block store.
@@ -342,7 +344,8 @@ def store(tier, tokens):
 
 
 def stored(tier):
-    return partial(stored_continuations, NAMESPACE, Tiers([("memory", tier)]))
+    follow = partial(stored_continuations, NAMESPACE, Tiers([("memory", tier)]))
+    return StoredAnswers(follow)
 
 
 def restarted(tokenizer, tier, talk):
@@ -408,13 +411,13 @@ class Asked:
 
     def __call__(self, tokens, guesses):
         self.times += 1
-        return self._answers(tokens, guesses) if self._answers else []
+        return self._answers.follow(tokens, guesses) if self._answers else []
 
 
 def test_a_store_that_knows_nothing_is_asked_once(tokenizer):
     nothing = Asked()
     request = Request(messages=[ASK, said("a dog")] * 20 + [NEXT])
-    again = Prompter(tokenizer, splicer=Splicer(tokenizer)).render(request, nothing)
+    again = Prompter(tokenizer, splicer=Splicer(tokenizer)).render(request, StoredAnswers(nothing))
     assert again.spliced == 0
     assert nothing.times == 1
 
@@ -425,7 +428,7 @@ def test_what_was_read_back_is_remembered(tokenizer, tier):
     prompter = Prompter(tokenizer, splicer=Splicer(tokenizer))
     request = Request(messages=[ASK, said("the tree"), NEXT])
     asked = Asked(stored(tier))
-    renderings = [prompter.render(request, asked) for _ in range(3)]
+    renderings = [prompter.render(request, StoredAnswers(asked)) for _ in range(3)]
     assert asked.times == 1
     assert all(rendering.tokens == renderings[0].tokens for rendering in renderings)
     assert renderings[0].spliced == renderings[2].spliced == len("the tree")
@@ -438,4 +441,72 @@ def test_an_answer_that_is_not_stored_does_not_hide_later_remembered_ones(tokeni
     request = Request(messages=[*theirs, said("the tree"), ASK])
     warm = prompter.render(request)
     assert warm.spliced == len("the tree")
-    assert prompter.render(request, Asked()).tokens == warm.tokens
+    assert prompter.render(request, StoredAnswers(Asked())).tokens == warm.tokens
+
+
+# Answers of other machines
+
+
+def walk_with(tokenizer):
+    """What one machine knows after two answers, and the conversation."""
+    prompter, splicer, _ = pair(tokenizer)
+    first = ask(prompter, ASK)
+    answer(splicer, first, spelled(tokenizer, "the tree"))
+    talk = [ASK, said("the tree"), NEXT]
+    second = ask(prompter, *talk)
+    answer(splicer, second, spelled(tokenizer, "the fox"))
+    talk += [said("the fox"), ASK]
+    return ask(prompter, *talk), talk, splicer
+
+
+def told(tokenizer, talk, *spans, splicer=None):
+    """The prompt of a machine that is told these answers, and the texts that it asks about."""
+    asked = []
+
+    def elsewhere(texts):
+        asked.extend(texts)
+        return spans
+
+    prompter = Prompter(tokenizer, splicer=splicer or Splicer(tokenizer))
+    stored = StoredAnswers(lambda *_: [], elsewhere)
+    return prompter.render(Request(messages=talk), stored), asked
+
+
+def test_another_machine_has_the_tokens_that_it_is_told(any_tokenizer):
+    there, talk, _ = walk_with(any_tokenizer)
+    here, asked = told(any_tokenizer, talk, there.spans)
+    assert here.tokens == there.tokens
+    assert asked == [there.text[: span.start] for span in reversed(there.spans)], "the last first"
+    assert told(any_tokenizer, talk)[0].spliced == 0
+
+
+def test_what_was_decided_for_a_conversation_holds_whoever_remembers_otherwise(tokenizer):
+    """A machine that could not be told has tokenised the first answer, and has told so."""
+    there, talk, _ = walk_with(tokenizer)
+    prompter, splicer, plain = pair(tokenizer)
+    answer(splicer, ask(prompter, ASK), spelled(tokenizer, "the tree"))
+    here, _ = told(tokenizer, talk, there.spans[1:], splicer=splicer)
+    assert here.spans == there.spans[1:]
+    later = [*talk, said("the quick"), NEXT]
+    answer(splicer, here, spelled(tokenizer, "the quick"))
+    assert [span.start for span in ask(prompter, *later).spans][:1] == [there.spans[1].start]
+    assert ask(plain, *later).spliced == 0
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda spans: [spans[0]._replace(tokens=spans[1].tokens), spans[1]],
+        lambda spans: [spans[1], spans[0]],
+        lambda spans: [spans[0]._replace(start=-1), spans[1]],
+        lambda spans: [spans[0], spans[1]._replace(end=10**6)],
+        lambda spans: [spans[0]._replace(tokens=[*spans[0].tokens, 2**31]), spans[1]],
+        lambda spans: [spans[0]._replace(end=spans[0].end - 1, tokens=spans[0].tokens[:-1])],
+    ],
+)
+def test_what_is_told_and_is_not_this_text_is_not_used(tokenizer, forge):
+    there, talk, _ = walk_with(tokenizer)
+    here, _ = told(tokenizer, talk, forge(list(there.spans)))
+    assert here.spliced == 0
+    here, _ = told(tokenizer, talk, forge(list(there.spans)), there.spans)
+    assert here.tokens == there.tokens, "the next one is"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Self
@@ -214,6 +215,7 @@ class Job:
     since: int | None = None  # the store's generation on arrival
     times: PrefillTimes = field(default_factory=PrefillTimes)  # what its prompt took, or takes now
     status: JobStatus = JobStatus.WAITING
+    told: Future[None] | None = None  # its end waits until other machines know the answer
 
     def __post_init__(self) -> None:
         self.arrived = self._last_heartbeat = self.clock()
@@ -369,7 +371,11 @@ class Job:
         if error is None and self.receipt is not None:
             self.receipt = self._final(self.receipt)
         self._call_on_end(error)
-        self.answer.put(self.done() if error is None else error)
+        last, answer = self.done() if error is None else error, self.answer
+        if self.told is None:
+            answer.put(last)
+        else:
+            self.told.add_done_callback(lambda _: answer.put(last))
         self.sequences = []  # they refer to the job: the cycle would delay freeing both
 
     def release(self) -> None:

@@ -6,7 +6,11 @@ shared tiers what they hold of it. Nothing here runs on the engine's thread but 
 
 from __future__ import annotations
 
+import json
+import zlib
+from array import array
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -21,13 +25,14 @@ from keepwarm.records.record import ReadBuffer, RecordView
 from keepwarm.store.tier import BlockInfo
 from keepwarm.store.tiers import Tiers
 from keepwarm.text.continuing import with_kept_options
-from keepwarm.text.past_answers import Continuations
+from keepwarm.text.past_answers import KnownSpan, StoredAnswers
 from keepwarm.text.prepare import PreparedRequest, Preparer
 from keepwarm.text.request import KnownHistory, Request
 from keepwarm.text.sampling_rules import DrawRules
 from keepwarm.text.sandbox.deadline import PrepareDeadline
 
 AnyRequest: TypeAlias = Request | PreparedRequest
+MAX_TOLD = 1 << 24  # bytes of the answers that another machine tells
 
 
 class ReadyRequest(NamedTuple):
@@ -75,13 +80,13 @@ class Preparation:
             lane = lane or self.lane_for(request.request)
             return request, lane.for_prompt(len(request.tokens))
         request, lane = self.resolve(request, lane)
-        found = self._preparer.prepare(request, _continuations(lane), deadline, lane.needs_cuts)
+        found = self._preparer.prepare(request, _stored_answers(lane), deadline, lane.needs_cuts)
         return found, lane.for_prompt(len(found.tokens))
 
     def count_tokens(self, request: Request, deadline: PrepareDeadline | None) -> int:
         """Tokens of a prompt, also of one that is too long for the model."""
         request, lane = self.resolve(request)
-        return self._preparer.n_tokens(request, _continuations(lane), deadline)
+        return self._preparer.n_tokens(request, _stored_answers(lane), deadline)
 
     def resolve(self, request: Request, lane: Lane | None = None) -> tuple[Request, Lane]:
         """A request with all its options and the conversation that it continues; its lane."""
@@ -114,8 +119,31 @@ class Preparation:
         return KnownHistory(latest.tokens, latest.turn)
 
 
-def _continuations(lane: Lane) -> Continuations:
-    return partial(stored_continuations, lane.restorer.namespace, lane.restorer.tiers)
+def _stored_answers(lane: Lane) -> StoredAnswers:
+    """In blocks of this machine; what others have told, a few kB, not their blocks."""
+    restorer = lane.restorer
+    follow = partial(stored_continuations, restorer.namespace, restorer.tiers.local)
+
+    def elsewhere(texts: Sequence[str]) -> list[list[KnownSpan]]:
+        return [spans for told in restorer.answers_to(texts) if (spans := _decode_spans(told))]
+
+    def share(text: str, spans: Sequence[KnownSpan]) -> Future[None] | None:
+        return restorer.share_answers(text, partial(_encode_spans, spans))
+
+    return StoredAnswers(follow, elsewhere, share)
+
+
+def _encode_spans(spans: Sequence[KnownSpan]) -> bytes:
+    return zlib.compress(json.dumps([(a, b, list(ids)) for a, b, ids in spans]).encode(), 1)
+
+
+def _decode_spans(told: bytes) -> list[KnownSpan]:
+    """Empty if it is something else: a stranger may have written it."""
+    try:
+        spans = json.loads(zlib.decompressobj().decompress(told, MAX_TOLD))
+        return [KnownSpan(int(a), int(b), array("I", ids)) for a, b, ids in spans]
+    except (ValueError, TypeError, OverflowError, RecursionError, zlib.error):
+        return []
 
 
 def stored_continuations(

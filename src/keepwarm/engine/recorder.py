@@ -69,6 +69,8 @@ class Recorder:
             self._pool.submit(self._run, advance, job, tokens)
         if job.request.policy.to_disk and job.request.breakpoints:
             self._pool.submit(self._run, self._pin, job, tokens)
+        if job.request.policy.to_disk and self._store.settings.share_at_once:
+            self._pool.submit(self._run, self._share, job, tokens)
 
     def _is_recorded(self, request: Request) -> bool:
         """Whether the turn is an agent's; of an ephemeral one it is known in memory only."""
@@ -179,6 +181,9 @@ class Recorder:
             if self._unrecorded.get(agent_id) is job:
                 del self._unrecorded[agent_id]
 
+    def _share(self, job: Job, tokens: list[int]) -> None:
+        job.lane.restorer.share(tokens)
+
     def _pin(self, job: Job, tokens: list[int]) -> None:
         pins = self._store.on_disk.ttl_pins
         pins.expire()
@@ -245,8 +250,8 @@ class RecentTexts:
             self._nearest[job.number] = self._recent.nearest(whose, job.tokens)
 
     def remember(self, job: Job) -> None:
-        """The answers, for the client's next turn, which sends them back as text; of a prompt that
-        was cut short, how far it was computed."""
+        """The answers, for the client's next turn, which sends them back as text, to any machine;
+        of a prompt that was cut short, how far it was computed."""
         for sequence in job.sequences if job.request.policy.writes else ():
             if sequence.capture.claim.is_forgotten:
                 continue
@@ -256,7 +261,7 @@ class RecentTexts:
             kept = [*job.cuts, len(job.tokens) - 1, n_computed]
             owner = (job.request.kv, job.request.tenant)
             self._recent.remember(owner, sequence.tokens, kept, n_computed)
-            self._preparer.remember(job.prepared, sequence.tokens)
+            job.told = self._preparer.remember(job.prepared, sequence.tokens)
 
     def candidate(self, job: Job) -> MissCandidate | None:
         """A request that ended, if it may have computed known tokens again."""

@@ -8,6 +8,13 @@ So the records that follow a block lie in one folder, begun blocks before whole 
 key a name ends in `.mac`, and the bytes in a MAC of name and record: digests in a record show
 damage, but anybody can make them fit. Sealed records need none.
 
+Beside the records lie token ids of past answers, for conversations that move to another machine:
+
+    <compute class>/<namespace>/<digest of the prompt's text>/001.<key>.a.0
+
+They are masked with that text: who has not the whole prompt cannot read the answers to it, also
+where a conversation was deleted meanwhile.
+
 The compute class is what numbers depend on besides the namespace, such as backend and version of
 MLX. Machines of different classes compute slightly different keys and values, so that an answer
 would depend on who computed the prompt: they share nothing, unless they are told to. All classes
@@ -20,7 +27,7 @@ import re
 import struct
 from base64 import b64decode
 from collections.abc import Sequence
-from hashlib import blake2b
+from hashlib import blake2b, shake_256
 from hmac import compare_digest
 from io import BytesIO
 from typing import NamedTuple
@@ -42,6 +49,7 @@ from keepwarm.remote.backend import Backend, Listed, new_memory
 from keepwarm.remote.compression import decode_record, find_start, undo_code
 
 CLASSES = "classes"
+ANSWERS = "a"  # in a name, in place of a part
 CLASS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")  # other files may lie beside them
 LAST = re.compile(rf"(\d{{3}})\.([0-9a-f]{{{2 * KEY_BYTES}}})\.([a-z]+)\.(\d{{1,3}})(\.mac)?")
 MAC_BYTES = 32
@@ -73,7 +81,7 @@ class LastWord(NamedTuple):
     """What the last word of a name tells."""
 
     key: BlockKey
-    part: Part
+    part: Part | None  # None: it is not a record
     n_tokens: int
     w_rows: int
     has_mac: bool
@@ -86,7 +94,8 @@ def parse_last(name: str) -> LastWord | None:
         return None
     tokens, key, part, rows, mac = found.groups()
     try:
-        word = LastWord(BlockKey(bytes.fromhex(key)), Part(part), int(tokens), int(rows), bool(mac))
+        kind = None if part == ANSWERS else Part(part)
+        word = LastWord(BlockKey(bytes.fromhex(key)), kind, int(tokens), int(rows), bool(mac))
     except ValueError:
         return None
     is_possible = 0 < word.n_tokens <= BLOCK_TOKENS and word.w_rows <= word.n_tokens
@@ -106,6 +115,18 @@ class RemoteNames:
         mac = ".mac" if self._has_mac else ""
         return f"{folder}/{stem}{record.part.value}.{record.w_rows}{mac}"
 
+    def of_answers(self, namespace: Namespace, text: str, answers: bytes) -> str:
+        """For what is told of a conversation; equal names have equal content."""
+        key = blake2b(answers, digest_size=KEY_BYTES, key=namespace, person=b"keepwarm.told.1")
+        mac = ".mac" if self._has_mac else ""
+        return f"{self.answers_to(namespace, text)}/001.{key.hexdigest()}.{ANSWERS}.0{mac}"
+
+    def answers_to(self, namespace: Namespace, text: str) -> str:
+        """The folder of them."""
+        digest = blake2b(digest_size=KEY_BYTES, key=namespace, person=b"keepwarm.text.1")
+        digest.update(text.encode("utf-8", "surrogatepass"))
+        return self.folder(namespace, BlockKey(digest.digest()))
+
     def folder(self, namespace: Namespace, parent: BlockKey, compute_class: str = "") -> str:
         return f"{compute_class or self._compute_class}/{namespace.hex()}/{parent.hex()}"
 
@@ -121,9 +142,18 @@ class RemoteNames:
         if word is None or word.has_mac != self._has_mac or listed.n_bytes <= 0:
             return None
         key, part, n_tokens, w_rows, _ = word
+        if part is None:
+            return None
         return RemoteRecord(
             namespace, parent, key, part, n_tokens, w_rows, listed.n_bytes, compute_class
         )
+
+
+def mask(namespace: Namespace, name: str, text: str, data: bytes) -> bytes:
+    """Hide data under a name from everybody who has not the text; twice is the data again."""
+    stream = shake_256(namespace + name.encode() + b"\0" + text.encode("utf-8", "surrogatepass"))
+    both = int.from_bytes(data) ^ int.from_bytes(stream.digest(len(data)))
+    return both.to_bytes(len(data))
 
 
 def list_classes(backend: Backend, timeout_s: float) -> list[str]:
@@ -190,7 +220,7 @@ def read_header(
 ) -> VerifiedHeader | None:
     """The header of a record that has so many bytes; None if it has none that fits its name."""
     word, n_read, n_wanted = parse_last(name), 0, HEADER_GUESS
-    if word is None:
+    if word is None or word.part is None:
         return None
     try:
         while n_read < n_wanted:

@@ -41,6 +41,7 @@ ADDRESS_S = 1.0  # to connect to one of the addresses of a name
 CONNECT_S = 3.0  # without any new connection are a failure
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 2}
 MOVED = "READONLY", "LOADING", "MASTERDOWN", "NOAUTH"  # a new connection may lead elsewhere
+ELSEWHERE = "MOVED ", "ASK "  # of a cluster: other shards have other keys
 NOT_WRITABLE = "OOM", "READONLY", "MISCONF", "NOPERM", "NOREPLICAS"
 
 
@@ -184,6 +185,11 @@ class RedisBackend(Backend):
         if not commands:
             return []
         replies = self._exchange(commands, CallDeadline(timeout_s), take)
+        if any(_begins(reply, ELSEWHERE) for reply in replies):
+            raise BadInput(
+                "It is a Redis Cluster with more than one shard, which is not supported; name a "
+                "single Redis or Valkey, or a proxy that speaks for the cluster."
+            )
         for reply in replies:
             if isinstance(reply, CallError) and not (or_refused and _begins(reply, NOT_WRITABLE)):
                 raise reply

@@ -18,7 +18,7 @@ from threading import Thread
 
 from keepwarm.concurrency import CallDeadline, CallError, SingleFlight
 from keepwarm.errors import BadRecord, KeepwarmError, NewerFormat
-from keepwarm.prefix.blocks import BlockKey
+from keepwarm.prefix.blocks import BlockKey, Namespace
 from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import (
     Header,
@@ -28,7 +28,7 @@ from keepwarm.records.record import (
     RecordView,
     encode_record,
 )
-from keepwarm.remote.backend import Backend
+from keepwarm.remote.backend import Backend, FolderRange, at_most
 from keepwarm.remote.compression import code_record, count_bytes, memory_for
 from keepwarm.remote.handshake import check_mark
 from keepwarm.remote.health import Health, RemoteSpeed, try_backend
@@ -41,6 +41,7 @@ from keepwarm.remote.records import (
     RemoteRecord,
     decode_named,
     list_classes,
+    mask,
 )
 from keepwarm.store.index.database import Database
 from keepwarm.store.memory import MemoryTier
@@ -58,6 +59,9 @@ from keepwarm.store.tier import (
 
 LOG = logging.getLogger(__name__)
 ASK_S = 0.05  # for a question
+ANSWERS_S = 1.0  # for the tokens of past answers, on which those of a prompt depend
+ANSWERS_BYTES = 1 << 20  # of one conversation
+MAX_TOLD = 8  # conversations that begin with the same text, or its beginnings
 BATCH_CALLS = 2  # that a question to Redis may take as long as
 MAX_ASK_SHARE = 0.1  # of the time to compute, for a question to a distant store
 MIN_READ_S = 0.05
@@ -173,6 +177,41 @@ class RemoteTier:
         planned_s = (BATCH_CALLS if is_batch else n_round_trips(lookup)) * self.speed.call_s
         is_near = planned_s <= ASK_S if is_batch else not self.backend.is_distant
         return ASK_S if is_near else lookup_s(planned_s, computing_s)
+
+    def answers_to(self, namespace: Namespace, texts: Sequence[str]) -> list[bytes]:
+        """Called unless the last call failed: a prompt whose tokens depend on it waits once."""
+
+        def ask() -> list[bytes]:
+            deadline = CallDeadline(ANSWERS_S, self._clock)
+            places = [FolderRange(self._names.answers_to(namespace, text), "") for text in texts]
+            lists = self.backend.look(places, deadline.left_s())
+            named = [
+                (text, one.name) for text, some in zip(texts, lists, strict=True) for one in some
+            ]
+            read = (self._told(namespace, *one, deadline) for one in named[:MAX_TOLD])
+            return [answers for answers in read if answers]
+
+        found = self.health.call("asked", ask) if self.health.is_trusted and texts else None
+        return found if found and self._is_noted() else []
+
+    def _told(self, namespace: Namespace, text: str, name: str, deadline: CallDeadline) -> bytes:
+        """Empty if it is not what a machine of this fleet has put there."""
+        found = self.backend.read(name, at_most(ANSWERS_BYTES), deadline.left_s())
+        try:
+            data = found and (self._fleet_key.checked(name, found) if self._fleet_key else found)
+            plain = self.cipher.open(name.encode(), data) if data and self.cipher else data
+            return mask(namespace, name, text, bytes(plain or b""))
+        except BadRecord:
+            return b""
+
+    def tell(self, namespace: Namespace, text: str, answers: bytes) -> None:
+        """Put what is known of the answers in a conversation. Never fails."""
+        name = self._names.of_answers(namespace, text, answers)
+        masked = mask(namespace, name, text, answers)
+        data = self.cipher.seal(name.encode(), masked) if self.cipher else masked
+        pieces = [data, self._fleet_key.mac(name, [data])] if self._fleet_key else [data]
+        if self.is_writable:
+            self.health.call("written", lambda: self.backend.put(name, pieces, ANSWERS_S))
 
     def load_s(self, n_bytes: int) -> float:
         return self.speed.load_s(n_bytes)

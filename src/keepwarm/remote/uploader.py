@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -61,6 +61,7 @@ class Uploader:
         self._n_queued = 0
         self._closing = False
         self._changed = threading.Condition()
+        self._teller = ThreadPoolExecutor(1, "keepwarm-teller")  # waits for no upload
         self._thread = threading.Thread(target=self._run, name="keepwarm-uploader", daemon=True)
         self._thread.start()
 
@@ -80,6 +81,25 @@ class Uploader:
         tried.set_result(None)
         return tried
 
+    def tell(
+        self, namespace: Namespace, text: str, answers: Callable[[], bytes]
+    ) -> Future[None] | None:
+        """Tell other machines what answers a conversation has; from any thread, without waiting.
+        Done when they can know, or None if that may take long: nobody should wait then.
+        """
+        usable = [tier for tier in self._shared if not tier.is_open]
+
+        def tell() -> None:
+            told = answers()
+            for tier in usable if self._fits(len(told)) else ():
+                tier.tell(namespace, text, told)
+
+        with self._changed:
+            if self._closing or not usable:
+                return None
+            told = self._teller.submit(tell)
+        return None if any(tier.backend.is_distant for tier in usable) else told
+
     def close(self) -> None:
         """Go on for a moment, then leave the rest."""
         with self._changed:
@@ -88,6 +108,7 @@ class Uploader:
             left = [tried for _, tried in self._offers]
             self._offers.clear()
             self._changed.notify_all()
+        self._teller.shutdown(cancel_futures=True)
         self._thread.join()
         for tried in left:
             tried.set_result(None)

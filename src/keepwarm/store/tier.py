@@ -314,6 +314,11 @@ class SharedTier(ReadableTier, Protocol):
         False if it was late: no request waits for two tiers.
         """
 
+    def answers_to(self, namespace: Namespace, texts: Sequence[str]) -> list[bytes]:
+        """What machines have told of the answers in conversations whose prompts have these texts,
+        those to the first text first.
+        """
+
     def load_s(self, n_bytes: int) -> float:
         """Seconds that loading so many bytes takes."""
 

@@ -2,7 +2,8 @@
 
 Tokenising an answer again may give other tokens than those generated, and every cached token after
 the first difference would be lost. So answers are remembered by the prompt they followed, and
-spliced in where a new rendering has exactly their text.
+spliced in where a new rendering has exactly their text. With an answer goes what its prompt had for
+the answers before: which tokens those are is decided once in a conversation, wherever it goes on.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import threading
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeAlias
@@ -22,8 +24,10 @@ from keepwarm.text.template import Template
 
 MAX_BYTES = 16 << 20
 ENTRY_BYTES = 600  # overhead of one answer in Python, without its text and tokens
+SPAN_BYTES = 100  # of each that comes before it
 MAX_ANSWERS = 16  # per prompt
 GUESS = 2_000  # characters of an answer, to choose between several stored ones
+MAX_ASKED = 4  # last answers that other machines are asked for
 LONGEST_TOKEN = 16  # characters of a single-token guess, at most
 CONTEXT = 8  # tokens decoded with an answer: some decoders treat the start of a text differently
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -43,6 +47,16 @@ Continuations: TypeAlias = Callable[
 ]
 
 
+class StoredAnswers(NamedTuple):
+    """Past answers that this process may not remember."""
+
+    follow: Continuations
+    # Given texts of prompts: all answers until then, as machines that have answered them know.
+    elsewhere: Callable[[Sequence[str]], Iterable[Sequence[KnownSpan]]] = lambda _: ()
+    # Given the text of a prompt, and all answers with its own: tells other machines.
+    share: Callable[[str, Sequence[KnownSpan]], Future[None] | None] = lambda *_: None
+
+
 class _Step(NamedTuple):
     """The part of an answer found so far, and whether the answer ends there."""
 
@@ -50,13 +64,20 @@ class _Step(NamedTuple):
     is_whole: bool
 
 
+class _PackedSpan(NamedTuple):
+    start: int
+    end: int
+    tokens: bytes
+
+
 class _Answer(NamedTuple):
     text: str
-    tokens: array[int]
+    spans: Sequence[_PackedSpan]  # those of its prompt, then its own; they share their tokens
 
     @property
     def n_bytes(self) -> int:
-        return ENTRY_BYTES + 4 * len(self.text) + 4 * len(self.tokens)
+        """Without the tokens."""
+        return ENTRY_BYTES + 4 * len(self.text) + SPAN_BYTES * len(self.spans)
 
 
 class _Prompt(NamedTuple):
@@ -85,42 +106,55 @@ class Splicer:
         self._lock = threading.Lock()
         self._prompts: OrderedDict[bytes, _Prompt] = OrderedDict()
         self._lengths: Counter[int] = Counter()  # of prompts, in characters
+        self._tokens: dict[bytes, bytes] = {}  # packed, by themselves
+        self._n_held: Counter[bytes] = Counter()  # answers that hold them
         self.n_bytes = 0
 
     def remember(
-        self, tenant: str, text: str, tokens: Sequence[int], generated: Sequence[int]
-    ) -> None:
-        """Keep an answer without its stop token; `text` and `tokens` are its prompt's.
+        self,
+        tenant: str,
+        text: str,
+        tokens: Sequence[int],
+        generated: Sequence[int],
+        before: Sequence[KnownSpan],
+    ) -> KnownSpan | None:
+        """Keep an answer without its stop token; `text` and `tokens` are its prompt's, `before` the
+        answers in that.
 
         An answer that ends inside a character is not kept: its text is incomplete.
         """
         kept = _without_stop(self._tokenizer, generated)
         answer = decode_after(self._tokenizer, tokens[-CONTEXT:], kept)
         if not answer or REPLACEMENT in answer:
-            return
+            return None
         ((_, key),) = self._keys(tenant, text, [len(text)])
+        span = KnownSpan(len(text), len(text) + len(answer), kept)
         with self._lock:
-            self._put(key, len(text), _Answer(answer, array("I", kept)))
+            self._put(key, len(text), answer, [*before, span])
             while self.n_bytes > self._max_bytes:
                 self._drop(next(iter(self._prompts)))
+        return span
 
     def spans(
         self,
         tenant: str,
         text: str,
         starts: Sequence[int] = (),
-        stored: Continuations | None = None,
+        stored: StoredAnswers | None = None,
         to_tokens: Encode | None = None,
     ) -> list[KnownSpan]:
         """The past answers in this text, in order, with the tokens that were generated.
 
-        At `starts`, answers that are not remembered are looked up in `stored`. `to_tokens`
-        tokenises parts of this text, if they are not tokenised as any text.
+        At `starts`, answers after the last that is remembered are looked up in `stored`.
+        `to_tokens` tokenises parts of this text, if they are not tokenised as any text.
         """
         found = self.remembered(tenant, text)
-        if stored is None or {span.start for span in found}.issuperset(starts):
+        if stored is None or not _after(found, starts):
             return found
         to_tokens = to_tokens or partial(encode, self._tokenizer)
+        found = self._elsewhere(tenant, text, found, starts, stored, to_tokens=to_tokens)
+        if not _after(found, starts):
+            return found
         return self._with_stored(tenant, text, found, starts, stored, to_tokens=to_tokens)
 
     def can_end(self, text: str, answer: Sequence[int]) -> bool:
@@ -128,19 +162,20 @@ class Splicer:
         return self._ends(text, 0, answer)
 
     def remembered(self, tenant: str, text: str) -> list[KnownSpan]:
-        """The past answers in this text that are in memory."""
+        """The last past answer in this text that is in memory, after those of its prompt."""
         with self._lock:
             lengths = sorted(length for length in self._lengths if length < len(text))
-        found: list[KnownSpan] = []
-        for start, key in self._keys(tenant, text, lengths):
-            if not found or start >= found[-1].end:
-                found += self._at(key, text, start)
-        return found
+        for start, key in reversed(list(self._keys(tenant, text, lengths))):
+            if found := self._at(key, text, start):
+                return found
+        return []
 
     def clear(self) -> None:
         with self._lock:
             self._prompts.clear()
             self._lengths.clear()
+            self._tokens.clear()
+            self._n_held.clear()
             self.n_bytes = 0
 
     def __len__(self) -> int:
@@ -148,45 +183,88 @@ class Splicer:
             return sum(len(prompt.answers) for prompt in self._prompts.values())
 
     def _at(self, key: bytes, text: str, start: int) -> list[KnownSpan]:
-        """The longest remembered answer at this position, if any."""
+        """The longest remembered answer at this position, if any, after those of its prompt."""
         with self._lock:
             prompt = self._prompts.get(key)
             answers = list(prompt.answers.values()) if prompt else []
             if prompt:
                 self._prompts.move_to_end(key)
         for answer in sorted(answers, key=lambda answer: -len(answer.text)):
-            end = start + len(answer.text)
-            if _spells(text, start, answer.text) and self._ends(text, end, answer.tokens):
-                return [KnownSpan(start, end, answer.tokens)]
+            if not _spells(text, start, answer.text):
+                continue
+            spans = [KnownSpan(a, b, array("I", packed)) for a, b, packed in answer.spans]
+            if self._ends(text, start + len(answer.text), spans[-1].tokens):
+                return spans
         return []
+
+    def _elsewhere(
+        self,
+        tenant: str,
+        text: str,
+        remembered: list[KnownSpan],
+        starts: Sequence[int],
+        stored: StoredAnswers,
+        *,
+        to_tokens: Encode,
+    ) -> list[KnownSpan]:
+        """What the machine knows that gave the last answer; else what is remembered."""
+        newest = sorted(_after(remembered, starts), reverse=True)[:MAX_ASKED]
+        for spans in stored.elsewhere([text[:start] for start in newest]):
+            prompt = self._context(text, spans, to_tokens)
+            if prompt is not None:
+                *before, last = spans
+                self.remember(tenant, text[: last.start], prompt, last.tokens, before)
+                return list(spans)
+        return remembered
+
+    def _context(
+        self, text: str, spans: Sequence[KnownSpan], to_tokens: Encode
+    ) -> Sequence[int] | None:
+        """Tokens before the last of these answers, a few; None unless all are in this text."""
+        context: Sequence[int] = ()
+        after: Sequence[int] = ()
+        at = 0
+        for start, end, tokens in spans:
+            if not at <= start < end <= len(text) or not self._has_tokens(tokens):
+                return None
+            context = [*after, *to_tokens(text[at:start], at)][-CONTEXT:]
+            answer = decode_after(self._tokenizer, context, tokens) or ""
+            is_here = len(answer) == end - start and _spells(text, start, answer)
+            if not (is_here and self._ends(text, end, tokens)):
+                return None
+            after, at = [*context, *tokens][-CONTEXT:], end
+        return context
+
+    def _has_tokens(self, tokens: Sequence[int]) -> bool:
+        return None not in self._tokenizer.convert_ids_to_tokens(list(tokens))
 
     def _with_stored(
         self,
         tenant: str,
         text: str,
-        remembered: Sequence[KnownSpan],
+        known: Sequence[KnownSpan],
         starts: Sequence[int],
-        stored: Continuations,
+        stored: StoredAnswers,
         *,
         to_tokens: Encode,
     ) -> list[KnownSpan]:
         """Answer by answer: each lookup needs the tokens of the answers before it."""
-        known = {span.start: span for span in remembered}
         found: list[KnownSpan] = []
         before: list[int] = []
         at = 0
-        for start in sorted({*known, *starts}):
+        for span in (*known, *(KnownSpan(n, n, ()) for n in sorted(_after(known, starts)))):
+            start, is_known = span.start, bool(span.tokens)
             if start < at:
                 continue
             prompt = before + to_tokens(text[at:start], at)
-            span = known.get(start) or self._follow(text, start, prompt, stored)
-            if span is None:  # this prompt is not stored, so no longer one is
-                return found + [span for span in remembered if span.start >= at]
-            if span.tokens:
-                if start not in known:
-                    self.remember(tenant, text[:start], prompt, span.tokens)
-                found.append(span)
-                before, at = [*prompt, *span.tokens], span.end
+            seen = span if is_known else self._follow(text, start, prompt, stored.follow)
+            if seen is None:  # this prompt is not stored, so no longer one is
+                return found
+            if seen.tokens:
+                if not is_known:
+                    self.remember(tenant, text[:start], prompt, seen.tokens, found)
+                found.append(seen)
+                before, at = [*prompt, *seen.tokens], seen.end
         return found
 
     def _follow(
@@ -259,17 +337,24 @@ class Splicer:
             yield length, digest.copy().digest()
             start = length
 
-    def _put(self, key: bytes, length: int, answer: _Answer) -> None:
+    def _put(self, key: bytes, length: int, text: str, spans: Sequence[KnownSpan]) -> None:
         if key not in self._prompts:
             self._prompts[key] = _Prompt(length, OrderedDict())
             self._lengths[length] += 1
         answers = self._prompts[key].answers
         self._prompts.move_to_end(key)
-        self._forget(answers, answer.text)
-        answers[answer.text] = answer
-        self.n_bytes += answer.n_bytes
+        self._forget(answers, text)
+        held = [_PackedSpan(a, b, self._hold(array("I", ids).tobytes())) for a, b, ids in spans]
+        answers[text] = _Answer(text, held)
+        self.n_bytes += answers[text].n_bytes
         if len(answers) > MAX_ANSWERS:
             self._forget(answers, next(iter(answers)))
+
+    def _hold(self, tokens: bytes) -> bytes:
+        """The same tokens, once in memory however many answers come after them."""
+        self.n_bytes += 0 if tokens in self._tokens else len(tokens)
+        self._n_held[tokens] += 1
+        return self._tokens.setdefault(tokens, tokens)
 
     def _drop(self, key: bytes) -> None:
         prompt = self._prompts.pop(key)
@@ -282,6 +367,21 @@ class Splicer:
     def _forget(self, answers: OrderedDict[str, _Answer], text: str) -> None:
         answer = answers.pop(text, None)
         self.n_bytes -= answer.n_bytes if answer else 0
+        for span in answer.spans if answer else ():
+            self._n_held[span.tokens] -= 1
+            if not self._n_held[span.tokens]:
+                del self._n_held[span.tokens], self._tokens[span.tokens]
+                self.n_bytes -= len(span.tokens)
+
+
+def n_tokens_of(spans: Sequence[KnownSpan]) -> int:
+    return sum(len(span.tokens) for span in spans)
+
+
+def _after(known: Sequence[KnownSpan], starts: Sequence[int]) -> list[int]:
+    """Where answers begin after those that are known."""
+    end = known[-1].end if known else 0
+    return [start for start in starts if start >= end]
 
 
 def _spells(text: str, start: int, answer: str) -> bool:

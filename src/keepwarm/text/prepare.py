@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ from keepwarm.prefix.recent import NOTHING_STORED, RecentPrompts, StoredPrefix
 from keepwarm.text.detokenize import decode
 from keepwarm.text.grammar import GrammarMatcher, Grammars, Trial
 from keepwarm.text.parsing import NORMAL, REASONING, Markup, Preamble
-from keepwarm.text.past_answers import Continuations, Splicer
+from keepwarm.text.past_answers import Splicer, StoredAnswers
 from keepwarm.text.prompt import Prompt, Prompter, RenderedPrompt
 from keepwarm.text.prompt_limits import PromptLimits, check_counts, is_heavy
 from keepwarm.text.request import Format, Message, Miss, MissCause, Request, Sampling
@@ -82,6 +83,7 @@ class PreparedRequest:
     first_segment: str  # the segment in which the answer begins
     grammar: GrammarMatcher | None  # at its start; see `new_matcher`
     explain: Explainer
+    stored: StoredAnswers | None = None  # where its answers are to be found again
 
     @property
     def tokens(self) -> list[int]:
@@ -186,7 +188,7 @@ class Preparer:
     def prepare(
         self,
         request: Request,
-        stored: Continuations | None = None,
+        stored: StoredAnswers | None = None,
         deadline: PrepareDeadline | None = None,
         wants_cuts: bool = False,
     ) -> PreparedRequest:
@@ -220,6 +222,7 @@ class Preparer:
             Explainer(
                 request, prompt, self._recent, request.explain and self._answers.are_quoted(request)
             ),
+            stored,
         )
 
     def _opens_thinking(self, request: Request, prompt: Prompt | RenderedPrompt) -> bool:
@@ -235,20 +238,21 @@ class Preparer:
     def n_tokens(
         self,
         request: Request,
-        stored: Continuations | None = None,
+        stored: StoredAnswers | None = None,
         deadline: PrepareDeadline | None = None,
     ) -> int:
         """The length of a prompt, also of one that is too long for the model."""
         return len(self.tokens(request, stored, deadline or PrepareDeadline()))
 
     def tokens(
-        self, request: Request, stored: Continuations | None, deadline: PrepareDeadline
+        self, request: Request, stored: StoredAnswers | None, deadline: PrepareDeadline
     ) -> Sequence[int]:
         """The same for its tokens."""
         return self._render(request, stored, None, deadline, wants_cuts=False).tokens
 
-    def remember(self, prepared: PreparedRequest, tokens: Sequence[int]) -> None:
-        """Remember an answer, the end of these tokens, for a client that sends it back as text.
+    def remember(self, prepared: PreparedRequest, tokens: Sequence[int]) -> Future[None] | None:
+        """Remember an answer, the end of these tokens, for a client that sends it back as text, to
+        this machine or to another; done when that is told.
 
         Of a conversation that was continued it is found among the stored blocks.
         """
@@ -256,8 +260,13 @@ class Preparer:
         if prepared.request.agent is not None:
             words = [token for token in generated if token not in self._stop_tokens]
             self._answers.remember(prepared.request, decode(self._model.tokenizer, words))
-        if prepared.request.messages is not None and generated and not prompt.n_before:
-            self.splicer.remember(prepared.request.tenant, prompt.text, prompt.tokens, generated)
+        if prepared.request.messages is None or not generated or prompt.n_before:
+            return None
+        made = (prepared.request.tenant, prompt.text, prompt.tokens, generated, prompt.spans)
+        span, stored = self.splicer.remember(*made), prepared.stored
+        if span is None or stored is None or not prepared.request.policy.to_disk:
+            return None
+        return stored.share(prompt.text, [*prompt.spans, span])
 
     def forget(self) -> None:
         """Forget all texts: answers, and tokens of what was prepared."""
@@ -282,7 +291,7 @@ class Preparer:
     def _render(
         self,
         request: Request,
-        stored: Continuations | None,
+        stored: StoredAnswers | None,
         limits: PromptLimits | None,
         deadline: PrepareDeadline,
         *,

@@ -14,7 +14,7 @@ from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import common_prefix
 from keepwarm.text.continuing import SuffixRenderer, known_text, last_answer, with_kept_messages
 from keepwarm.text.detokenize import decode
-from keepwarm.text.past_answers import Continuations, KnownSpan, Splicer, encode
+from keepwarm.text.past_answers import KnownSpan, Splicer, StoredAnswers, encode, n_tokens_of
 from keepwarm.text.prompt_limits import PromptLimits
 from keepwarm.text.request import Message, Request, Tool
 from keepwarm.text.special_tokens import Chat, Encode, SpecialTokens
@@ -57,13 +57,17 @@ class RenderedPrompt:
 
     text: str
     tokens: list[int]
-    spliced: int
+    spans: Sequence[KnownSpan]
     n_messages: int
     ends: Mapping[int, int | None]  # of some messages
     cuts: list[int]
     opens_thinking: bool
     n_before: int = 0
     reordered: tuple[str, ...] = ()
+
+    @property
+    def spliced(self) -> int:
+        return n_tokens_of(self.spans)
 
     def end_of(self, message: int) -> int | None:
         """The number of tokens up to the end of a message, if it is known."""
@@ -93,7 +97,7 @@ class Prompt:
     ) -> None:
         self.text = whole.text  # in which special tokens that the client spelled are masked
         self.tokens = whole.tokens
-        self.spliced = whole.spliced
+        self.spans = whole.spans  # past answers, as they were generated
         self.n_before = whole.n_before  # tokens of a conversation that is continued
         self.n_messages = n_messages
         self.reordered = reordered  # what is not where the client put it
@@ -102,6 +106,11 @@ class Prompt:
         self._whole = whole
         self._render_up_to = render_up_to
         self._ends: dict[int, int | None] = {}
+
+    @property
+    def spliced(self) -> int:
+        """Tokens of past answers."""
+        return n_tokens_of(self.spans)
 
     @cached_property
     def cuts(self) -> list[int]:
@@ -133,7 +142,7 @@ class Prompt:
         return RenderedPrompt(
             text=self.text,
             tokens=self.tokens,
-            spliced=self.spliced,
+            spans=self.spans,
             n_messages=self.n_messages,
             opens_thinking=self.opens_thinking,
             cuts=self.cuts if wants_cuts else [],
@@ -202,7 +211,7 @@ class Prompter:
     def render(
         self,
         request: Request,
-        stored: Continuations | None = None,
+        stored: StoredAnswers | None = None,
         limits: PromptLimits | None = None,
     ) -> Prompt:
         """The prompt of a request; its breakpoints are among the cuts.
@@ -225,7 +234,7 @@ class Prompter:
         return prompt
 
     def _chat(
-        self, request: Request, stored: Continuations | None, limits: PromptLimits | None
+        self, request: Request, stored: StoredAnswers | None, limits: PromptLimits | None
     ) -> Prompt:
         (messages, tools, options), encoder = self._masked(request)
         arrangement = self._ordering.of(request)

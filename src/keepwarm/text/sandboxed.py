@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from keepwarm.errors import BadInput, TimedOut
 from keepwarm.prefix.policy import Policy
 from keepwarm.text.grammar import Grammars
-from keepwarm.text.past_answers import Continuations, KnownSpan, Splicer
+from keepwarm.text.past_answers import KnownSpan, Splicer, StoredAnswers
 from keepwarm.text.prompt import Prompter, RenderedPrompt
 from keepwarm.text.prompt_limits import PromptLimits
 from keepwarm.text.request import Request
@@ -95,15 +96,21 @@ class _AskingSplicer(Splicer):
         return found
 
     def remember(
-        self, tenant: str, text: str, tokens: Sequence[int], generated: Sequence[int]
-    ) -> None:
-        self.channel.ask("remember", tenant, text, tokens, generated)
+        self,
+        tenant: str,
+        text: str,
+        tokens: Sequence[int],
+        generated: Sequence[int],
+        before: Sequence[KnownSpan],
+    ) -> KnownSpan | None:
+        span: KnownSpan | None = self.channel.ask(
+            "remember", tenant, text, tokens, generated, before
+        )
+        return span
 
-    def stored(
-        self, tokens: Sequence[int], guesses: Sequence[Sequence[int]]
-    ) -> list[Sequence[int]]:
-        found: list[Sequence[int]] = self.channel.ask("stored", tokens, guesses)
-        return found
+    def stored(self) -> StoredAnswers:
+        ask = self.channel.ask
+        return StoredAnswers(partial(ask, "follow"), partial(ask, "elsewhere"))
 
 
 class _AskingTokenCache(TokenCache):
@@ -149,15 +156,15 @@ class Sandbox:
     def render(
         self,
         request: Request,
-        stored: Continuations | None,
+        stored: StoredAnswers | None,
         limits: PromptLimits | None,
         deadline: PrepareDeadline,
         *,
         wants_cuts: bool,
     ) -> RenderedPrompt:
         def reply(what: str, *arguments: Any) -> Any:
-            if what == "stored":
-                return list(stored(*arguments)) if stored else []
+            if stored is not None and what in ("follow", "elsewhere"):
+                return list(getattr(stored, what)(*arguments))
             return self._answers[what](*arguments)
 
         task = _RenderTask(request, stored is not None, limits, wants_cuts)
@@ -189,7 +196,7 @@ class Sandbox:
 
 def _render(renderer: _Renderer, channel: Channel, task: _RenderTask) -> RenderedPrompt:
     renderer.splicer.channel = renderer.known.channel = channel
-    stored = renderer.splicer.stored if task.has_stored else None
+    stored = renderer.splicer.stored() if task.has_stored else None
     prompt = renderer.prompter.render(task.request, stored, task.limits)
     return prompt.rendered(wants_cuts=task.wants_cuts)
 

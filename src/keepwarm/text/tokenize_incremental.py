@@ -272,7 +272,7 @@ class TokenisedText:
     text: str
     tokens: list[int]
     boundaries: list[TokenBoundary]
-    spliced: int = 0  # tokens of past answers
+    spans: Sequence[KnownSpan] = ()  # past answers
     n_before: int = 0  # tokens before the text
 
 
@@ -297,8 +297,7 @@ def tokenise(
         tokens += between
         boundaries.append(TokenBoundary(len(tokens), span.start, span.start))
         tokens += span.tokens
-    spliced = sum(len(span.tokens) for span in spans)
-    return TokenisedText(text, tokens, boundaries, spliced, len(before))
+    return TokenisedText(text, tokens, boundaries, spans, len(before))
 
 
 def find_cut(to_tokens: Encode, whole: TokenisedText, part: str, reach: int) -> int | None:

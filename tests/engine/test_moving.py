@@ -1,0 +1,63 @@
+"""A conversation that moves between machines has the tokens it would have on one."""
+
+from contextlib import ExitStack
+
+import pytest
+
+from keepwarm.text.request import Request, Sampling
+from tests.engine.test_shared import machine
+
+SOON = 60.0
+ORDER = [0, 1, 2, 2, 0, 2, 1, 1, 0]  # machines in turn; each is left, stayed on and come back to
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    monkeypatch.setattr("keepwarm.remote.opening.START_S", SOON)
+    monkeypatch.setattr("keepwarm.remote.tier.ASK_S", SOON)
+    monkeypatch.setattr("keepwarm.remote.tier.ANSWERS_S", SOON)
+    monkeypatch.setattr("keepwarm.remote.tier.MIN_READ_S", SOON)
+
+
+@pytest.fixture
+def place(tmp_path):
+    made = tmp_path / "shared"
+    made.mkdir()
+    return made
+
+
+def say(engine, messages):
+    """One turn: the tokens of its prompt, and the messages after it. The answer is spelled letter
+    by letter, as no text is tokenised.
+    """
+    bias = dict(
+        zip(engine.model.tokenizer.convert_tokens_to_ids(["t", "h"]), (96, 100), strict=True)
+    )
+    sampling = Sampling(max_tokens=6, temperature=2, seed=len(messages), logit_bias=bias)
+    answer = engine.submit(Request(messages=messages, sampling=sampling))
+    text = answer.result().choices[0].text
+    return answer.prepared.tokens, [*messages, {"role": "assistant", "content": text}]
+
+
+def walk(engines, order, n_turns):
+    """The tokens of every prompt."""
+    messages, prompts = [], []
+    for turn in range(n_turns):
+        messages = [*messages, {"role": "user", "content": f"the {turn}. question"}]
+        tokens, messages = say(engines[order[turn % len(order)]], messages)
+        prompts.append(tokens)
+    return prompts
+
+
+@pytest.mark.parametrize("n_turns", [7, pytest.param(50, marks=pytest.mark.soak)])
+def test_a_walk_over_three_machines_has_the_tokens_of_one(models, tmp_path, place, n_turns):
+    model = models.of("llama")
+    with machine(model, tmp_path / "alone") as alone:
+        expected = walk([alone], [0], n_turns)
+    with ExitStack() as opened:
+        names = [tmp_path / name for name in "abc"]
+        three = [opened.enter_context(machine(model, name, place.as_uri())) for name in names]
+        assert walk(three, ORDER, n_turns) == expected
+    with ExitStack() as opened:  # else it proves nothing
+        apart = [opened.enter_context(machine(model, tmp_path / name)) for name in "de"]
+        assert walk(apart, [0, 1], 4) != expected[:4]
