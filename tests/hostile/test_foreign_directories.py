@@ -8,6 +8,7 @@ import json
 import os
 import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from keepwarm.errors import BadInput, StoreFailed
 from keepwarm.files import write_atomically
 from keepwarm.models import builtin
 from keepwarm.records.record import Part
+from keepwarm.remote.backend import FolderRange, Listed, new_memory
+from keepwarm.remote.directory import DirectoryBackend
 from keepwarm.store.atomic import Files
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.disk.maintenance import clear_quarantine
@@ -31,6 +34,7 @@ from tests.store.kit import chain_of
 UUID = "0123456789abcdef" * 2
 LIMITS = DiskLimits(min_free_bytes=0)
 YEAR_S = 365 * 24 * 3600
+SOON = 30.0
 
 
 def tree(root: Path) -> dict[str, bytes | Path | None]:
@@ -412,3 +416,35 @@ def test_only_our_unfinished_downloads_are_deleted(tmp_path):
     builtin._delete_leftovers(model, settings.models)
     assert sorted(settings.models.iterdir()) == sorted(kept)
     assert (away / builtin.WORK_MARKER).exists()
+
+
+# A directory that machines share
+
+
+@pytest.fixture
+def shared(tmp_path):
+    (tmp_path / "share").mkdir()
+    with closing(DirectoryBackend(tmp_path / "share")) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("link", ["a", "a/b", "a/b/x.d", "tmp"])
+def test_links_in_a_shared_directory_lead_nowhere(shared, tmp_path, link):
+    """Whoever writes to the share would have this machine's own files read, changed or deleted."""
+    share, away = tmp_path / "share", tmp_path / "away"
+    for path in (away / "x.d", away / "b" / "x.d"):
+        write(path)
+        os.utime(path, (1, 1))
+    before = tree(away)
+    (share / link).parent.mkdir(parents=True, exist_ok=True)
+    (share / link).symlink_to(away / "x.d" if link.endswith(".d") else away)
+    assert shared.sizes(["a/b/x.d"], SOON) == [None]
+    assert shared.read("a/b/x.d", new_memory, SOON) is None
+    assert shared.look([FolderRange("a/b", "x.d")], SOON)[0] in ([], [Listed("a/b/x.d")])
+    assert shared.list_names("a/b", SOON) == []
+    assert not shared.put("a/b/x.d", [b"theirs"], SOON)
+    assert not shared.put("a/b/y.d", [b"theirs"], SOON) or link.endswith(".d")
+    shared.touch(["a/b/x.d"], SOON)
+    shared.delete(["a/b/x.d", "a/b/y.d"], SOON)
+    assert tree(away) == before
+    assert {path.stat().st_mtime for path in away.rglob("*.d")} == {1}

@@ -11,7 +11,7 @@ import pytest
 
 import keepwarm
 from keepwarm.engine.sampling import Sampler, sample
-from keepwarm.errors import BadInput, EngineFailed
+from keepwarm.errors import BadInput
 from keepwarm.kv import make_caches
 from keepwarm.text import grammar
 from keepwarm.text.detokenize import decode
@@ -319,9 +319,7 @@ def test_a_token_that_the_grammar_forbids_ends_this_answer_only(model, grammars,
     bad.accept(encode(model, "x")[0])
     good.accept(encode(model, "It")[0])
     logits = mx.zeros((1, n_vocab))
-    with pytest.raises(
-        EngineFailed, match=r"cannot follow its format .*x.*\); change the format\.$"
-    ):
+    with pytest.raises(BadInput, match=r"cannot follow its format .*x.*\); change the format\.$"):
         bad.adjust(logits)
     assert not bad.is_finished
     assert good.adjust(logits).max().item() == 0

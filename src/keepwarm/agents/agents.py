@@ -124,7 +124,9 @@ class Agents:
         try:
             return self._read(path)
         except FileNotFoundError as error:
-            raise UnknownAgent(f"There is no agent {agent_id!r}; `cache ls` lists them.") from error
+            raise UnknownAgent(
+                f"There is no agent {agent_id!r}; list the agents to see their ids."
+            ) from error
         except NewerFormat as error:
             raise BadInput(
                 f"Agent {agent_id!r} was written by a newer Keepwarm; update this one."

@@ -25,6 +25,8 @@ NAME = re.compile(r"[A-Za-z0-9._@-]*~[0-9a-f]{40,64}\.json")
 MESSAGES = "messages"
 VERSION = 1
 MAX_BYTES = 16 << 20  # of one agent; its oldest turns go first
+PAGE = 4096  # bytes that a file takes at least
+SWEEPS = 64  # while as much is written as may be there: each looks at all files
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, BadRecord, NewerFormat)
 LOG = logging.getLogger(__name__)
 
@@ -155,7 +157,8 @@ class AgentTexts:
     """Small texts of one kind, such as the responses that clients refer to by id. Thread-safe.
 
     Each is a file, `responses/<agent>~<name>.json`, sealed and under hidden names in a sealed
-    store. They are kept for a time and up to a size, the oldest deleted first.
+    store. They are kept for a time and up to a size, the oldest deleted first: of small ones, each
+    of which takes a page, a few thousand.
     """
 
     def __init__(
@@ -169,11 +172,15 @@ class AgentTexts:
         self._name = directory
         self._max_bytes = max_bytes
         self._clock = clock
+        self._unswept_bytes = max_bytes  # written since too much was last looked for
 
     def put(self, agent_id: str, name: str, data: bytes, ttl_s: float) -> None:
         """Publish a text, of an agent or of none (""), and delete what is too old or too much."""
         write_file(self._disk, self.path_of(agent_id, name), data)
-        self._expire(ttl_s)
+        self._unswept_bytes += max(PAGE, len(data))
+        if self._unswept_bytes > self._max_bytes // SWEEPS:
+            self._unswept_bytes = 0
+            self._expire(ttl_s)
 
     def path_of(self, agent_id: str, name: str) -> Path:
         return self._directory / f"{self._stem(agent_id)}{SEPARATOR}{self._hash(name)}.json"
@@ -204,12 +211,12 @@ class AgentTexts:
             with suppress(FileNotFoundError):  # another process has deleted it
                 if NAME.fullmatch(entry.name):
                     found.append((Path(entry.path), entry.stat(follow_symlinks=False)))
-        n_bytes, now = sum(about.st_size for _, about in found), self._clock()
+        n_bytes, now = sum(_n_bytes(about) for _, about in found), self._clock()
         for path, about in sorted(found, key=lambda pair: pair[1].st_mtime):
             if n_bytes <= self._max_bytes and now - about.st_mtime <= ttl_s:
                 return
             self._remove([path])
-            n_bytes -= about.st_size
+            n_bytes -= _n_bytes(about)
 
     def _remove(self, paths: Iterable[Path]) -> None:
         with as_store_errors(self._disk, f"delete {self._name}"):
@@ -231,3 +238,7 @@ class AgentTexts:
         if cipher is not None:
             return cipher.hidden(f"{self._name}.name", plain).hex()
         return blake2b(plain, digest_size=20).hexdigest()
+
+
+def _n_bytes(about: os.stat_result) -> int:
+    return max(PAGE, about.st_size)

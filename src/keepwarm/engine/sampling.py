@@ -66,7 +66,7 @@ class Sampler:
         return self._grammar is not None and self._grammar.finished
 
     def adjust(self, logits: mx.array) -> mx.array:
-        """Logits (1, vocabulary) under this row's rules. EngineFailed if its grammar is stuck."""
+        """Logits (1, vocabulary) under this row's rules. BadInput if its grammar is stuck."""
         scores = logits.astype(mx.float32)
         if self._repeated is not None:
             penalty = self.rules.repetition_penalty

@@ -38,6 +38,9 @@ FLAT = "embed_tokens.weight"
 HEADLESS = {"tie_word_embeddings": True}  # the head is then that of the embeddings
 # Tokens whose logits mlx-lm's model sets by number; with fewer it writes into foreign memory.
 MIN_VOCABULARY = {"phi3small": 100_352}
+LAYER_COUNTS = (
+    *("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers"),
+)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
 PROCESSOR_TEMPLATE = "chat_template.json"  # where older processors of images have it
 
@@ -182,7 +185,9 @@ def _read_directory(path: Path, beside: Executor) -> _Parts:
     if not any(any(path.glob(pattern)) for pattern in TOKENIZER_FILES):
         raise _no_tokenizer(path)
     files = sorted(path.glob("model*.safetensors"))
-    module, config = _read_module(path, {name for file in files for name in _check_weights(file)})
+    names = {name for file in files for name in _check_weights(file)}
+    _check_layers(path, read_config(path), len(names))
+    module, config = _read_module(path, names)
     return _Parts(module, beside.submit(_read_tokenizer, path, config, path), config)
 
 
@@ -202,6 +207,18 @@ def _check_vocabulary(path: Path, config: dict[str, Any]) -> None:
         raise UnsupportedModel(
             f"{path} has {n_tokens} tokens, but mlx-lm runs {kind!r} only with {least} or more."
         )
+
+
+def _check_layers(path: Path, config: dict[str, Any], n_tensors: int) -> None:
+    """mlx-lm makes every layer before it looks for the weights, of which each has one or more."""
+    inner = [value for value in config.values() if isinstance(value, dict)]
+    for name in LAYER_COUNTS:
+        for found in (each.get(name) for each in (config, *inner)):
+            if isinstance(found, int) and found > n_tensors:
+                raise BadModelFile(
+                    f"{path} has {n_tensors} tensors, too few for the {found} layers of its "
+                    f"config.json ({name}); download the model again."
+                )
 
 
 def _check_weights(file: Path) -> list[str]:

@@ -1,15 +1,17 @@
 """Blobs as files of a directory that machines share, as over NFS or SMB.
 
 Files are written under another name and renamed. There are no locks, no links and no database in
-the directory: network file systems do these badly.
+the directory: network file systems do these badly. Links that others put there are not followed:
+they would lead to this machine's own files.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import stat
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from heapq import nsmallest
 from pathlib import Path
@@ -20,7 +22,9 @@ from keepwarm.files import write_all
 from keepwarm.remote.backend import BESIDE, Backend, FolderRange, Listed, Take, check_name
 
 T = TypeVar("T")
-READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # or a pipe in the place of a file would hang
+# Without O_NONBLOCK a pipe in the place of a file would hang.
+READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+NO_FILE = frozenset({errno.ENOENT, errno.EACCES, errno.EPERM, errno.ELOOP})
 UNFINISHED = "tmp"  # where files are written
 REFUSED = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
@@ -38,12 +42,20 @@ class DirectoryBackend(Backend):
         self._workers = AbandonableExecutor()
 
     def sizes(self, names: Sequence[str], timeout_s: float) -> list[int | None]:
-        paths = [self._path_of(name) for name in names]
-        return self._workers.run(lambda: [_size_of(path) for path in paths], timeout_s)
+        paths = self._paths_of(names)
+
+        def size_of(name: str) -> int | None:
+            return None if self._is_linked(name) else _size_of(paths[name])
+
+        return self._workers.run(lambda: [size_of(name) for name in names], timeout_s)
 
     def look(self, ranges: Sequence[FolderRange], timeout_s: float) -> list[list[Listed]]:
         folders = [(*one, self._path_of(one.folder)) for one in ranges]
-        return self._workers.run(lambda: [_look(*one) for one in folders], timeout_s)
+
+        def look() -> list[list[Listed]]:
+            return [[] if self._is_linked(f"{one[0]}/") else _look(*one) for one in folders]
+
+        return self._workers.run(look, timeout_s)
 
     def fetch(
         self,
@@ -58,7 +70,7 @@ class DirectoryBackend(Backend):
         path = f"{self._root}/{check_name(name)}"  # a Path takes ten times as long to make
 
         def fetch() -> T | None:
-            memory = _read(path, take, start, n_bytes)
+            memory = None if self._is_linked(name) else _read(path, take, start, n_bytes)
             return None if memory is None else use(memory)
 
         return self._workers.run(fetch, timeout_s)
@@ -72,25 +84,32 @@ class DirectoryBackend(Backend):
     ) -> bool:
         target = self._path_of(name)
         temp = self._root / UNFINISHED / uuid.uuid4().hex
-        return self._workers.run(lambda: _put(temp, target, pieces, replace), timeout_s)
+
+        def put() -> bool:
+            if self._is_linked(name) or self._is_linked(f"{UNFINISHED}/"):
+                return False
+            return _put(temp, target, pieces, replace)
+
+        return self._workers.run(put, timeout_s)
 
     def touch(self, names: Sequence[str], timeout_s: float) -> None:
-        paths = [self._path_of(name) for name in names]
+        paths = self._paths_of(names)
 
         def touch() -> None:
-            for path in paths:
+            for path in self._not_linked(paths):
                 with suppress(FileNotFoundError, PermissionError):
-                    os.utime(path)
+                    os.utime(path, follow_symlinks=False)
 
         self._workers.run(touch, timeout_s)
 
     def delete(self, names: Sequence[str], timeout_s: float) -> None:
-        paths = [self._path_of(name) for name in names]
+        paths = self._paths_of(names)
 
         def delete() -> None:
-            for path in paths:
+            own = self._not_linked(paths)
+            for path in own:
                 path.unlink(missing_ok=True)
-            for folder in {path.parent for path in paths} - {self._root}:
+            for folder in {path.parent for path in own} - {self._root}:
                 with suppress(OSError):  # not empty
                     folder.rmdir()
 
@@ -98,7 +117,11 @@ class DirectoryBackend(Backend):
 
     def list_names(self, folder: str, timeout_s: float) -> list[Listed]:
         path = self._path_of(folder)
-        return self._workers.run(lambda: list(_listed(folder, path)), timeout_s)
+
+        def list_names() -> list[Listed]:
+            return [] if self._is_linked(f"{folder}/") else list(_listed(folder, path))
+
+        return self._workers.run(list_names, timeout_s)
 
     def close(self) -> None:
         self._workers.close()
@@ -106,12 +129,25 @@ class DirectoryBackend(Backend):
     def _path_of(self, name: str) -> Path:
         return self._root / check_name(name)
 
+    def _paths_of(self, names: Sequence[str]) -> dict[str, Path]:
+        return {name: self._path_of(name) for name in names}
+
+    def _not_linked(self, paths: Mapping[str, Path]) -> list[Path]:
+        return [path for name, path in paths.items() if not self._is_linked(name)]
+
+    def _is_linked(self, name: str) -> bool:
+        """Whether a folder of this name is a link."""
+        ends = [at for at, char in enumerate(name) if char == "/"]
+        return any(os.path.islink(f"{self._root}/{name[:end]}") for end in ends)  # noqa: PTH114
+
 
 def _read(path: str, take: Take, start: int, n_bytes: int | None) -> memoryview | None:
     try:
         file = os.open(path, READ)  # a file object costs more calls
-    except (FileNotFoundError, PermissionError):
-        return None
+    except OSError as error:
+        if error.errno in NO_FILE:
+            return None
+        raise
     try:
         there = max(0, os.fstat(file).st_size - start)
         memory = take(there if n_bytes is None else min(there, n_bytes))
@@ -142,9 +178,6 @@ def _look(folder: str, stem: str, path: Path) -> list[Listed]:
 
 
 def _listed(folder: str, path: Path) -> Iterator[Listed]:
-    """Links are not followed: what is listed may be deleted."""
-    if any(one.is_symlink() for one in (path, *path.parents)[: 1 + folder.count("/")]):
-        return
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
         for entry in entries:
             with suppress(FileNotFoundError):  # deleted meanwhile
@@ -157,7 +190,8 @@ def _listed(folder: str, path: Path) -> Iterator[Listed]:
 
 def _size_of(path: Path) -> int | None:
     try:
-        return path.stat().st_size or None
+        about = path.lstat()
+        return about.st_size or None if stat.S_ISREG(about.st_mode) else None
     except (FileNotFoundError, PermissionError):
         return None
 
@@ -165,7 +199,7 @@ def _size_of(path: Path) -> int | None:
 def _put(temp: Path, target: Path, pieces: Sequence[bytes | memoryview], replace: bool) -> bool:
     """Folders are made when they turn out to be missing: on a network every call counts."""
     try:
-        if not replace and target.exists():
+        if not replace and os.path.lexists(target):
             return False
         try:
             _write(temp, pieces)

@@ -25,7 +25,7 @@ from keepwarm.server.admin import agent_chat, agents, cache, monitoring, prompts
 from keepwarm.server.admin import models as admin_models
 from keepwarm.server.anthropic import routes as anthropic
 from keepwarm.server.dashboard import routes as dashboard
-from keepwarm.server.http.keys import ApiKeys
+from keepwarm.server.http.keys import ApiKeys, tenant_agent_id
 from keepwarm.server.http.limits import Limits, origin_pattern
 from keepwarm.server.http.logs import REQUEST_ID_HEADERS, RecentLines, RequestLog
 from keepwarm.server.http.permits import MANAGEMENT_THREADS, PrepareLimiter, prepare_threads
@@ -159,7 +159,9 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def keepwarm_error(request: Request, error: KeepwarmError) -> Response:
         if error.status == 500:
             log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return respond(request.scope, problem_of(error))
+        problem = problem_of(error)
+        own = problem.message.replace(tenant_agent_id(getattr(request.state, "tenant", ""), ""), "")
+        return respond(request.scope, problem._replace(message=own))
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> Response:

@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from numpy.typing import NDArray
 
-from keepwarm.errors import BadInput, EngineFailed
+from keepwarm.errors import BadInput
 from keepwarm.text.request import Format
 
 TokenMask: TypeAlias = NDArray[np.bool_]  # (vocabulary,): the tokens that are allowed
@@ -76,17 +76,17 @@ class GrammarMatcher:
         self._begun = tuple(self._last) == self._after
 
     def mask(self) -> TokenMask:
-        """The tokens that may come next. Raises EngineFailed if there are none."""
+        """The tokens that may come next. Raises BadInput if there are none."""
         if not self._begun:
             return self._free
         allowed = _unpack(self._matcher.compute_bitmask(), self._free.size)
         if self._matcher.is_error():
             reason = _one_line(self._matcher.get_error())
-            raise EngineFailed(
+            raise BadInput(
                 f"The answer cannot follow its format any further ({reason}); change the format."
             )
         if not allowed.any():
-            raise EngineFailed("The answer's format allows none of this model's tokens; change it.")
+            raise BadInput("The answer's format allows none of this model's tokens; change it.")
         return allowed
 
     def copy(self) -> GrammarMatcher:
@@ -153,8 +153,8 @@ class Grammars:
         return True
 
     def try_out(self, text: str) -> None:
-        """Compile a grammar and take its first step, for a process that can be ended meanwhile."""
-        self._compile(text).compute_bitmask()
+        """Compile a grammar, for a process that can be ended meanwhile."""
+        self._compile(text)
 
     def _outcome(self, text: str, trial: Trial | None) -> LLMatcher | BadInput:
         """The compiled grammar, or why there is none: it is not tried again."""
@@ -186,6 +186,8 @@ class Grammars:
     def _compile(self, text: str) -> LLMatcher:
         limits = LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(self._view()[0], text, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # a schema that is nothing but itself fails only here
         if matcher.is_error():
             reason = _one_line(matcher.get_error())
             raise BadInput(f"The answer's format cannot be compiled ({reason}); change it.")

@@ -38,6 +38,7 @@ STABLE = -2  # the system text alone that other sessions have, too
 FIRST, LAST, BETWEEN = 4, 8, 16  # messages after which a prompt is cut; all would take too long
 CUTS_TIMEOUT_S = 0.5  # some templates take a second to render a long conversation
 REACH = 8_000  # characters to tokenise for one cut, at most
+NATIVE_PANIC = "pyo3_runtime"  # the module of what the tokenizer raises, which is no Exception
 
 # Template options that Keepwarm sets itself, or that would change the type of the result: every
 # argument on the way to the template. tests/contract compares them with transformers.
@@ -219,6 +220,18 @@ class Prompter:
         `stored` looks up answers from before a restart among the stored blocks. What `limits` rules
         out is not tokenised.
         """
+        try:
+            return self._render(request, stored, limits)
+        except BaseException as error:
+            if type(error).__module__ != NATIVE_PANIC:
+                raise
+            raise BadInput(
+                "The model's tokenizer cannot read this text; change it, or use another model."
+            ) from error
+
+    def _render(
+        self, request: Request, stored: StoredAnswers | None, limits: PromptLimits | None
+    ) -> Prompt:
         if (request.messages is None) == (request.prompt is None):
             raise BadInput("A request has either messages or a prompt; give one of them.")
         if request.messages is None:

@@ -7,19 +7,24 @@ the model sees every one of them where the client put it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from types import FrameType
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
-from keepwarm.errors import BadInput
+from keepwarm.errors import BadInput, BadModelFile
 from keepwarm.prefix.blocks import common_prefix
 from keepwarm.text.request import Message, Tool
 
 SYSTEM_LABEL = "System message:\n"  # before a system text inside a user message
 BETWEEN = "\n\n"  # between texts joined into one message
+MAX_STEPS = 3_000_000  # of a template that is probed: one of 50 KB takes a million
+TEMPLATE_CODE = "<template>"  # Jinja's name for the file of one that came as text
 
 # What a template may raise on messages and options it does not support.
 REFUSALS = (
@@ -63,7 +68,11 @@ class Template:
         """Probe a tokenizer's template by rendering small conversations with it."""
         if not tokenizer.has_chat_template:
             return cls(after_answer_text=BETWEEN)
-        probe = _Probe(tokenizer)
+        with _limited_steps():
+            return cls._probed(_Probe(tokenizer))
+
+    @classmethod
+    def _probed(cls, probe: _Probe) -> Template:
         calls = probe.calls()
         return cls(
             exists=True,
@@ -205,6 +214,37 @@ def parse_arguments(arguments: Any) -> Any:
 
 def _as_text(arguments: Any) -> Any:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+@contextmanager
+def _limited_steps() -> Iterator[None]:
+    """Inside, a template that does not come to an end raises: anyone may have written it.
+
+    Counted are calls, and lines of templates, of this thread.
+    """
+    left, before = MAX_STEPS, sys.gettrace()
+
+    def count(frame: FrameType, _event: str, _argument: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise _Endless
+        return count if frame.f_code.co_filename == TEMPLATE_CODE else None
+
+    sys.settrace(count)
+    try:
+        yield
+    except _Endless as error:
+        raise BadModelFile(
+            "The model's chat template does not come to an end on a short conversation; use "
+            "another model."
+        ) from error
+    finally:
+        sys.settrace(before)
+
+
+class _Endless(Exception):
+    """A template has taken too many steps."""
 
 
 class _CallStyle(NamedTuple):

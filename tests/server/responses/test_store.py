@@ -107,18 +107,18 @@ def test_response_that_may_not_be_on_disk_is_in_memory_only(serving, tmp_path):
 @pytest.fixture
 def texts(tmp_path):
     disk = DiskTier(tmp_path)
-    yield AgentTexts(disk, "responses", max_bytes=1000)
+    yield AgentTexts(disk, "responses", max_bytes=20_000)
     disk.close()
 
 
 def test_agent_texts_over_their_limit_lose_the_oldest_first(texts, tmp_path):
     for number in range(5):
-        texts.put("ops", f"text {number}", b"x" * 300, DAY_S)
+        texts.put("ops", f"text {number}", b"x" * 6000, DAY_S)
         path = texts.path_of("ops", f"text {number}")
         os.utime(path, (0, time.time() - 100 + number))
     foreign = tmp_path / "responses" / "notes.txt"
     foreign.write_text("mine")
-    texts.put("", "last", b"x" * 300, DAY_S)
+    texts.put("", "last", b"x" * 6000, DAY_S)
     found = [bool(texts.get(f"text {number}", DAY_S)) for number in range(5)]
     assert found == [False, False, False, True, True]
     assert texts.get("text 4", ttl_s=10) is None  # too old

@@ -151,6 +151,8 @@ def _read_header(cursor: _Cursor) -> GGUFHeader:
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise invalid_file(cursor.path, f"its alignment is {alignment!r}, not a power of two")
+    if alignment > len(cursor.data):
+        raise invalid_file(cursor.path, f"its alignment is {alignment}, beyond its end")
     base = -(-cursor.at // alignment) * alignment
     tensors = {name: tensor._replace(start=base + tensor.start) for name, tensor in infos}
     if len(tensors) < n_tensors:

@@ -6,6 +6,7 @@ is left out. What anyone can repeat is not logged each time: the log does not fi
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
@@ -73,7 +74,14 @@ def _word(value: object) -> str:
 
 
 class RedactingFormatter(logging.Formatter):
-    """Shows class and traceback of an exception and its causes, but no messages."""
+    """Shows class and traceback of an exception and its causes, but no messages.
+
+    A message is one line: what it quotes, as the error of another server, may hold anything.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        text = super().formatMessage(record)
+        return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
     def formatException(self, ei: Raised) -> str:  # noqa: N802, named by the standard library
         return "\n".join(_describe(error) for error in _causes(ei[1]))
@@ -144,6 +152,7 @@ GIVEN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 POLLED = ("/health", "/metrics", "/v1/dashboard", "/dashboard")  # by supervisors and open pages
 MAX_PATH = 200
 LEFT = 499  # the client went away before there was a status
+ENDINGS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 class RecentLines:
@@ -186,14 +195,16 @@ class RequestLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["X-Content-Type-Options"] = "nosniff"
                 for name in REQUEST_ID_HEADERS:
-                    MutableHeaders(scope=message)[name] = state["request_id"]
+                    headers[name] = state["request_id"]
             await send(message)
 
         try:
             await self._app(scope, receive, send_with_id)
-        except Exception as error:
-            if status != LEFT:
+        except BaseException as error:  # native code that panics raises no Exception
+            if status != LEFT or isinstance(error, ENDINGS):
                 raise
             SERVER_LOG.error("%s %s failed", scope["method"], _path(scope), exc_info=error)
             await respond(scope, problem_of(error))(scope, receive, send_with_id)

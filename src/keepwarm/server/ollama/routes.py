@@ -56,6 +56,7 @@ from keepwarm.server.openai.logprobs import Pieces
 from keepwarm.text import request as engine_request
 
 UNLOADS = "keep_alive 0 unloads the model for all"
+KEY_KEEP_S = 3600.0  # memory is of all: so long at most a key keeps a model behind a request
 API_VERSION = "0.13.0"  # clients refuse versions that lack what they need
 
 ANSWER: dict[int | str, dict[str, Any]] = {
@@ -168,7 +169,7 @@ async def _host(body: NamedOllamaRequest, call: ApiCall, *, to_embed: bool = Fal
         _require_admin(call.request, UNLOADS)
     host = await call.host(body.model, to_embed=to_embed)
     if seconds is not None:
-        call.models.keep(host, seconds)
+        call.models.keep(host, seconds if _may_manage(call.request) else min(seconds, KEY_KEEP_S))
     return host
 
 
@@ -194,8 +195,12 @@ async def _unload(models: Models, name: str) -> None:
     await run_in_threadpool(models.slots.unload_unused)
 
 
+def _may_manage(request: Request) -> bool:
+    return request.state.admin or not request.app.state.keys.in_use
+
+
 def _require_admin(request: Request, what: str) -> None:
-    if request.app.state.keys.in_use and not request.state.admin:
+    if not _may_manage(request):
         raise Forbidden(f"{what}, and there are API keys; send the admin key.")
 
 
