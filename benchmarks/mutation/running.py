@@ -12,6 +12,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple, NoReturn
@@ -139,7 +140,9 @@ def in_fork(work: Callable[[], int], cpu_s: float, idle_s: float = IDLE_S) -> in
         if (now := sum(process.cpu_times()[:2])) > computed + WAITING_S:
             computed, since = now, time.monotonic()
         elif time.monotonic() - since > idle_s:
-            os.killpg(child, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has not become a group of its own yet
+                os.killpg(child, signal.SIGKILL)
+            os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             return NO_END
     status = os.waitstatus_to_exitcode(ended[1])

@@ -140,6 +140,7 @@ def test_nothing_live_gives_way(models, tmp_path):
     fill(models, tmp_path)
     with engine_on(models.of("llama"), tmp_path, memory=memory(live_bytes=1_000_000)) as engine:
         engine.submit(ask(prompt_of(N_PROMPT, 9))).result()
+        engine.wait_until_saved()
         Warmer(engine, 1 << 30).run()
         assert engine.live.stats.evicted == 0
         assert engine.live.stats.entries == 1
