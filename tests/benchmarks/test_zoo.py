@@ -11,7 +11,7 @@ from benchmarks.zoo.models import model_types
 from benchmarks.zoo.page import page, summary
 from benchmarks.zoo.trials import first_process
 
-from tests.kit.generated import ARCHITECTURES, ZOO, ZOO_ON_CUDA
+from tests.kit.generated import ARCHITECTURES, EXACT, ZOO, ZOO_ON_CUDA, exact_types
 
 TRIALS = {"again", "next turn", "fork", "rewind", "new process", "new process, next turn"}
 RIGHT = Findings(
@@ -96,6 +96,7 @@ def test_a_run_goes_on_where_it_was_left(tmp_path):
 def test_the_page_is_that_of_the_results(results):
     """If it fails: `python -m tests.kit.generated`."""
     assert ARCHITECTURES.read_text() == page(results, Results.read(ZOO_ON_CUDA))
+    assert EXACT.read_text() == exact_types(results)
 
 
 def test_every_type_of_mlx_lm_is_in_the_results(results):

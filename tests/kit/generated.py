@@ -49,6 +49,7 @@ FIGURE = DOCS / "images" / "first-token.svg"
 ZOO = DOCS / "results" / "zoo.json"
 ZOO_ON_CUDA = DOCS / "results" / "zoo-h200.json"
 ARCHITECTURES = DOCS / "architectures.md"
+EXACT = ROOT / "src" / "keepwarm" / "models" / "exact.json"
 CONVERSATIONS = DOCS / "results" / "conversations"
 CODERS = DOCS / "results" / "coders"
 CLIENTS = DOCS / "clients.md"
@@ -190,6 +191,17 @@ def day(page: str) -> str:
     return DAY_TABLES.sub(lambda _: day_tables(json.loads(DAY_RESULTS.read_text())), page)
 
 
+def exact_types(results: ZooResults) -> str:
+    """By dtype, as `keepwarm.models.exactness` reads them."""
+    found = {
+        dtype: sorted(
+            {one.name for one in results.findings if (one.dtype, one.verdict) == (dtype, "exact")}
+        )
+        for dtype in ("float32", "bfloat16")
+    }
+    return json.dumps(found, indent=1) + "\n"
+
+
 if __name__ == "__main__":
     API.write_text(api_page())
     COMMAND_LINE.write_text(command_line())
@@ -199,6 +211,7 @@ if __name__ == "__main__":
     README.write_text(readme(README.read_text()))
     FIGURE.write_text(figure.svg(Results.read(BASELINE)))
     ARCHITECTURES.write_text(zoo_page(ZooResults.read(ZOO), ZooResults.read(ZOO_ON_CUDA)))
+    EXACT.write_text(exact_types(ZooResults.read(ZOO)))
     said = json.loads(CONVERSATIONS.with_suffix(".json").read_text())
     CONVERSATIONS.with_suffix(".md").write_text(conversations_page(said))
     asked = json.loads(CODERS.with_suffix(".json").read_text())

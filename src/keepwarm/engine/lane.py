@@ -21,6 +21,7 @@ from keepwarm.cache.store import Store
 from keepwarm.engine.admission import kv_bytes
 from keepwarm.engine.live import Live, copy_without
 from keepwarm.engine.padding import RowSharing, VerdictsFile
+from keepwarm.models.exactness import may_drift
 from keepwarm.models.load import Model
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace
 from keepwarm.prefix.fingerprint import Identity, salt_of
@@ -53,6 +54,7 @@ class Lane:
     live: Live
     sharing: RowSharing
     exact_lane: Lane | None = None  # for what comes before `quantized_kv_start`
+    may_drift: bool = False  # restored prompts of this type, in this dtype
 
     def inexact(self, n_reused: int, n_tokens: int) -> tuple[Inexact, ...]:
         """Why an answer is not exact: the only definition, as docs/serving.md has it.
@@ -61,7 +63,8 @@ class Lane:
         dropped a row. Blocks of an import are whatever the bundle's author wrote, and so is what
         follows them. Where machines share blocks although they compute other numbers, any block may
         be another's. Once a block has come from a shared tier that anybody could have written to,
-        any block may be a stranger's too.
+        any block may be a stranger's too. What is reused of a type that was not shown to be exact
+        may drift.
         """
         limit = self.options.max_kv_size
         windows = {leaf.window for leaf in self.restorer.layout.leaves()}
@@ -71,6 +74,7 @@ class Lane:
             "imported": bool(self.identity.origin and n_reused),
             "numerics": bool(self.restorer.is_mixed and n_reused),
             "unverified": bool(n_reused and self.restorer.is_unverified()),
+            "drifts": bool(self.may_drift and n_reused),
         }
         return tuple(reason for reason, holds in reasons.items() if holds)
 
@@ -346,6 +350,7 @@ class Lanes:
             self.live,
             RowSharing(self.model.module, given, attached.identity, self.model.path, self.padding),
             exact_lane=None if is_exact or not start else self.get(exact_options(options), tenant),
+            may_drift=may_drift(module, layout.dtypes),
         )
 
 

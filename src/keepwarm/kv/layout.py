@@ -152,6 +152,10 @@ class Layout:
     def kinds(self) -> frozenset[Kind]:
         return frozenset(leaf.kind for leaf in self.leaves())
 
+    @property
+    def dtypes(self) -> set[mx.Dtype]:
+        return {spec.dtype for leaf in self.leaves() for spec in leaf.tensors.values()}
+
     def check(self, caches: Caches) -> None:
         """Raise if filled caches differ from this layout in layers, classes, shapes or dtypes."""
         if len(caches) != len(self.layers):

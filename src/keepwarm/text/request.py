@@ -28,7 +28,7 @@ SYSTEM_ROLES = ("system", "developer")
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 Vector: TypeAlias = "NDArray[np.float32]"
 Inexact: TypeAlias = Literal[
-    "quantised", "bounded", "imported", "numerics", "unverified"
+    "quantised", "bounded", "imported", "numerics", "unverified", "drifts"
 ]  # `Lane.inexact` says what each one means
 
 
