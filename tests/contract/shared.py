@@ -20,9 +20,8 @@ from keepwarm.records.record import Header, Part, Record
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.backend import Backend
 from keepwarm.remote.deleter import erase_from_tier
-from keepwarm.remote.janitor import Janitor, RemoteLimits
+from keepwarm.remote.janitor import walk
 from keepwarm.remote.records import read_header
-from keepwarm.remote.redis import RedisBackend
 from keepwarm.remote.tier import RemoteTier
 from keepwarm.store.tier import NamedBlock, PutResult, StoredBlock
 
@@ -87,13 +86,8 @@ class SharedTier:
 
 
 def names_in(place: Backend, compute_class: str = CLASS) -> list[str]:
-    """Those of all records; only a test has Redis list its keys."""
-    if isinstance(place, RedisBackend):
-        (keys,) = place._call([[b"KEYS", f"keepwarm:{compute_class}/*".encode()]], SOON)
-        names = (key.decode().removeprefix("keepwarm:") for key in keys)  # type: ignore[union-attr]
-        return [name for name in names if not name.endswith("/")]
-    found = (one.name for one in Janitor(place, RemoteLimits())._walk())
-    return [name for name in found if name.startswith(f"{compute_class}/")]
+    """Those of all records."""
+    return [one.name for one in walk(place) if one.name.startswith(f"{compute_class}/")]
 
 
 class Exemption(NamedTuple):
@@ -132,7 +126,7 @@ EXEMPTIONS = (
     ),
     Exemption(
         "tells which blocks it holds, and how many bytes",
-        "to tell is to list the whole place, which only the janitor does",
+        "to tell is to list the whole place, as the janitor and `keepwarm remote ls` do",
         ("test_stats_tell_what_is_held",),
     ),
     Exemption(

@@ -10,7 +10,7 @@ import pytest
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.backend import Listed
 from keepwarm.remote.health import MAX_FAILURES, MAX_RETRY_S
-from keepwarm.remote.janitor import LEASE_S, SWEEP_S, Janitor, RemoteLimits, surplus
+from keepwarm.remote.janitor import LEASE_S, SWEEP_S, Janitor, RemoteLimits, surplus, walk
 from keepwarm.remote.records import FleetKey, RemoteNames, RemoteRecord
 from keepwarm.remote.tier import RemoteTier
 from tests.kit.waiting import wait_until
@@ -110,7 +110,7 @@ def test_a_beginning_stays_as_long_as_something_follows_it():
 
 def wait_for_its_clock(bucket):
     """Until what is put is younger than what is there: buckets tell seconds."""
-    before = max(one.used for one in Janitor(bucket, RemoteLimits())._walk())
+    before = max(one.used for one in walk(bucket))
     until = time.monotonic() + SOON
     while True:
         bucket.put("probe/x", [b"1"], SOON, replace=True)
@@ -135,7 +135,7 @@ def test_a_bucket_keeps_beginnings_and_goes_by_its_own_clock(machine, address, c
         wait_for_its_clock(bucket)  # beginnings are older
         for ref in (*LONG[1:], *SHORT[1:]):
             assert tier.put(record(ref)).stored
-        names = [one.name for one in Janitor(bucket, RemoteLimits())._walk()]
+        names = [one.name for one in walk(bucket)]
         assert len(names) == 6 * (1 if fleet_key is None else 2)
         n_bytes = sum(bucket.sizes(names, SOON))
         assert Janitor(bucket, RemoteLimits(n_bytes, age_s=3600), clock).sweep() == 0
@@ -149,7 +149,7 @@ def test_a_bucket_keeps_beginnings_and_goes_by_its_own_clock(machine, address, c
             n_kept = sum(ref in kept for ref in prompt)
             assert [ref for ref in prompt if ref in kept] == prompt[:n_kept]
         assert len(kept) == 3
-        assert len(list(late._walk())) == len(names) // 2
+        assert len(list(walk(bucket))) == len(names) // 2
 
 
 def test_redis_needs_none(redis):

@@ -12,7 +12,7 @@ from keepwarm.concurrency import CallError
 from keepwarm.errors import BadInput
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.health import RemoteSpeed, try_backend
-from keepwarm.remote.janitor import Janitor, RemoteLimits
+from keepwarm.remote.janitor import list_all
 from keepwarm.remote.tier import RemoteTier
 from tests.kit.s3_server import rclone_server, weed_server
 
@@ -121,7 +121,7 @@ def test_a_janitor_lists_by_pages(bucket, monkeypatch):
             return pages[-1]
 
         monkeypatch.setattr(blobs, "list_page", noted)
-        assert [one.name for one in Janitor(blobs, RemoteLimits())._list("paged")] == names
+        assert [one.name for one in list_all(blobs, "paged")] == names
         assert [len(page) for page in pages] == [2, 2, 1, 0]
 
 

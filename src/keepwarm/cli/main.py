@@ -30,6 +30,7 @@ VERBS = (
     "doctor",
     "demo",
     "cache",
+    "remote",
 )
 
 

@@ -76,7 +76,7 @@ class Janitor:
         if not self._hold_lease():
             return 0
         now = self._now()
-        listed = list(self._walk())
+        listed = list(walk(self._backend))
         used = [one.used for one in listed]
         self.found = sum(one.n_bytes for one in listed), now - min(used) if used else None
         doomed = [*surplus(listed, self._limits, now), *self._leftovers(now)]
@@ -101,16 +101,9 @@ class Janitor:
     def _leftovers(self, now: float) -> Iterator[Listed]:
         """What machines that were killed have left unfinished."""
         for folder in UNFINISHED:
-            for one in self._list(folder):
+            for one in list_all(self._backend, folder):
                 if now - one.used > UNFINISHED_S and NAME.fullmatch(one.name):
                     yield one
-
-    def _list(self, folder: str) -> Iterator[Listed]:
-        """By pages: no time is enough for all names of a large bucket."""
-        after = ""
-        while page := self._backend.list_page(folder, CALL_S, after):
-            yield from page
-            after = page[-1].name
 
     def _read_lease(self) -> bytes | None:
         found = self._backend.read(LEASE, at_most(MAX_LEASE), CALL_S, n_bytes=MAX_LEASE)
@@ -121,15 +114,24 @@ class Janitor:
         times = [one.used for one in self._backend.list_names(LEASE_FOLDER, CALL_S)]
         return max(times, default=0.0)
 
-    def _walk(self) -> Iterator[Listed]:
-        """All records."""
-        folders = list_classes(self._backend, CALL_S)
-        while folders:
-            for one in self._list(folders.pop()):
-                if one.name.count("/") < DEPTH:
-                    folders += [one.name] if NAME.fullmatch(one.name) else []
-                elif parse_last(one.name) is not None:
-                    yield one
+
+def list_all(backend: Backend, folder: str) -> Iterator[Listed]:
+    """By pages: no time is enough for all names of a large bucket."""
+    after = ""
+    while page := backend.list_page(folder, CALL_S, after):
+        yield from page
+        after = page[-1].name
+
+
+def walk(backend: Backend) -> Iterator[Listed]:
+    """All records."""
+    folders = list_classes(backend, CALL_S)
+    while folders:
+        for one in list_all(backend, folders.pop()):
+            if one.name.count("/") < DEPTH:
+                folders += [one.name] if NAME.fullmatch(one.name) else []
+            elif parse_last(one.name) is not None:
+                yield one
 
 
 def surplus(listed: Iterable[Listed], limits: RemoteLimits, now: float) -> Iterator[Listed]:

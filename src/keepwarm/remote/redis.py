@@ -155,6 +155,32 @@ class RedisBackend(Backend):
         members = self._all_members(_folder(folder), CallDeadline(timeout_s))
         return [Listed(name) for name in _names(folder, members)]
 
+    def list_page(self, folder: str, timeout_s: float, after: str = "") -> list[Listed]:
+        """All at once, from all keys of the server: only people ask for that."""
+        deadline, prefix = CallDeadline(timeout_s), _folder(folder)
+        found: list[Listed] = []
+        cursor = b"0"
+        while not after:
+            match = b"MATCH", prefix + b"*", b"COUNT", b"%d" % PAGE, b"TYPE", b"string"
+            (reply,) = self._call([[b"SCAN", cursor, *match]], deadline.left_s())
+            if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[0], bytes):
+                raise CallError("the server does not speak the protocol of Redis")
+            cursor, keys = reply[0], reply[1] if isinstance(reply[1], list) else []
+            within: list[Reply] = [key[len(prefix) :] for key in keys if isinstance(key, bytes)]
+            found += self._measured(list(_names(folder, within)), deadline)
+            if cursor == b"0":
+                break
+        return found
+
+    def _measured(self, names: Sequence[str], deadline: CallDeadline) -> list[Listed]:
+        """Bytes and last uses, by commands that are no uses themselves."""
+        words = (b"MEMORY", b"USAGE"), (b"OBJECT", b"IDLETIME")
+        commands = [[*two, _key(name)] for name in names for two in words]
+        replies = self._exchange(commands, deadline, None) if commands else []
+        figures = [one if isinstance(one, int) else 0 for one in replies]  # gone, or not known
+        found = zip(names, figures[::2], figures[1::2], strict=True)
+        return [Listed(name, n_bytes, time.time() - idle_s) for name, n_bytes, idle_s in found]
+
     def _all_members(self, key: bytes, deadline: CallDeadline) -> list[Reply]:
         """In pages: a server answers nobody else while it makes a reply."""
         members: list[Reply] = []

@@ -1,0 +1,186 @@
+"""`keepwarm remote …`: what shared tiers hold, by model, class, tenant and age."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from keepwarm import config
+from keepwarm.cli.agents import AsJson, format_date, open_store
+from keepwarm.concurrency import CallError
+from keepwarm.errors import BadInput, Unreachable
+from keepwarm.prefix.fingerprint import tenant_of
+from keepwarm.units import format_bytes
+
+if TYPE_CHECKING:
+    from keepwarm.agents.agent_store import AgentStore
+    from keepwarm.prefix.blocks import Namespace
+    from keepwarm.remote.backend import Backend, Listed
+    from keepwarm.remote.contents import HeldRecord
+
+AT_ONCE = 256  # names deleted in one call
+CALL_S = 30.0
+DAY_S = 86400.0
+SHOWN = 12  # characters of a hash
+
+OfModel = Annotated[str, typer.Option("--model", help="Of this model, as ls shows it.")]
+OfClass = Annotated[str, typer.Option("--class", help="Of this class of machines.")]
+OfTenant = Annotated[str, typer.Option("--tenant", help="Of this tenant, as ls shows it.")]
+Days = Annotated[float, typer.Option("--older-than", help="Not used for so many days.")]
+
+app = typer.Typer(no_args_is_help=True, help="See, verify and delete what shared tiers hold.")
+
+
+class Wanted(NamedTuple):
+    model: str
+    compute_class: str
+    tenant: str
+    days: float
+
+    def takes(self, one: Found) -> bool:
+        is_old = time.time() - one.held.listed.used >= self.days * DAY_S
+        return is_old and all(
+            wanted in ("", has) for wanted, has in zip(self[:3], one, strict=False)
+        )
+
+
+class Found(NamedTuple):
+    model: str
+    compute_class: str
+    tenant: str
+    held: HeldRecord
+
+
+def _found(store: AgentStore, backend: Backend, wanted: Wanted) -> Iterator[Found]:
+    from keepwarm.remote.contents import held_records
+
+    models = {agent.namespace: agent.head.model for agent in store.agents.all()}
+    tenants: dict[Namespace, str] = {}
+    for held in held_records(backend):
+        name = held.record.namespace
+        if name not in tenants:
+            tenants[name] = _tenant_of(store, name)
+        model = models.get(name) or name.hex()[:SHOWN]
+        one = Found(model, held.record.compute_class, tenants[name], held)
+        if wanted.takes(one):
+            yield one
+
+
+def _tenant_of(store: AgentStore, name: Namespace) -> str:
+    try:
+        return tenant_of(store.identity_of(name).salt)[:SHOWN]
+    except BadInput:  # a model that was never run here
+        return "?"
+
+
+@contextmanager
+def _opened(address: str) -> Iterator[Backend]:
+    from keepwarm.remote.addresses import open_backend
+
+    password = config.load().read_secret("remote_password")
+    with closing(open_backend(address, password)) as backend:
+        try:
+            yield backend
+        except CallError as error:
+            raise Unreachable(f"The shared tier {address} does not answer: {error}") from error
+
+
+@app.command("ls")
+def list_records(
+    model: OfModel = "",
+    compute_class: OfClass = "",
+    tenant: OfTenant = "",
+    older_than: Days = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """List what shared tiers hold, and how many bytes.
+
+    A model or tenant that this machine does not know is shown by its hash.
+    """
+    wanted = Wanted(model, compute_class, tenant, older_than)
+    groups: defaultdict[tuple[str, ...], list[Listed]] = defaultdict(list)
+    with open_store() as store:
+        for address in config.load().remotes:
+            with _opened(address) as backend:
+                for one in _found(store, backend, wanted):
+                    groups[address, *one[:3]].append(one.held.listed)
+    rows = [_row(names, listed) for names, listed in sorted(groups.items())]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    for tier in dict.fromkeys(row["tier"] for row in rows):
+        table = Table("model", "class", "tenant", "records", "size", "first use", "last use")
+        for row in (row for row in rows if row["tier"] == tier):
+            names = (row[name] for name in ("model", "class", "tenant"))
+            dates = (format_date(row[name])[:10] for name in ("oldest", "newest"))
+            table.add_row(*names, f"{row['records']:,}", format_bytes(row["n_bytes"]), *dates)
+        Console().print(tier, table)
+    if not rows:
+        print("Nothing is there.")
+
+
+def _row(names: tuple[str, ...], listed: list[Listed]) -> dict[str, Any]:
+    used = [one.used for one in listed]
+    sizes = {"records": len(listed), "n_bytes": sum(one.n_bytes for one in listed)}
+    ages = {"oldest": min(used), "newest": max(used)}
+    return dict(zip(("tier", "model", "class", "tenant"), names, strict=True)) | sizes | ages
+
+
+@app.command()
+def rm(
+    model: OfModel = "",
+    compute_class: OfClass = "",
+    tenant: OfTenant = "",
+    older_than: Days = 0.0,
+    everything: Annotated[bool, typer.Option("--all", help="Delete all records.")] = False,
+) -> None:
+    """Delete records from shared tiers.
+
+    Machines that have them share them again with their next use.
+    """
+    wanted = Wanted(model, compute_class, tenant, older_than)
+    if not any(wanted) and not everything:
+        raise BadInput("Say what to delete: --model, --class, --tenant, --older-than or --all.")
+    n_deleted = 0
+    with open_store() as store:
+        for address in config.load().remotes:
+            with _opened(address) as backend:
+                names = [one.held.listed.name for one in _found(store, backend, wanted)]
+                for start in range(0, len(names), AT_ONCE):
+                    backend.delete(names[start : start + AT_ONCE], CALL_S)
+                n_deleted += len(names)
+    print(f"Deleted {n_deleted:,} records.")
+
+
+@app.command()
+def verify(
+    model: OfModel = "",
+    compute_class: OfClass = "",
+    tenant: OfTenant = "",
+    older_than: Days = 0.0,
+) -> None:
+    """Check every byte of every record; exits with 1 if one is bad."""
+    from keepwarm.remote.contents import find_fault
+    from keepwarm.remote.records import FleetKey
+
+    fleet_key = FleetKey.parse(config.load().read_secret("fleet_key"))
+    wanted = Wanted(model, compute_class, tenant, older_than)
+    n_records = n_bad = 0
+    with open_store() as store:
+        for address in config.load().remotes:
+            with _opened(address) as backend:
+                for one in _found(store, backend, wanted):
+                    n_records += 1
+                    if why := find_fault(backend, one.held, store.disk.cipher, fleet_key):
+                        n_bad += 1
+                        print(f"{one.held.listed.name}: {why}")
+    print(f"{n_records - n_bad:,} of {n_records:,} records are intact.")
+    raise typer.Exit(1 if n_bad else 0)

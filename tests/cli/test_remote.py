@@ -1,0 +1,93 @@
+"""`keepwarm remote …` on places that two classes of machines have filled."""
+
+import json
+import os
+from contextlib import closing
+
+import pytest
+from typer.testing import CliRunner
+
+from keepwarm.agents.agent import Branch
+from keepwarm.agents.agent_store import AgentStore
+from keepwarm.cli.main import command_line
+from keepwarm.prefix.blocks import BLOCK_TOKENS
+from keepwarm.remote.addresses import open_backend
+from keepwarm.remote.records import RemoteNames, RemoteRecord
+from keepwarm.remote.tier import RemoteTier
+from keepwarm.store.disk.disk import DiskLimits
+from tests.kit.redis_server import redis_server
+from tests.store.kit import NAMESPACE, record, refs_of, tokens_of
+
+SOON = 30.0
+CLASSES = "cpu-mlx-0.1", "metal-mlx-0.1"
+REFS = refs_of(3)
+
+
+@pytest.fixture(params=["directory", "redis"])
+def place(request, tmp_path):
+    if request.param == "redis":
+        with redis_server(tmp_path) as server:
+            yield server.url
+    else:
+        (tmp_path / "place").mkdir()
+        yield (tmp_path / "place").as_uri()
+
+
+@pytest.fixture
+def remote(place, tmp_path, monkeypatch):
+    """Runs the verb: each class has three records there, and this machine knows their model."""
+    monkeypatch.setenv("KEEPWARM_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("KEEPWARM_REMOTE", place)
+    for compute_class in CLASSES:
+        with closing(RemoteTier(open_backend(place), compute_class)) as tier:
+            assert tier.health.wait_until_tried(SOON)
+            assert all(tier.put(record(ref)).stored for ref in REFS)
+    with AgentStore(tmp_path / "home" / "store", DiskLimits(min_free_bytes=0)) as store:
+        for ref in REFS:
+            store.disk.put(record(ref))
+        branch = Branch.of(NAMESPACE, tokens_of(3 * BLOCK_TOKENS), model="tiny")
+        store.agents.create("coder", branch)
+
+    def run(*arguments, code=0):
+        done = CliRunner().invoke(command_line(["remote", "cache"]), ["remote", *arguments])
+        assert done.exit_code == code, done.output
+        return done.output
+
+    return run
+
+
+def rows(remote, *options):
+    return json.loads(remote("ls", "--json", *options))
+
+
+def test_ls_tells_records_and_bytes_by_class_and_model(remote, place):
+    found = rows(remote)
+    assert [(row["tier"], row["class"], row["records"]) for row in found] == [
+        (place, compute_class, 3) for compute_class in CLASSES
+    ]
+    assert {row["model"] for row in found} == {"tiny"}
+    assert all(row["n_bytes"] >= 3 * record(REFS[0]).n_bytes for row in found)
+    assert [row["class"] for row in rows(remote, "--class", CLASSES[1])] == [CLASSES[1]]
+    assert rows(remote, "--model", "other") == rows(remote, "--older-than", "1") == []
+    assert CLASSES[0] in remote("ls")
+
+
+def test_rm_deletes_what_is_wanted_and_never_all_by_accident(remote):
+    assert "Say what to delete" in str(CliRunner().invoke(
+        command_line(["remote", "cache"]), ["remote", "rm"]
+    ).exception)  # fmt: skip
+    assert remote("rm", "--class", CLASSES[0]) == "Deleted 3 records.\n"
+    assert [row["class"] for row in rows(remote)] == [CLASSES[1]]
+    assert remote("rm", "--all") == "Deleted 3 records.\n"
+    assert rows(remote) == []
+
+
+def test_verify_names_what_is_damaged(remote, place):
+    assert remote("verify") == "6 of 6 records are intact.\n"
+    name = RemoteNames(CLASSES[0]).of(RemoteRecord.of(record(REFS[1]).header))
+    with closing(open_backend(place)) as backend:
+        backend.put(name, [os.urandom(2000)], SOON, replace=True)
+    said = remote("verify", code=1)
+    assert said.startswith(f"{name}: ")
+    assert said.endswith("5 of 6 records are intact.\n")
+    assert remote("verify", "--class", CLASSES[1]) == "3 of 3 records are intact.\n"
