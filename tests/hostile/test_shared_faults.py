@@ -483,6 +483,8 @@ TROUBLES = (
              "test_what_another_user_may_not_read_is_a_miss")),
     Trouble("a name with several addresses", "all are tried", "remote/test_failover.py",
             ("test_every_address_of_a_name_is_tried",)),
+    Trouble("a conversation that moves between machines", "the prompt tokens of one machine",
+            "engine/test_moving.py", ("test_a_walk_over_three_machines_has_the_tokens_of_one",)),
     Trouble("another BLAS, mlx-lm or GPU", "another class: nothing is shared",
             "remote/test_opening.py", ("test_what_computes_other_numbers_is_another_class",)),
     Trouble("503 `SlowDown`", "asked once more within the time", "remote/test_s3.py",

@@ -105,7 +105,7 @@ def test_the_example_runs_through_the_router_with_a_key(serving, tmp_path, monke
 def test_every_service_of_the_compose_file_is_pinned_watched_and_restarted():
     services = yaml.safe_load((EXAMPLES / "fleet" / "compose.yaml").read_text())["services"]
     for name, service in services.items():
-        is_pinned = re.search(r":\d+\.\d+\.\d+(-\w+)?$", service["image"])
+        is_pinned = re.search(r":\d+\.\d+\.\d+(-\w+)?(@sha256:\w+)?$", service["image"])
         assert is_pinned or service["image"] == "keepwarm", name
         assert service["restart"] == "unless-stopped", name
         assert service["healthcheck"]["test"], name
