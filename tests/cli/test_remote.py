@@ -72,13 +72,17 @@ def test_ls_tells_records_and_bytes_by_class_and_model(remote, place):
     assert CLASSES[0] in remote("ls")
 
 
-def test_rm_deletes_what_is_wanted_and_never_all_by_accident(remote):
+def test_rm_deletes_what_is_wanted_and_never_all_by_accident(remote, place):
     assert "Say what to delete" in str(CliRunner().invoke(
         command_line(["remote", "cache"]), ["remote", "rm"]
     ).exception)  # fmt: skip
     assert remote("rm", "--class", CLASSES[0]) == "Deleted 3 records.\n"
     assert [row["class"] for row in rows(remote)] == [CLASSES[1]]
-    assert remote("rm", "--all") == "Deleted 3 records.\n"
+    with closing(RemoteTier(open_backend(place), CLASSES[1])) as tier:
+        assert tier.health.wait_until_tried(SOON)
+        tier.tell(NAMESPACE, "a conversation", b"its past answers")
+    assert remote("verify") == "3 of 3 records are intact.\n"
+    assert remote("rm", "--all") == "Deleted 4 records.\n"
     assert rows(remote) == []
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from keepwarm.agents.agent_store import AgentStore
     from keepwarm.prefix.blocks import Namespace
     from keepwarm.remote.backend import Backend, Listed
-    from keepwarm.remote.contents import HeldRecord
+    from keepwarm.remote.contents import HeldBlob
 
 AT_ONCE = 256  # names deleted in one call
 CALL_S = 30.0
@@ -56,20 +56,20 @@ class Found(NamedTuple):
     model: str
     compute_class: str
     tenant: str
-    held: HeldRecord
+    held: HeldBlob
 
 
 def _found(store: AgentStore, backend: Backend, wanted: Wanted) -> Iterator[Found]:
-    from keepwarm.remote.contents import held_records
+    from keepwarm.remote.contents import held_blobs
 
     models = {agent.namespace: agent.head.model for agent in store.agents.all()}
     tenants: dict[Namespace, str] = {}
-    for held in held_records(backend):
-        name = held.record.namespace
+    for held in held_blobs(backend):
+        name = held.namespace
         if name not in tenants:
             tenants[name] = _tenant_of(store, name)
         model = models.get(name) or name.hex()[:SHOWN]
-        one = Found(model, held.record.compute_class, tenants[name], held)
+        one = Found(model, held.compute_class, tenants[name], held)
         if wanted.takes(one):
             yield one
 
@@ -177,10 +177,12 @@ def verify(
     with open_store() as store:
         for address in config.load().remotes:
             with _opened(address) as backend:
-                for one in _found(store, backend, wanted):
-                    n_records += 1
-                    if why := find_fault(backend, one.held, store.disk.cipher, fleet_key):
+                for _, _, _, held in _found(store, backend, wanted):
+                    if held.record is None:
+                        continue
+                    n_records, name = n_records + 1, held.listed.name
+                    if why := find_fault(backend, name, held.record, store.disk.cipher, fleet_key):
                         n_bad += 1
-                        print(f"{one.held.listed.name}: {why}")
+                        print(f"{name}: {why}")
     print(f"{n_records - n_bad:,} of {n_records:,} records are intact.")
     raise typer.Exit(1 if n_bad else 0)

@@ -18,34 +18,41 @@ from keepwarm.remote.records import FleetKey, RemoteNames, RemoteRecord, decode_
 READ_S = 60.0  # a record; nobody waits for it
 
 
-class HeldRecord(NamedTuple):
+class HeldBlob(NamedTuple):
+    """A record, or what is told of past answers, which nobody can read here."""
+
     listed: Listed
-    record: RemoteRecord
+    compute_class: str
+    namespace: Namespace
+    record: RemoteRecord | None
 
 
-def held_records(backend: Backend) -> Iterator[HeldRecord]:
-    """All records of all classes; raises CallError. Redis looks through all of its keys for it."""
+def held_blobs(backend: Backend) -> Iterator[HeldBlob]:
+    """Those of all classes; raises CallError. Redis looks through all of its keys for it."""
     for listed in walk(backend):
         compute_class, namespace, parent, last = listed.name.split("/")
         names = RemoteNames(compute_class, has_mac=last.endswith(".mac"))
         with suppress(ValueError):  # others may write there too
             within = Namespace(bytes.fromhex(namespace)), BlockKey(bytes.fromhex(parent))
-            if (record := names.parse(listed, *within, compute_class)) is not None:
-                yield HeldRecord(listed, record)
+            record = names.parse(listed, *within, compute_class)
+            yield HeldBlob(listed, compute_class, within[0], record)
 
 
 def find_fault(
-    backend: Backend, held: HeldRecord, cipher: Cipher | None, fleet_key: FleetKey | None
+    backend: Backend,
+    name: str,
+    record: RemoteRecord,
+    cipher: Cipher | None,
+    fleet_key: FleetKey | None,
 ) -> str:
     """Why a record cannot be used here; empty if it can, or is gone by now."""
-    name = held.listed.name
 
     def verify(data: memoryview) -> str:
         if name.endswith(".mac"):
             if fleet_key is None:
                 return "it needs the fleet key"
             data = fleet_key.checked(name, data)
-        decode_named(data, held.record, cipher)
+        decode_named(data, record, cipher)
         return ""
 
     try:
