@@ -18,12 +18,19 @@ import ollama
 import pytest
 from pydantic import BaseModel
 
+from keepwarm import config
+from keepwarm.models.load import load
+from tests.clients.conftest import Recorder, Watched
+from tests.kit.scripted import call, write_scripted
+from tests.server.conftest import serve
+
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples" / "clients"
 FRAMEWORKS = (
     "anthropic==2.8.0",
     "openai==3.49.0",
     "openai-agents==0.24.0",
+    "langchain==1.4.7",
     "langchain-openai==1.7.3",
     "langchain-anthropic==1.7.7",
     "llm==0.36",
@@ -38,6 +45,7 @@ OLDER = (
 )
 OLLAMA_JS = "ollama@0.6.4"
 AI_SDK = ("ai@7.0.169", "@ai-sdk/openai-compatible@3.0.90", "zod@4.6.7", "node@22.23.3")
+AI_SDK_PROVIDERS = ("@ai-sdk/openai@4.0.115", "@ai-sdk/anthropic@4.0.102")
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 ASK = {"role": "user", "content": "How many leaves has the oak?"}
 AGAIN = {"role": "user", "content": "And in winter?"}
@@ -329,6 +337,51 @@ def installed_by_npm(packages, program):
 def test_ai_sdk_talks_with_a_tool(watched):
     with installed_by_npm(AI_SDK, "ai_sdk.mjs") as (programs, program):
         check_talk(watched, run(programs, watched.url, "node", program))
+
+
+# A format beside tools: the model calls first if it may, then writes the object.
+
+
+@pytest.fixture
+def formatted(tmp_path):
+    """A server whose model calls the tool, and then writes an object of the client's class."""
+    answers = [call("count_leaves", **CALL["count_leaves"]), '{"deciduous": true}']
+    settings = config.load({"KEEPWARM_HOME": str(tmp_path)})
+    path = write_scripted(tmp_path / "model", answers, under_grammar=True)
+    model = load(str(path), settings)
+    seen = []
+    with serve(model, settings, around=lambda app: app.add_middleware(Recorder, seen=seen)) as live:
+        yield Watched(live, seen, [])
+
+
+def check_object(formatted, said):
+    """The tool was called, its result came back, and the object followed: two requests."""
+    answers = [each for each in formatted.seen if each.method == "POST"]
+    assert formatted.refused == []
+    assert [RESULT in str(each.json) for each in answers] == [False, True]
+    assert said.strip() in ("Tree(deciduous=True)", '{"deciduous":true}')
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "name", ["agents_by_chat", "agents_by_responses", "pydantic_ai", "langchain"]
+)
+def test_framework_gets_an_object_after_a_tool(formatted, frameworks, name):
+    program = HERE / "formats.py"
+    check_object(formatted, run(frameworks, formatted.url, "python", program, name))
+
+
+@pytest.fixture(scope="module")
+def providers():
+    with installed_by_npm([*AI_SDK, *AI_SDK_PROVIDERS], "ai_sdk_format.mjs") as place:
+        yield place
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["compatible", "chat", "responses", "anthropic"])
+def test_ai_sdk_gets_an_object_after_a_tool(formatted, providers, name):
+    programs, program = providers
+    check_object(formatted, run(programs, formatted.url, "node", program, name))
 
 
 @pytest.mark.soak

@@ -42,14 +42,35 @@ def call(name: str, **arguments: Any) -> str:
     return call_text(name, json.dumps(arguments))
 
 
-def write_scripted(directory: Path, answers: Sequence[str], n_context: int = 16384) -> Path:
-    """A checkpoint whose k-th answer of a conversation is `answers[k]`; further ones are empty."""
-    tokenizer = make_tokenizer()
+def write_scripted(
+    directory: Path,
+    answers: Sequence[str],
+    n_context: int = 16384,
+    *,
+    tokenizer: Tokenizer | None = None,
+    under_grammar: bool = False,
+) -> Path:
+    """A checkpoint whose k-th answer of a conversation is `answers[k]`; further ones are empty.
+
+    `under_grammar`: calls are two tokens, because grammars take one in angle brackets for special.
+    """
+    tokenizer = tokenizer or make_tokenizer()
     steps = [f"<|step{number}|>" for number in range(MAX_ANSWERS)]
     tokenizer.add_special_tokens([AddedToken(step, special=True) for step in steps])
-    said = list(dict.fromkeys(answers))
+    parts = [answer.removesuffix(">") if under_grammar else answer for answer in answers]
+    said = list(dict.fromkeys(parts))
     tokenizer.add_tokens([AddedToken(answer, special=False, normalized=False) for answer in said])
-    return _write(directory, tokenizer, _script(tokenizer, steps, answers), TEMPLATE, n_context)
+    script = _script(tokenizer, steps, parts)
+    if under_grammar:
+        script = _with_ends(tokenizer, script, dict(zip(parts, answers, strict=True)))
+    return _write(directory, tokenizer, script, TEMPLATE, n_context)
+
+
+def _with_ends(tokenizer: Tokenizer, script: Pairs, whole: dict[str, str]) -> Pairs:
+    """The script with the last letter of answers that lack it."""
+    last, eos = tokenizer.token_to_id(">"), tokenizer.token_to_id(EOS)
+    cut = {tokenizer.token_to_id(part) for part, answer in whole.items() if part != answer}
+    return [*((token, last if token in cut else after) for token, after in script), (last, eos)]
 
 
 def write_endless(directory: Path, n_context: int = 16384) -> Path:
