@@ -101,6 +101,24 @@ def test_verdicts_of_two_processes_are_both_kept(tmp_path):
     assert again.alone() == [WRONG]
 
 
+def test_a_verdict_that_could_not_be_written_is_written_later(tmp_path):
+    """Also one that the engine's thread adds meanwhile."""
+    verdicts = VerdictsFile(tmp_path)
+    verdicts.put("a", RIGHT, keep=True)
+    change = verdicts._file.change
+
+    def fail(_):
+        verdicts.put("b", WRONG, keep=True)
+        raise OSError("full")
+
+    verdicts._file.change = fail
+    verdicts.save()
+    verdicts._file.change = change
+    verdicts.save()
+    again = VerdictsFile(tmp_path)
+    assert (again.get("a"), again.get("b")) == (RIGHT.verdict, WRONG.verdict)
+
+
 def test_what_is_not_to_be_kept_holds_for_this_process(tmp_path):
     verdicts = VerdictsFile(tmp_path)
     verdicts.put("a", WRONG, keep=False)

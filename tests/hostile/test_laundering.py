@@ -51,6 +51,10 @@ def test_blocks_of_a_plain_shared_tier_are_unverified_and_signed_for_nobody(mode
         assert receipt.inexact == (("unverified",) if kind == "plain" else ())
         b.wait_until_saved()
         assert run(b, prompt_of(300, seed=9)).exact  # nothing is reused
+        for _ in range(2):
+            other = run(b, prompt, tenant="other")
+        assert other.reused
+        assert other.exact  # its blocks are its own
     with machine(model, tmp_path / "b", **key) as b:
         assert run(b, prompt).exact == (kind != "plain")
         identity = b.lane_of().identity
@@ -63,3 +67,19 @@ def test_blocks_of_a_plain_shared_tier_are_unverified_and_signed_for_nobody(mode
     with AgentStore(tmp_path / "c", limits) as c:
         made = c.import_agent(tmp_path / "sold.kw", identity, keys=BundleKeys.of(settings))
         assert bool(c.origin_of(made)) == (kind == "plain")
+
+
+def test_blocks_that_another_process_has_taken_are_unverified_here(models, tmp_path):
+    """One that began before, and has no shared tier itself."""
+    place, model, prompt = tmp_path / "shared", models.of("llama"), prompt_of(300)
+    place.mkdir()
+    with machine(model, tmp_path / "a", remote=place.as_uri()) as a:
+        for _ in range(2):
+            run(a, prompt)
+    with machine(model, tmp_path / "b") as one:
+        with machine(model, tmp_path / "b", remote=place.as_uri()) as other:
+            assert run(other, prompt).reused == {"shared": 256}
+            other.wait_until_saved()
+        receipt = run(one, prompt)
+        assert sum(receipt.reused.values()) >= 256
+        assert receipt.inexact == ("unverified",)

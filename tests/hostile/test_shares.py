@@ -128,6 +128,42 @@ def test_pins_that_are_there_stay_when_the_share_shrinks(store):
     assert len(kept) == 20
 
 
+def test_pins_that_are_there_stay_when_the_block_at_their_end_grows(store):
+    tokens = tokens_of(256 * 20 + 100)
+    put(store, tokens)
+    store.agents.advance(f"{MINE}.0", NAME, tokens)
+    store.agents.pin(f"{MINE}.0")
+    store.limit(AgentLimits(10, 5 * N_BYTES, has_tenants=True))
+    for n_more in (60, 90):
+        more = [*tokens, *tokens_of(n_more)]
+        put(store, more)
+        store.disk.delete_superseded(list(chain(NAME, more))[-1].key)
+        store.agents.advance(f"{MINE}.0", NAME, more)
+    for number in range(4):
+        put(store, [token + 10**6 * (1 + number) for token in tokens_of(256 * 40)])
+    assert len(store.disk.have(store.agents.show(f"{MINE}.0").blocks[:20])) == 20
+
+
+def test_ephemeral_agents_that_were_deleted_with_all_count_no_longer(store):
+    talk(store, f"{MINE}.0", 1, first=0)
+    store.agents.fork_all(f"{MINE}.0", [f"{MINE}.{n}" for n in range(1, 10)], ephemeral=True)
+    with pytest.raises(BadInput, match="has 10 agents"):
+        store.agents.create(f"{MINE}.more", Branch(NAME))
+    store.clear()
+    for number in range(10):
+        assert store.agents.create(f"{MINE}.{number}", Branch(NAME))
+
+
+def test_ttl_pins_of_deleted_blocks_make_room(store):
+    for number in range(2):
+        tokens = [token + 1000 * number for token in tokens_of(256 * 20)]
+        put(store, tokens)
+        store.ttl_pins.pin(NAME, tokens, len(tokens), 3600, MINE)
+        last = list(chain(NAME, tokens))[-1].key
+        assert store.disk.index.lookups.owners(last)
+        store.clear()
+
+
 def test_ttl_pins_of_one_key_leave_the_store_to_others(store):
     mine = tokens_of(256 * 20)
     for number in range(4):
@@ -185,6 +221,8 @@ def test_half_of_the_store_is_shared_by_the_keys(tmp_path):
     size = {"disk_bytes": 8 << 30}
     assert limits(api_keys="a,b", **size).n_bytes == 2 << 30
     assert limits(api_keys="a,b", share_cache=True, **size).n_bytes == 4 << 30
+    assert limits(api_keys="a,b", admin_key="c", **size).n_bytes == (4 << 30) // 3
+    assert limits(api_keys="a,b", admin_key="a", **size).n_bytes == 2 << 30
     assert limits(**size) == AgentLimits()  # without keys there is nobody else
     assert limits(api_keys="a,b", max_agents=7).n_agents == 7
     named = tmp_path / "keys"

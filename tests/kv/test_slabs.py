@@ -135,3 +135,21 @@ def test_a_slab_is_larger_than_asked_but_not_much(n_bytes):
     size = slabs._rounded(n_bytes)
     assert n_bytes < size <= max(n_bytes * 9 / 8, n_bytes + slabs.MIN_STEP)
     assert size % slabs.MIN_STEP == 0
+
+
+def test_a_slab_that_cannot_be_prepared_stops_no_later_one(pool, monkeypatch, caplog):
+    """Requests make their own meanwhile."""
+    make = slabs._make
+
+    def fail(n_bytes, n_slabs):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(slabs, "_make", fail)
+    pool.expect([N_BYTES])
+    wait_until(lambda: not pool._expected and not pool._coming.total())
+    assert pool.n_bytes == 0
+    assert "could not be prepared" in caplog.text
+    monkeypatch.setattr(slabs, "_make", make)
+    assert pool.take(N_BYTES).array.nbytes >= N_BYTES
+    pool.expect([N_BYTES])
+    wait_until(lambda: pool.free_bytes > 0)

@@ -53,7 +53,7 @@ from keepwarm.store.marker import unlock
 from keepwarm.store.names import bytes_under
 from keepwarm.store.tier import as_store_errors
 
-UNVERIFIED = "unverified blocks"  # noted in the index
+UNVERIFIED = "unverified blocks of {}"  # noted in the index, for a namespace
 PINS_MADE = "pins made"  # noted in the index once agents' pins are in it
 
 
@@ -117,15 +117,14 @@ class AgentStore:
                 self.agents.pin_all()
                 self.disk.index.database.set_flag(PINS_MADE)
 
-    @property
-    def is_unverified(self) -> bool:
+    def is_unverified(self, name: Namespace) -> bool:
         """Whether blocks may be of a shared tier that anybody could have written to."""
         with as_store_errors(self.disk, "tell where its blocks come from"):
-            return self.disk.index.database.has_flag(UNVERIFIED)
+            return self.disk.index.database.has_flag(UNVERIFIED.format(name.hex()))
 
-    def note_unverified(self) -> None:
+    def note_unverified(self, name: Namespace) -> None:
         with as_store_errors(self.disk, "note where its blocks come from"):
-            self.disk.index.database.set_flag(UNVERIFIED)
+            self.disk.index.database.set_flag(UNVERIFIED.format(name.hex()))
 
     def register(self, identity: Identity, revision: str = "") -> Namespace:
         """Record which model a namespace stands for, and its revision on the hub, if it has one;
@@ -237,7 +236,7 @@ class AgentStore:
             model=agent.head.model,
             revision=revision,
             turn=self.agents.turns.find(agent.id, unpack(tokens)) if agent.id else None,
-            imported=self.is_unverified,
+            imported=self.is_unverified(agent.namespace),
         )
         return export_bundle(self.disk, manifest, progress, key)
 

@@ -370,13 +370,12 @@ class Agents:
         """Delete the files of all agents, but not their blocks; how many."""
         self._refuse_newer()
         with self._changing():
-            agents = list(self._recorded())
-            self._ephemeral.clear()
+            ids = [agent.id for agent in self._recorded()]
             self.turns.remove_all()
             self.responses.remove_all()
-            for agent in agents:
-                self._remove(agent.id)
-        return len(agents)
+            for agent_id in (*ids, *list(self._ephemeral)):
+                self._remove(agent_id)
+        return len(ids)
 
     def _refuse_newer(self) -> None:
         """Raise if the blocks of some agent cannot be listed."""
@@ -435,8 +434,9 @@ class Agents:
             if self._shares is not None:
                 self._shares.note(agent.id, 0)
             return agent
+        room = self._room(agent)  # as long as its file is that of the pins there are
         write_file(self._disk, self._path(agent.id), agent.to_json().encode())
-        self._pin(agent)
+        self._pin(agent, room)
         return agent
 
     def pin_all(self) -> None:
@@ -444,10 +444,12 @@ class Agents:
         for agent in self._recorded():
             self._pin(agent)
 
-    def _pin(self, agent: Agent) -> None:
-        room = None
-        if self._shares is not None and agent.is_protected:
-            room = self._shares.room(agent.id)
+    def _room(self, agent: Agent) -> int | None:
+        if self._shares is None or not agent.is_protected:
+            return None
+        return self._shares.room(agent.id)
+
+    def _pin(self, agent: Agent, room: int | None = None) -> None:
         found = protection(self._disk, agent, room)
         self._disk.pin_only(agent_owner(agent.id), found.keys)
         if self._shares is not None:

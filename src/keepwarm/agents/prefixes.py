@@ -5,7 +5,7 @@ pinned for good or for a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from keepwarm.agents.agent import Agent, Branch
@@ -128,6 +128,10 @@ class _PinnedBlock(NamedTuple):
     n_bytes: int
 
 
+def _n_bytes(pinned: Mapping[BlockKey, _PinnedBlock]) -> int:
+    return sum(block.n_bytes for block in pinned.values())
+
+
 class TtlPins:
     """Pins with a TTL: a client asked to keep a prompt up to some token for some time.
 
@@ -175,7 +179,10 @@ class TtlPins:
         for key, info in self._disk.have(keys).items():
             since = pinned[key].until if key in pinned else until
             pinned[key] = _PinnedBlock(max(until, since), info.n_bytes)
-        if sum(block.n_bytes for block in pinned.values()) > self.max_bytes:
+        if _n_bytes(pinned) > self.max_bytes:  # perhaps with blocks that were deleted
+            known = self._disk.have(pinned)
+            pinned = {key: block for key, block in pinned.items() if key in known}
+        if _n_bytes(pinned) > self.max_bytes:
             return False
         self._pinned[tenant] = pinned
         return True

@@ -24,9 +24,13 @@ class AgentLimits(NamedTuple):
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        keys = {named.name or named.key for named in settings.read_named_keys()}
+        named = settings.read_named_keys()
+        keys = {each.name or each.key for each in named}
         if not keys:
             return cls()
+        admin = settings.read_secret("admin_key")
+        if admin and admin not in [each.key for each in named]:
+            keys.add(admin)  # it may have agents too
         n_tenants = 1 if settings.share_cache else len(keys)
         n_bytes = settings.disk_bytes // PROTECTED // n_tenants
         return cls(settings.max_agents, n_bytes, has_tenants=not settings.share_cache)
@@ -61,9 +65,9 @@ class AgentShares:
         self._protected.pop(agent_id, None)
 
     def room(self, agent_id: str) -> int:
-        """Bytes that the pins of this agent may protect."""
+        """Bytes that the pins of this agent may protect; those that they do stay so."""
         others = sum(n for id_, n in self._of_same_key(agent_id) if id_ != agent_id)
-        return max(0, self._limits.n_bytes - others)
+        return max(self._protected.get(agent_id, 0), self._limits.n_bytes - others)
 
     def has_room(self, agent_id: str, n_new: int = 1) -> bool:
         """Whether its key may have so many more agents."""

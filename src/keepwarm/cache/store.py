@@ -22,13 +22,14 @@ from keepwarm.agents.agent import Agent, Branch, check_metadata
 from keepwarm.agents.agent_store import AgentStore, handshake_with
 from keepwarm.agents.block_refs import Holder
 from keepwarm.agents.rewriting import PrefixBlock, prefix_records
+from keepwarm.agents.shares import AgentLimits
 from keepwarm.cache.identity import identity_of
 from keepwarm.cache.restore.forgetting import Forget, Forgetting
 from keepwarm.cache.restore.loading import Reader, RestoreFailures
 from keepwarm.cache.restore.points import PointSizes
 from keepwarm.cache.restore.rates import RatesFile
 from keepwarm.cache.restore.records import block_of
-from keepwarm.cache.restore.restorer import Restorer
+from keepwarm.cache.restore.restorer import Restorer, UnverifiedBlocks
 from keepwarm.cache.restore.writing import MemorySaver, Writer, WriteStats
 from keepwarm.device.machine import speed_class
 from keepwarm.device.memory import MemoryConfig
@@ -250,7 +251,7 @@ class Store:
             self._tiers["disk"] = disk
             lookups += [("memory", writer.queued), ("disk", disk)]
         self._is_mixed = self._note_mixed()
-        self._is_unverified = self._on_disk is not None and self._on_disk.is_unverified
+        self._unverified = UnverifiedBlocks(self._on_disk)
         self._shared = self._open_shared() if self.settings.remotes else None
         self._lookups = Tiers(lookups, () if self._shared is None else self._shared.tiers)
         if self._shared is not None and self._on_disk is not None:
@@ -284,15 +285,8 @@ class Store:
         from keepwarm.remote.opening import SharedTiers  # only fleets need it
 
         disk = None if self._on_disk is None else self._on_disk.disk
-        note = self._note_unverified
+        note = self._unverified.note
         return SharedTiers(self.settings, self.memory, disk, self._is_mixed, note)
-
-    def _note_unverified(self) -> None:
-        """A record has come from where anybody could have put it: for good, as above."""
-        if not self._is_unverified:
-            if self._on_disk is not None:
-                self._on_disk.note_unverified()
-            self._is_unverified = True
 
     def _note_mixed(self) -> bool:
         """Whether blocks of other classes may be here: since the setting allowed them, for good."""
@@ -311,6 +305,11 @@ class Store:
         if self._on_disk is None:
             raise BadInput("This store keeps nothing on disk; open it with a disk budget.")
         return self._on_disk
+
+    def limit(self, limits: AgentLimits) -> None:
+        """From now on, for each key that uses this store."""
+        if self._on_disk is not None:
+            self._on_disk.limit(limits)
 
     def attach(
         self,
@@ -362,7 +361,7 @@ class Store:
             forgetting=self._forgetting,
             uploader=None if self._shared is None else self._shared.uploader,
             is_mixed=self._is_mixed,
-            is_unverified=lambda: self._is_unverified,
+            unverified=self._unverified,
             machine=speed_class(),
         )
 

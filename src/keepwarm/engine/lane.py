@@ -63,8 +63,8 @@ class Lane:
         dropped a row. Blocks of an import are whatever the bundle's author wrote, and so is what
         follows them. Where machines share blocks although they compute other numbers, any block may
         be another's. Once a block has come from a shared tier that anybody could have written to,
-        any block may be a stranger's too. What is reused of a type that was not shown to be exact
-        may drift.
+        any block of its model and tenant may be a stranger's too. What is reused of a type that was
+        not shown to be exact may drift.
         """
         limit = self.options.max_kv_size
         windows = {leaf.window for leaf in self.restorer.layout.leaves()}
@@ -73,7 +73,7 @@ class Lane:
             "bounded": limit is not None and limit in windows and n_tokens > limit,
             "imported": bool(self.identity.origin and n_reused),
             "numerics": bool(self.restorer.is_mixed and n_reused),
-            "unverified": bool(n_reused and self.restorer.is_unverified()),
+            "unverified": bool(n_reused and self.restorer.is_unverified),
             "drifts": bool(self.may_drift and n_reused),
         }
         return tuple(reason for reason, holds in reasons.items() if holds)

@@ -94,10 +94,12 @@ class VerdictsFile:
 
     def save(self) -> None:
         """Write what is to be kept; never on the engine's thread."""
-        new, self._unsaved = self._unsaved, {}
+        new = dict(self._unsaved)  # the engine's thread may add to it meanwhile
         if new:
-            with suppress(OSError):  # the next start tries again
+            with suppress(OSError):  # the next call tries again
                 self._file.change(lambda kept: {**kept, **new})
+                for key in new:
+                    self._unsaved.pop(key, None)
 
     def alone(self) -> list[KnownVerdict]:
         """Models whose sequences must not share a batch."""

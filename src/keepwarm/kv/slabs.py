@@ -13,6 +13,7 @@ which would hand them out for computing.
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import threading
 import time
@@ -30,6 +31,7 @@ from keepwarm.kv.buffers import HostArray, Shape, word_of
 Memory: TypeAlias = np.ndarray[Any, Any]
 TensorPath: TypeAlias = tuple[str, str]  # path of the layer, name of the tensor
 
+LOG = logging.getLogger(__name__)
 ALIGNMENT = 256
 MIN_STEP = 1 << 14  # between sizes of slabs
 READY_BYTES = 1 << 30  # prepared at once, in at most so many slabs of a size:
@@ -227,11 +229,22 @@ class SlabPool:
     def _prepare(self) -> None:
         while (batch := self._next_batch()) is not None:
             size, n_slabs = batch
-            arrays = _make(size, n_slabs)
+            try:
+                arrays = _make(size, n_slabs)
+            except Exception:  # memory is short: each request makes its own from now on
+                LOG.exception("host memory could not be prepared")
+                self._give_up(size, n_slabs)
+                continue
             with self._changed:
                 self._coming[size] -= n_slabs
                 while arrays:
                     self.give_back(arrays.pop())
+
+    def _give_up(self, size: int, n_slabs: int) -> None:
+        with self._changed:
+            self._coming[size] -= n_slabs
+            self.n_bytes -= size * n_slabs
+            self._expected = []
 
     def _next_batch(self) -> tuple[int, int] | None:
         """Size and number of the slabs to be prepared next, which are counted; None at the end."""

@@ -17,7 +17,7 @@ from keepwarm.concurrency import CallDeadline, CallError
 from keepwarm.config import Settings
 from keepwarm.device import machine
 from keepwarm.errors import BadInput
-from keepwarm.prefix.blocks import BlockKey
+from keepwarm.prefix.blocks import BlockKey, Namespace
 from keepwarm.records.record import Header
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.deleter import DeleterThread, RemoteDeleter, erase_from
@@ -64,9 +64,11 @@ class SharedTiers:
         memory: MemoryTier,
         disk: DiskTier | None,
         is_mixed: bool,
-        on_unverified: Callable[[], None],
+        on_unverified: Callable[[Namespace], None],
     ) -> None:
-        """`on_unverified` is called when a record has come that anybody could have put there."""
+        """`on_unverified` is called with the namespace of a record that anybody could have put
+        there.
+        """
         self._settings = settings
         self._disk = disk
         self.tiers = open_remotes(settings, memory, disk, is_mixed, on_unverified)
@@ -127,7 +129,7 @@ def open_remotes(
     memory: MemoryTier,
     disk: DiskTier | None,
     mixed: bool,
-    on_unverified: Callable[[], None] = lambda: None,
+    on_unverified: Callable[[Namespace], None] = lambda _: None,
 ) -> list[RemoteTier]:
     """The shared tiers of the settings, in order. One that does not answer is tried again.
 

@@ -88,7 +88,7 @@ class RemoteTier:
         mark: bytes = b"",
         fleet_key: FleetKey | None = None,
         any_class: bool = False,
-        on_unverified: Callable[[], None] = lambda: None,
+        on_unverified: Callable[[Namespace], None] = lambda _: None,
         flags: Database | None = None,
     ) -> None:
         """`compute_class` is the class of machines that compute the same numbers; with `any_class`
@@ -192,7 +192,7 @@ class RemoteTier:
             return [answers for answers in read if answers]
 
         found = self.health.call("asked", ask) if self.health.is_trusted and texts else None
-        return found if found and self._is_noted() else []
+        return found if found and self._is_noted(namespace) else []
 
     def _told(self, namespace: Namespace, text: str, name: str, deadline: CallDeadline) -> bytes:
         """Empty if it is not what a machine of this fleet has put there."""
@@ -364,18 +364,18 @@ class RemoteTier:
             self._faults[key, part] = "newer"
             self._counts.add(newer=1)
             record = None
-        if record is None or not self._is_noted():
+        if record is None or not self._is_noted(record.header.namespace):
             self._known.lose(key)
             return None
         if self._memory is not None:
             self._memory.put(record)
         return record
 
-    def _is_noted(self) -> bool:
+    def _is_noted(self, name: Namespace) -> bool:
         """Whether the store knows that it has records which anybody may have made."""
         try:
             if self.cipher is None and self._fleet_key is None:
-                self._on_unverified()
+                self._on_unverified(name)
         except KeepwarmError as error:
             LOG.warning("a shared record is not used: %s", error)
             return False

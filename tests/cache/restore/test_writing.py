@@ -15,6 +15,7 @@ from keepwarm.records.record import Part, ReadBuffer
 from keepwarm.store.disk.disk import DiskLimits
 from keepwarm.store.disk.write_budget import WriteBudget
 from keepwarm.store.memory import MemoryTier
+from keepwarm.store.tier import Outdated
 from keepwarm.store.tiers import Tiers
 from tests.store import kit
 
@@ -122,6 +123,27 @@ def test_what_was_forgotten_was_not_dropped(disk, records):
     gated.gate.set()
     writer.close()
     assert lost(writer) == {}
+
+
+def test_what_was_forgotten_while_it_was_written_was_not_dropped(disk, records):
+    """Another process has deleted it: it is tried again, and forgotten then."""
+
+    class Changed(Gated):
+        def put(self, record):
+            raise Outdated
+
+    def catch_up():
+        for each in writers:
+            each.forget(Deletions(None, str))
+
+    writers = []
+    claim = RequestClaim(None, "", kit.NAMESPACE, [1] * 2000, since=0, to_disk=True)
+    writer = Writer(None, Changed(disk), 64 * MIB, catch_up=catch_up)
+    writers.append(writer)
+    writer.put(records[0], Policy.READ_WRITE, share=Share(claim, 256))
+    writer.close()
+    assert lost(writer) == {}
+    assert not writer.written
 
 
 def test_writer_counts_of_two_threads_are_not_lost(disk, monkeypatch):

@@ -7,8 +7,10 @@ import threading
 import pytest
 
 from keepwarm import config
+from keepwarm.cache.store import Budgets, Store
 from keepwarm.errors import BadInput
-from keepwarm.server.models.models import NamedModel, configured
+from keepwarm.server.models.host import EngineHost
+from keepwarm.server.models.models import Models, NamedModel, configured
 from tests.kit.engines import held
 from tests.kit.waiting import wait_until
 
@@ -135,6 +137,54 @@ def test_vectors_of_an_unknown_name_are_the_only_embedders_or_refused(
             found = one.post(path, asks)
             assert found.status_code == 200, found.text
             assert json.loads(found.headers["x-keepwarm-receipt"])["model"] == "vectors"
+
+
+def test_the_only_embedder_is_that_of_all_models_loaded_or_not(several, big, small, tmp_path):
+    """Vectors of the one that happens to be loaded would be of another model tomorrow."""
+    made = [shutil.copytree(small, tmp_path / name) for name in ("one", "two")]
+    for path in made:
+        (path / "config_sentence_transformers.json").write_text("{}")
+    n_bytes = (big / "model.safetensors").stat().st_size
+    one, two = (f"{path.name}={path}" for path in made)
+    for names in ((f"big={big}", one), (one, two)):
+        with several(*names, weights_bytes=n_bytes + 1) as live:
+            assert len(live.models.engines) == 1
+            found = live.models._only_embedder()
+            assert (found and found.host.name) == ("one" if one == names[1] else None)
+
+
+def test_a_store_without_a_disk_has_nothing_to_limit(tmp_path):
+    settings = config.load({"KEEPWARM_HOME": str(tmp_path)}, api_keys="a,b")
+    with Store(budgets=Budgets(disk=False), settings=settings) as store:
+        Models(EngineHost(None, "m"), settings, store).close()
+
+
+class Closed:
+    """An engine that notes its end."""
+
+    is_closed = False
+
+    def close(self):
+        self.is_closed = True
+
+
+class EndsEarly(EngineHost):
+    """Is closed by another thread when it is given its engine."""
+
+    @property
+    def created(self):
+        return 0
+
+    @created.setter
+    def created(self, _):
+        if self._loading:
+            EngineHost.close(self)
+
+
+def test_an_engine_that_comes_while_its_server_stops_is_closed():
+    engine = Closed()
+    EndsEarly(None, "m").load(lambda _: engine, in_full=False)
+    assert engine.is_closed
 
 
 def test_all_that_can_be_had_is_listed(both):

@@ -50,6 +50,7 @@ from keepwarm.store.tier import BlockInfo, Child, RemoteLookup, SharedTier
 from keepwarm.store.tiers import DISK, SHARED, DiskAnswers, TierLookups, Tiers
 
 if TYPE_CHECKING:
+    from keepwarm.agents.agent_store import AgentStore
     from keepwarm.remote.uploader import Uploader  # only where a remote is set
 
 SMALL_LOAD_S = 0.02
@@ -94,6 +95,32 @@ class Plan:
         return self.load_s + self.rates.prefill_s(self.n_tokens, n_tokens)
 
 
+class UnverifiedBlocks:
+    """In which namespaces blocks may be a stranger's: since one of them came from a shared tier
+    that anybody can write to, for good.
+    """
+
+    def __init__(self, on_disk: AgentStore | None) -> None:
+        self._on_disk = on_disk
+        self._names: set[Namespace] = set()
+
+    def __contains__(self, name: Namespace) -> bool:
+        return name in self._names
+
+    def note(self, name: Namespace) -> None:
+        """Before the block is used."""
+        if name not in self._names and self._on_disk is not None:
+            self._on_disk.note_unverified(name)
+        self._names.add(name)
+
+    def learn(self, name: Namespace) -> None:
+        """What any process has noted; asks the disk."""
+        if name in self._names or self._on_disk is None:
+            return
+        if self._on_disk.is_unverified(name):
+            self._names.add(name)
+
+
 @dataclass
 class Restorer:
     namespace: Namespace
@@ -106,13 +133,18 @@ class Restorer:
     forgetting: Forgetting | None = None  # without a disk nobody else deletes
     uploader: Uploader | None = None  # without shared tiers nobody shares
     is_mixed: bool = False  # blocks may be of machines that compute other numbers
-    is_unverified: Callable[[], bool] = lambda: False  # blocks may be a stranger's
+    unverified: UnverifiedBlocks | None = None  # without shared tiers all are known
     max_restored: int = sys.maxsize  # tokens of a prompt that are restored at most
     machine: str = ""  # the kind of this one: what was computed by another took another time
     answers: DiskAnswers | None = None  # about one prompt, for the engine's thread
 
     def __post_init__(self) -> None:
         self.needs = Needs.of(self.layout)
+
+    @property
+    def is_unverified(self) -> bool:
+        """Whether blocks may be a stranger's."""
+        return self.unverified is not None and self.namespace in self.unverified
 
     def in_namespace(self, name: Namespace) -> Restorer:
         """The same model for blocks of another tenant, or of one import."""
@@ -140,6 +172,8 @@ class Restorer:
         if self.needs.points:
             made.survives(tokens[:n_tokens])
         answers.close()
+        if self.unverified is not None:  # behind the look-up: it is noted before they are there
+            self.unverified.learn(self.namespace)
         return made
 
     @property

@@ -126,6 +126,7 @@ class Writer(MemorySaver):
         self.queued = MemoryTier(max_queued_bytes)
         self._disk = disk
         self._order: dict[tuple[BlockKey, Part], bool] = {}  # False: it is forgotten
+        self._writing: dict[tuple[BlockKey, Part], bool] = {}  # the one that is written, likewise
         self._shares: dict[tuple[BlockKey, Part], list[Share]] = {}  # of what is queued
         self._changed = threading.Condition()
         self._restores = 0
@@ -171,8 +172,9 @@ class Writer(MemorySaver):
             for item, shares in self._shares.items():
                 if unclaimed.holds(shares):
                     self.queued.delete_part(*item)
-                    if item in self._order:
-                        self._order[item] = False
+                    for items in (self._order, self._writing):
+                        if item in items:
+                            items[item] = False
 
     def _drop(self, key: BlockKey, part: Part) -> None:
         with self._changed:
@@ -242,7 +244,7 @@ class Writer(MemorySaver):
                 self._n_done += 1
                 self._changed.notify_all()
 
-    def _next(self) -> tuple[BlockKey, Part, bool] | None:
+    def _next(self) -> tuple[BlockKey, Part] | None:
         while not self._wait_for_work():
             self._catch_up()
         with self._changed:
@@ -250,7 +252,8 @@ class Writer(MemorySaver):
                 return None
             self._changed.wait_for(lambda: not self._must_wait(), MAX_DEFERRAL_S)
             item = next(iter(self._order))
-            return *item, self._order.pop(item)
+            self._writing = {item: self._order.pop(item)}
+            return item
 
     def _wait_for_work(self) -> bool:
         with self._changed:
@@ -262,12 +265,12 @@ class Writer(MemorySaver):
             return False
         return 2 * self.queued.stats().n_bytes < self._max_queued_bytes
 
-    def _write(self, key: BlockKey, part: Part, is_wanted: bool) -> None:
+    def _write(self, key: BlockKey, part: Part) -> None:
         lost = {"failed": 1}  # others delete all the time
         for _ in range(MAX_TRIES):
             record = self.queued.read(key, part)
             if record is None:  # evicted or forgotten
-                lost = {"dropped": int(is_wanted)}
+                lost = {"dropped": int(self._writing[key, part])}
                 break
             if self._is_orphan(record):
                 lost = {"orphans": 1}

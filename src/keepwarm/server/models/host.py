@@ -243,11 +243,10 @@ class EngineHost:
             log_fields(LOG, logging.INFO, {"event": "loading", "model": self.name, "phase": what})
 
     def _put(self, engine: Engine) -> None:
-        if self._closed:
-            engine.close()
-            return
         self.created = int(time.time())
         self._engine = engine
+        if self._closed:  # before, or just now: then both may close it
+            self.close()
         self.start_warmer()
 
     def close(self) -> None:

@@ -35,6 +35,7 @@ from keepwarm.models.catalog import (
     read_config,
     read_generation_config,
 )
+from keepwarm.models.embedder import read_embedder
 from keepwarm.server.models.host import EngineHost
 from keepwarm.server.models.slots import Slot, Slots
 from keepwarm.telemetry.ledger import Ledger
@@ -181,7 +182,7 @@ class Models:
         self._adding = threading.Lock()
         store = engine.store if store is None and engine else store
         if store is not None:
-            store.on_disk.limit(AgentLimits.of(settings))
+            store.limit(AgentLimits.of(settings))
         self.slots = Slots(settings, store, self.ledger)
         self.slots.on_close = self._note_closed
         self.default = Slot(first, [first.name], settings.model)
@@ -253,15 +254,22 @@ class Models:
         if found is None and self._on_demand.allows(short):
             found = await on_thread(self._find_on_demand, short)
         if found is None and name is not None:
-            is_strict = self._settings.strict_model
-            found = None if is_strict else self._only_embedder() if to_embed else self.default
-            if found is None:
+            if to_embed:
+                found = await on_thread(self._only_embedder)
+            if self._settings.strict_model or (to_embed and found is None):
                 raise self.unknown(name)
         return found or self.default
 
     def _only_embedder(self) -> Slot | None:
-        found = [slot for slot in self.slots.all if _is_embedder(slot.host.loaded)]
+        """Loaded or not. Reads files."""
+        found = [slot for slot in self.slots.all if self._is_embedder(slot)]
         return found[0] if len(found) == 1 else None
+
+    def _is_embedder(self, slot: Slot) -> bool:
+        if (engine := slot.host.loaded) is not None:
+            return engine.model.embedder.is_declared
+        path = slot.path or find(slot.source, self._settings) or find_local(slot.source)
+        return path is not None and read_embedder(path, {}).is_declared
 
     def unknown(self, name: str) -> UnknownModel:
         known = ", ".join(repr(each) for slot in self.slots.all for each in slot.names)
@@ -433,10 +441,6 @@ class Models:
     def close(self) -> None:
         """Stop all engines after flushing everything they computed."""
         self.slots.close()
-
-
-def _is_embedder(engine: Engine | None) -> bool:
-    return engine is not None and engine.model.embedder.is_declared
 
 
 def _note_error(loading: asyncio.Future[None]) -> None:
