@@ -8,7 +8,8 @@ import pytest
 
 from keepwarm.engine.engine import Engine
 from keepwarm.prefix.policy import Policy
-from keepwarm.text.request import KVOptions, Result
+from keepwarm.session.session import Session
+from keepwarm.text.request import KVOptions, Result, Sampling
 from tests.kit.engines import Exam, ask, engine_on, tokens_of
 from tests.kit.models import LAYER_KINDS
 from tests.kit.runs import prompt_of
@@ -37,6 +38,22 @@ class Asked:
 
     def check(self) -> None:
         self._exam.check()
+
+
+def test_the_second_conversation_with_a_short_system_prompt_is_warm(models, tmp_path):
+    """Prompts of some 800 tokens, where a state is as large as 228 rows; for a second system prompt
+    too."""
+    sentence = " answers in one sentence, with the words of the question. "
+    with engine_on(models.of("qwen3_next"), tmp_path) as engine:
+        for name in ("Alpha", "Beta"):
+            receipts = []
+            for question in ("What is a fox?", "How old is the dog?"):
+                sampling = Sampling(max_tokens=4, temperature=0)
+                with Session(engine, system=20 * (name + sentence), sampling=sampling) as session:
+                    receipts.append(session.respond(question).receipt)
+            first, second = receipts
+            assert 700 < first.recomputed < 900
+            assert second.recomputed < 40
 
 
 @pytest.mark.parametrize("architecture", LAYER_KINDS)

@@ -323,8 +323,9 @@ def test_the_nearest_go_first_then_the_ends_of_blocks_then_the_smallest_gaps():
     made = [Checkpoint(at, bytes([n]), bytes([n]), 10, held=False) for n, at in enumerate(places)]
     assert [state.at for state in find_surplus(made, 100)] == []
     assert [state.at for state in find_surplus(made, 70)] == [512, 9010, 256]
-    left = [512, 9010, 256, 2048, 500, 2600, 2100]
-    assert [state.at for state in find_surplus(made, 10)] == left, "three are always kept"
+    left = [512, 9010, 256, 2048, 2600, 2100]
+    found = [state.at for state in find_surplus(made, 10)]
+    assert found == left, "three are always kept, and the first end of a message"
     made[4] = made[4]._replace(held=True)
     assert 2100 not in [state.at for state in find_surplus(made, 10)]
     assert find_surplus(made, 0) == [], "there is nothing to weigh them against"
@@ -345,6 +346,21 @@ def test_the_end_of_a_first_prompt_outlives_short_turns():
     """It is asked again, after a restart: before, the end of its answer of five tokens stayed."""
     made = [Checkpoint(at, b"", b"", 10, held=False) for at in (599, 604, 643, 648)]
     assert [state.at for state in find_surplus(made, 10)] == [604]
+
+
+@pytest.mark.parametrize(
+    ("forks", "opening", "stays"),
+    [((), 813, True), ((), 255, False), ((300,), 813, True), ((300,), 540, False)],
+    ids=["a system prompt", "a short one", "parts from another", "soon after"],
+)
+def test_the_first_end_of_a_message_stays_for_the_next_conversation(forks, opening, stays):
+    """The second one with a system prompt of 813 tokens computed it again, where a state is as
+    large as 228 rows: of the first one's states only those of its question and answer stayed."""
+    made = [Checkpoint(at, b"", b"", 228, held=False, is_fork=True) for at in forks]
+    places = (opening, opening + 20, opening + 36, opening + 40)
+    made += [Checkpoint(at, b"", b"", 228, held=False) for at in places]
+    deleted = [state.at for state in find_surplus(made, opening + 40)]
+    assert (opening not in deleted) is stays
 
 
 def test_states_take_no_more_than_rows_and_the_last_three_stay(roomy):
@@ -389,7 +405,7 @@ def test_a_cancelled_turn_leaves_the_end_of_the_one_before(roomy):
         keep_states(roomy, list(chain(NAMESPACE, tokens[:n_tokens]))[:-1], 20, every=())
         keep_states(roomy, list(chain(NAMESPACE, tokens[:n_tokens]))[-1:], 20)
     last = [list(chain(NAMESPACE, tokens[:n]))[-1] for n in ends]
-    assert [bool(parts_of(roomy, ref)) for ref in last] == [False, False, True, True, True]
+    assert [bool(parts_of(roomy, ref)) for ref in last] == [True, False, True, True, True]
 
 
 def test_an_old_checkpoint_inside_a_block_goes_with_its_tail(roomy):
@@ -402,7 +418,7 @@ def test_an_old_checkpoint_inside_a_block_goes_with_its_tail(roomy):
         keep_states(roomy, [ref], n_rows=4, every=())
     left = [tail.number for tail in tails if parts_of(roomy, tail)]
     assert left[-2:] == [10, 11]
-    assert len(left) == 3
+    assert len(left) == 4, "the first with a block before it too"
     assert roomy.stats().blocks == 12 + len(left)
 
 

@@ -62,6 +62,12 @@ class Checkpoint(NamedTuple):
     held: bool  # pinned
     is_fork: bool = False  # conversations part here, or soon after
 
+    @property
+    def is_chosen(self) -> bool:
+        """Whether it is the end of a prompt, an answer or a message, or a place where prompts
+        parted."""
+        return self.at % BLOCK_TOKENS != 0
+
 
 def find_surplus(checkpoints: Sequence[Checkpoint], kv_bytes: int) -> list[Checkpoint]:
     """Those to delete until states take no more bytes than K and V rows; three stay.
@@ -69,13 +75,28 @@ def find_surplus(checkpoints: Sequence[Checkpoint], kv_bytes: int) -> list[Check
     The gap before a state is what its loss costs: it is recomputed from the state before. First go
     those near the one before, then those at the ends of blocks, where nothing ended and nobody
     parted so far, then the others, smallest gaps first. Where conversations part three more stay,
-    and as many as fit into as many bytes again. None goes where there are no K and V rows.
+    and as many as fit into as many bytes again; the first end of a message counts as such a place.
+    None goes where there are no K and V rows.
     """
-    kept, deleted = sorted(checkpoints), []
+    kept, deleted = _with_opening(sorted(checkpoints)), []
     while kv_bytes and (state := _worst(kept, kv_bytes)):
         kept.remove(state)
         deleted.append(state)
     return deleted
+
+
+def _with_opening(states: list[Checkpoint]) -> list[Checkpoint]:
+    """Mark the first end of a message at which none parted so far, most often that of the system
+    prompt, unless it is less than a block from the start or the last fork: the next conversation
+    that begins like this one parts from it there."""
+    before = 0
+    for number, one in enumerate(states):
+        if one.is_chosen and one.is_fork:
+            before = one.at
+        elif one.is_chosen:
+            is_far = one.at - before >= BLOCK_TOKENS
+            return [*states[:number], one._replace(is_fork=is_far), *states[number + 1 :]]
+    return states
 
 
 def _worst(kept: Sequence[Checkpoint], kv_bytes: int) -> Checkpoint | None:
@@ -98,12 +119,11 @@ class _Rank(NamedTuple):
 
     is_fork: bool
     far: bool
-    chosen: bool  # the end of a prompt, an answer or a message, or a place where prompts parted
+    chosen: bool
     gap: int
     at: int
     held: bool
 
 
 def _rank(state: Checkpoint, gap: int) -> _Rank:
-    is_chosen = state.at % BLOCK_TOKENS != 0
-    return _Rank(state.is_fork, gap >= NEAR, is_chosen, gap, state.at, state.held)
+    return _Rank(state.is_fork, gap >= NEAR, state.is_chosen, gap, state.at, state.held)
