@@ -139,18 +139,24 @@ def test_vectors_of_an_unknown_name_are_the_only_embedders_or_refused(
             assert json.loads(found.headers["x-keepwarm-receipt"])["model"] == "vectors"
 
 
-def test_the_only_embedder_is_that_of_all_models_loaded_or_not(several, big, small, tmp_path):
+def test_the_only_embedder_is_that_of_all_models_loaded_or_not(big, small, tmp_path):
     """Vectors of the one that happens to be loaded would be of another model tomorrow."""
     made = [shutil.copytree(small, tmp_path / name) for name in ("one", "two")]
     for path in made:
         (path / "config_sentence_transformers.json").write_text("{}")
-    n_bytes = (big / "model.safetensors").stat().st_size
     one, two = (f"{path.name}={path}" for path in made)
-    for names in ((f"big={big}", one), (one, two)):
-        with several(*names, weights_bytes=n_bytes + 1) as live:
-            assert len(live.models.engines) == 1
-            found = live.models._only_embedder()
-            assert (found and found.host.name) == ("one" if one == names[1] else None)
+
+    def found(*names):
+        given = {"model": names[0], "more_models": ",".join(names[1:])}
+        settings = config.load({"KEEPWARM_HOME": str(tmp_path)}, **given)
+        with Store(settings=settings) as store:
+            models = Models.of(settings, store)
+            models.close()
+            only = models._only_embedder()
+            return only and only.host.name
+
+    assert found(f"big={big}", one) == "one"
+    assert found(one, two) is None
 
 
 def test_a_store_without_a_disk_has_nothing_to_limit(tmp_path):
