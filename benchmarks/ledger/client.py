@@ -20,6 +20,7 @@ from benchmarks.ledger.model import WORDS, Tokens
 
 CHAT, AGENTS = "/v1/chat/completions", "/v1/agents"
 N_CONTEXT = 2048
+TOO_LONG = "dog " * (N_CONTEXT * 3 // 4)  # in tokens; one of so many words is not tokenised
 WAIT_S = 60.0
 
 
@@ -232,7 +233,7 @@ class Client:
 
     def refused(self) -> None:
         """By the API, by the model's context, by name, and for its key."""
-        user, long = [self._user()], [self._user(N_CONTEXT)]
+        user, long = [self._user()], [{"role": "user", "content": TOO_LONG}]
         path = f"{AGENTS}/nobody/chat/completions"
         self._refuse("chat", CHAT, {"messages": "no list"})
         self._refuse(
