@@ -1,24 +1,41 @@
-"""Requests that cost a server the most to prepare, as one client may send them."""
+"""Requests that cost a server the most, as one client may send them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
 from itertools import count
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-CHAT = "/v1/chat/completions"
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 PATTERN = {"type": "string"}
+N_AGENTS = 4_000
+N_FORKS = 50  # in one request
+N_TURNS = 4_000  # of a stored conversation
+OTHER_MODEL = "other"
+PREPARED = "what-was-prepared"  # stands in a path or body for what `prepare` returned
 
 _numbers = count(1)
+
+
+Send: TypeAlias = Callable[[str, bytes], Any]  # posts a body to a path; the JSON of the answer
+Cost: TypeAlias = Literal["no prefill", "prefill", "models"]
+"""What the victim may have to wait for: nothing, a slice of a prompt, another model."""
+
+
+def _nothing() -> bytes:
+    return b""
 
 
 class Attack(NamedTuple):
     """One kind of request; `make` gives a new one each time, so that nothing is cached."""
 
     path: str
-    make: Callable[[], bytes]
+    make: Callable[[], bytes] = _nothing
+    method: str = "POST"
+    cost: Cost = "no prefill"
     hangs_up: bool = False  # the client goes as soon as it has sent the request
+    prepare: Callable[[Send], str] | None = None  # what must be there first
 
 
 Schema: TypeAlias = Callable[[int], Mapping[str, Any]]
@@ -72,6 +89,43 @@ def _messages(n: int, **more: Any) -> bytes:
     return _chat(_user("hi"), *(turn * (n // 2)), _user("hi"), **more)
 
 
+def _create_agents(send: Send) -> str:
+    send("/v1/agents", _json({"id": "agent"}))
+    for first in range(0, N_AGENTS, N_FORKS):
+        ids = [f"agent-{number}" for number in range(first, first + N_FORKS)]
+        send("/v1/agents/agent/fork", _json({"ids": ids}))
+    return ""
+
+
+def _store_response(send: Send) -> str:
+    """A long conversation, which the answer's id brings back."""
+    turn = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"})
+    items = [*(turn * (N_TURNS // 2)), _user("hi")]
+    body = {"input": items, "max_output_tokens": 1, "truncation": "auto"}
+    return str(send(RESPONSES, _json(body))["id"])
+
+
+def _pinned() -> bytes:
+    """Refused beyond the key's share; within it, one more agent."""
+    return _json({"id": f"pin-{next(_numbers)}", "pinned": True, "quota_bytes": 1 << 20})
+
+
+def _kept_for_an_hour() -> bytes:
+    part = {"type": "text", "text": f"{next(_numbers)} {_text(1_500)}"}
+    cached = part | {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    return _json({"messages": [{"role": "user", "content": [cached]}], "max_tokens": 1})
+
+
+def _by_id() -> bytes:
+    body = {"previous_response_id": PREPARED, "input": f"{next(_numbers)}", "truncation": "auto"}
+    return _json({**body, "max_output_tokens": 1})
+
+
+def _in_background() -> bytes:
+    body = {"input": f"{next(_numbers)} hi", "background": True, "max_output_tokens": 512}
+    return _json({**body, "top_logprobs": 20, "include": ["message.output_text.logprobs"]})
+
+
 ATTACKS: Mapping[str, Attack] = {
     "long text": Attack(CHAT, lambda: _chat(_user(_text(5_000_000)))),
     "long text, hanging up": Attack(CHAT, lambda: _chat(_user(_text(600_000))), hangs_up=True),
@@ -81,7 +135,9 @@ ATTACKS: Mapping[str, Attack] = {
         CHAT, lambda: _chat({"role": "system", "content": "\n" * 1_000_000}, _user("hi"))
     ),
     "messages": Attack(CHAT, lambda: _messages(20_000)),
-    "messages, explained": Attack(CHAT, lambda: _messages(800, keepwarm={"explain": True})),
+    "messages, explained": Attack(
+        CHAT, lambda: _messages(800, keepwarm={"explain": True}), cost="prefill"
+    ),
     "wrong messages": Attack(CHAT, lambda: _json({"messages": [1] * 500_000})),
     "empty lists": Attack(CHAT, lambda: _chat(_user("hi"), metadata=[[]] * 500_000)),
     "whole bodies": Attack(CHAT, lambda: _chat(_user("hi"), user="x" * (31 << 20))),
@@ -92,5 +148,17 @@ ATTACKS: Mapping[str, Attack] = {
     "biases": Attack(
         CHAT, lambda: _chat(_user("hi"), logit_bias={str(i): 1 for i in range(40_000)})
     ),
-    "full context": Attack(CHAT, lambda: _chat(_user(_text(34_000)))),
+    "full context": Attack(CHAT, lambda: _chat(_user(_text(34_000))), cost="prefill"),
+    "agents, listed": Attack("/v1/agents?limit=1000", method="GET", prepare=_create_agents),
+    "the cache, shown": Attack("/v1/cache", method="GET"),
+    "the forest, shown": Attack("/v1/dashboard/forest", method="GET"),
+    "models, listed": Attack("/v1/models", method="GET"),
+    "responses, read": Attack(
+        f"/v1/responses/{PREPARED}/input_items", method="GET", prepare=_store_response
+    ),
+    "pins": Attack("/v1/agents", _pinned),
+    "pins for an hour": Attack("/v1/messages", _kept_for_an_hour, cost="prefill"),
+    "truncation by id": Attack(RESPONSES, _by_id, cost="prefill", prepare=_store_response),
+    "in the background": Attack(RESPONSES, _in_background, cost="prefill"),
+    "two models": Attack(CHAT, lambda: _chat(_user("hi"), model=OTHER_MODEL), cost="models"),
 }

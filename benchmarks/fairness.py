@@ -1,8 +1,9 @@
 """`python -m benchmarks.fairness`: what one key's attacks cost the requests of another.
 
-A server with two keys. One sends the requests of `benchmarks/attacks.py` over several connections;
-the other asks for 16 tokens, again and again, and its time to first token is compared with that
-of an undisturbed server.
+A server with two keys. One sends the requests of `benchmarks/attacks.py` over several connections,
+each attack alone and then all together; the other asks for 16 tokens over every API, before the
+attack and beside it. Both are measured on the same server, one after the other: on a machine with
+other work only their ratio means something.
 """
 
 from __future__ import annotations
@@ -18,82 +19,169 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import httpx
 import typer
+from tests.kit.checkpoints import write_checkpoint
 
-from benchmarks.attacks import ATTACKS, CHAT, Attack
+from benchmarks.attacks import ATTACKS, CHAT, OTHER_MODEL, PREPARED, RESPONSES, Attack
 from benchmarks.requests.measure import describe_machine
 
-CONNECTIONS = 8  # of the attacking key
+CONNECTIONS = 8  # of the attacking key, with one attack
+TOGETHER = 2  # of each attack, with all
+ALL = "all together"
 PROMPT = "Name a fruit and a colour, please: number {}."
-LONG = 512  # tokens: the longest slice of a prompt on a CPU
-START_S = 180.0
+SLICE_MS = 500.0  # of another key's prompt, while a request waits
+SLACK_MS = 100.0
+N_TOKENS = 16
+START_S = 300.0
+PREPARE_S = 600.0
 WARM_UP_S = 3.0  # of an attack, before it is measured
 VICTIM, ATTACKER = "fairness-victim", "fairness-attacker"
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64}
+N_CONTEXT = 4096
+
+
+def _messages(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": N_TOKENS}
+
+
+def _options() -> dict[str, Any]:
+    return {"stream": False, "options": {"num_predict": N_TOKENS, "temperature": 0}}
+
+
+APIS: Mapping[str, Callable[[str], dict[str, Any]]] = {
+    CHAT: _messages,
+    "/v1/completions": lambda text: {"prompt": text, "max_tokens": N_TOKENS},
+    "/v1/messages": _messages,
+    RESPONSES: lambda text: {"input": text, "max_output_tokens": N_TOKENS},
+    "/api/chat": lambda text: {**_messages(text), **_options()},
+    "/api/generate": lambda text: {"prompt": text, **_options()},
+}
 
 
 @dataclass(frozen=True)
 class Times:
-    """Times to first token of one key, in milliseconds, and the answers to the other's attack."""
+    """Milliseconds of some requests over one API."""
 
-    attack: str
     tries: int
     median_ms: float
     p95_ms: float
     worst_ms: float
-    statuses: dict[str, int]
 
     @classmethod
-    def of(cls, attack: str, seconds: Sequence[float], statuses: Counter[str]) -> Times:
+    def of(cls, seconds: Sequence[float]) -> Times:
         ms = sorted(1000 * each for each in seconds)
         p95 = ms[min(len(ms) - 1, -(-95 * len(ms) // 100) - 1)]
         median, p95, worst = (round(each, 1) for each in (statistics.median(ms), p95, ms[-1]))
-        return cls(attack, len(ms), median, p95, worst, dict(statuses))
+        return cls(len(ms), median, p95, worst)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one attack did to the other key, by API, and what answers the attack got."""
+
+    attack: str
+    cost: str
+    load_ms: float  # of the victim's own model, where another may be loaded in its place
+    before: Mapping[str, Times]
+    beside: Mapping[str, Times]
+    failures: Mapping[str, int]  # the victim's, by status
+    statuses: Mapping[str, int]  # the attacker's
+
+    @property
+    def limits_ms(self) -> dict[str, float]:
+        """The most that the 95th percentile may be."""
+        return {path: self._limit_ms(times.p95_ms) for path, times in self.before.items()}
+
+    def _limit_ms(self, undisturbed_ms: float) -> float:
+        if self.cost == "no prefill":
+            return 2 * undisturbed_ms + SLACK_MS
+        return 3 * undisturbed_ms + SLICE_MS + self.load_ms
+
+    @property
+    def worst(self) -> str:
+        """The API that came closest to its limit, or is farthest beyond it."""
+        limits = self.limits_ms
+        return max(limits, key=lambda path: self.beside[path].p95_ms / limits[path])
+
+    @property
+    def held(self) -> bool:
+        is_quick = self.beside[self.worst].p95_ms <= self.limits_ms[self.worst]
+        return is_quick and not self.failures and "500" not in self.statuses
+
+    def row(self) -> str:
+        path = self.worst
+        cells = (
+            f"{self.attack:24}",
+            f"{path:22}",
+            f"{self.before[path].p95_ms:8.0f}",
+            f"{self.beside[path].p95_ms:8.0f}",
+            f"{self.limits_ms[path]:8.0f}",
+            "  held" if self.held else "  MISSED",
+            f"  {self.statuses} {self.failures or ''}",
+        )
+        return "".join(cells)
 
 
 class Victim:
-    """Asks for 16 tokens and times the first."""
+    """Asks for 16 tokens over every API, and times each answer."""
 
-    def __init__(self, url: str) -> None:
-        headers = {"Authorization": f"Bearer {VICTIM}"}
+    def __init__(self, port: int, model: str) -> None:
+        url = f"http://127.0.0.1:{port}"
+        headers = {"Authorization": f"Bearer {VICTIM}", "X-Keepwarm-Cache": "no-store"}
         self._client = httpx.Client(base_url=url, headers=headers, timeout=600)
+        self._model = model
         self._numbers = count(1)
+        self.failures: Counter[str] = Counter()
 
-    def ask(self, text: str = PROMPT) -> float:
-        message = {"role": "user", "content": text.format(next(self._numbers))}
-        body = {"messages": [message], "max_tokens": 16, "temperature": 0, "stream": True}
+    def __enter__(self) -> Victim:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._client.close()
+
+    def ask(self, path: str, model: str | None = None) -> float:
+        body = APIS[path](PROMPT.format(next(self._numbers)))
         begun = time.perf_counter()
-        with self._client.stream(
-            "POST", CHAT, json=body, headers={"X-Keepwarm-Cache": "no-store"}
-        ) as answer:
-            if answer.status_code != 200:
-                raise RuntimeError(answer.read().decode())
-            for line in answer.iter_lines():
-                if '"content": "' in line and '"content": ""' not in line:
-                    return time.perf_counter() - begun  # leaving ends the answer
-        raise RuntimeError("An answer without text.")
+        answer = self._client.post(path, json={**body, "model": model or self._model})
+        if answer.status_code != 200:
+            self.failures[str(answer.status_code)] += 1
+        return time.perf_counter() - begun
 
-    def times(self, n: int, text: str = PROMPT) -> list[float]:
-        return [self.ask(text) for _ in range(n)]
+    def times(self, tries: int) -> dict[str, Times]:
+        seconds: dict[str, list[float]] = {path: [] for path in APIS}
+        for _ in range(tries):
+            for path, found in seconds.items():
+                found.append(self.ask(path))
+        return {path: Times.of(found) for path, found in seconds.items()}
+
+    def load_ms(self) -> float:
+        """How long a request takes for which another model must go and its own be loaded."""
+        seconds = []
+        for _ in range(2):
+            self.ask(CHAT, OTHER_MODEL)
+            seconds.append(self.ask(CHAT))
+        return 1000 * max(seconds)
 
 
 class Attacker:
     """Sends one attack over several connections until it is stopped; counts the answers."""
 
-    def __init__(self, port: int, attack: Attack) -> None:
+    def __init__(self, port: int, attack: Attack, n_connections: int) -> None:
         self._port = port
         self._attack = attack
+        self._prepared = attack.prepare(self._post) if attack.prepare else ""
         self._stop = threading.Event()
         self.statuses: Counter[str] = Counter()
-        self._threads = [threading.Thread(target=self._run) for _ in range(CONNECTIONS)]
+        self._threads = [threading.Thread(target=self._run) for _ in range(n_connections)]
 
     def __enter__(self) -> Attacker:
         for thread in self._threads:
@@ -114,16 +202,35 @@ class Attacker:
                 time.sleep(0.01)
 
     def _send(self) -> str:
-        link = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
-        headers = {"Authorization": f"Bearer {ATTACKER}", "Content-Type": "application/json"}
-        try:
-            link.request("POST", self._attack.path, self._attack.make(), headers)
+        path, body = self._attack.path, self._attack.make()
+        if self._prepared:
+            path = path.replace(PREPARED, self._prepared)
+            body = body.replace(PREPARED.encode(), self._prepared.encode())
+        with self._sent(self._attack.method, path, body) as link:
             if self._attack.hangs_up:
                 time.sleep(0.05)
                 return "hung up"
             answer = link.getresponse()
             answer.read()
             return str(answer.status)
+
+    def _post(self, path: str, body: bytes) -> Any:
+        with self._sent("POST", path, body, PREPARE_S) as link:
+            answer = link.getresponse()
+            data = answer.read()
+            if answer.status >= 300:
+                raise SystemExit(f"{path} answered {answer.status}: {data.decode()[:300]}")
+            return json.loads(data)
+
+    @contextmanager
+    def _sent(
+        self, method: str, path: str, body: bytes, timeout_s: float = 60.0
+    ) -> Iterator[http.client.HTTPConnection]:
+        link = http.client.HTTPConnection("127.0.0.1", self._port, timeout=timeout_s)
+        headers = {"Authorization": f"Bearer {ATTACKER}", "Content-Type": "application/json"}
+        try:
+            link.request(method, path, body, headers)
+            yield link
         finally:
             link.close()
 
@@ -132,38 +239,84 @@ def attack_until_eof(port: int, name: str) -> None:
     """The attacking process; the measuring one closes its standard input to stop it."""
     with suppress(OSError):
         os.nice(19)  # an attacker has a machine of its own
-    with Attacker(port, ATTACKS[name]) as attacker:
+    n_connections = TOGETHER if name == ALL else CONNECTIONS
+    attackers = [Attacker(port, ATTACKS[each], n_connections) for each in _attacks(name)]
+    with ExitStack() as running:
+        for attacker in attackers:
+            running.enter_context(attacker)
+        print("attacking", flush=True)
         sys.stdin.read()
-        shown = dict(attacker.statuses)
-    print(json.dumps(shown), flush=True)
-    os._exit(0)
+        found = sum((attacker.statuses for attacker in attackers), Counter())
+        print(json.dumps(found), flush=True)
+        os._exit(0)
+
+
+def _attacks(name: str) -> list[str]:
+    return list(ATTACKS) if name == ALL else [name]
 
 
 @contextmanager
 def attacking(port: int, name: str, found: Counter[str]) -> Iterator[None]:
-    command = [sys.executable, "-m", "benchmarks.fairness", "--attack", name, "--port", str(port)]
+    """Attacks from when all that they need is there until the end of the block."""
+    options = ["--attack", name, "--port", str(port)]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "benchmarks.fairness", *options],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
+        assert process.stdout is not None
         try:
-            time.sleep(WARM_UP_S)
+            if "attacking" not in process.stdout.readline():
+                raise RuntimeError(f"{name} could not be prepared.")
             yield
         finally:
             out, _ = process.communicate()
             found.update(json.loads(out or "{}"))
 
 
+@dataclass(frozen=True)
+class Models:
+    """The victim's model, and another that does not fit into memory beside it."""
+
+    own: Path
+    other: Path
+
+    @classmethod
+    def random(cls, folder: Path) -> Models:
+        made = (
+            write_checkpoint(folder / name, seed=seed, n_context=N_CONTEXT, shape=SHAPE)
+            for seed, name in enumerate(("own", OTHER_MODEL))
+        )
+        return cls(*made)
+
+    def settings(self, *, has_both: bool) -> dict[str, str]:
+        if not has_both:
+            return {}
+        n_bytes = sum(path.stat().st_size for path in self.own.glob("*.safetensors"))
+        return {
+            "KEEPWARM_MORE_MODELS": f"{OTHER_MODEL}={self.other}",
+            "KEEPWARM_WEIGHTS_BYTES": str(n_bytes * 3 // 2),
+        }
+
+
 @contextmanager
-def serving() -> Iterator[int]:
-    with tempfile.TemporaryDirectory(prefix="keepwarm-fairness-") as store:
+def serving(models: Models, *, has_both: bool) -> Iterator[int]:
+    with tempfile.TemporaryDirectory(prefix="keepwarm-fairness-") as home:
         port = free_port()
         environ = {
             **os.environ,
+            **models.settings(has_both=has_both),
             "KEEPWARM_API_KEYS": f"{VICTIM},{ATTACKER}",
-            "KEEPWARM_STORE": store,
+            "KEEPWARM_HOME": home,
+            "KEEPWARM_LOG_LEVEL": "warning",
         }
-        command = [sys.executable, "-m", "keepwarm", "serve", "--port", str(port)]
-        process = subprocess.Popen(command, env=environ)
+        options = ["--port", str(port), "--model", str(models.own)]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "keepwarm", "serve", *options],
+            env=environ,
+            stdout=subprocess.DEVNULL,
+        )
         try:
             wait_until_ready(port, process)
             yield port
@@ -192,48 +345,55 @@ def wait_until_ready(port: int, process: subprocess.Popen[bytes]) -> None:
     raise RuntimeError("The server did not start; run keepwarm serve to see why.")
 
 
-def measure(names: Sequence[str], tries: int) -> Iterator[Times]:
-    for name in names:
-        with serving() as port:  # a new one: what an attack leaves behind is not another's fault
-            victim = Victim(f"http://127.0.0.1:{port}")
-            victim.times(10)
-            statuses: Counter[str] = Counter()
-            if name == "none":
-                yield Times.of(name, victim.times(tries), statuses)
-                yield Times.of("slice", victim.times(10, " fox" * LONG + PROMPT), statuses)
-            else:
-                with attacking(port, name, statuses):
-                    seconds = victim.times(tries)
-                yield Times.of(name, seconds, statuses)
+def measure(name: str, tries: int, models: Models) -> Outcome:
+    """One attack on a new server: what it leaves behind is not another's fault."""
+    costs = {ATTACKS[each].cost for each in _attacks(name)}
+    has_both = "models" in costs
+    statuses: Counter[str] = Counter()
+    with serving(models, has_both=has_both) as port, Victim(port, models.own.name) as victim:
+        victim.times(2)
+        load_ms = victim.load_ms() if has_both else 0.0
+        before = victim.times(tries)
+        with attacking(port, name, statuses):
+            time.sleep(WARM_UP_S)
+            beside = victim.times(tries)
+    cost = "no prefill" if costs == {"no prefill"} else "models" if has_both else "prefill"
+    answers = (dict(victim.failures), dict(statuses))
+    return Outcome(name, cost, round(load_ms, 1), before, beside, *answers)
 
 
 def main(
+    *,
     attack: Annotated[str, typer.Option(help="Only attack, with no measurement.")] = "",
     port: Annotated[int, typer.Option(help="Where to attack.")] = 0,
     only: Annotated[list[str] | None, typer.Option(help="Measure these attacks.")] = None,
-    tries: Annotated[int, typer.Option(help="Requests per attack.")] = 100,
+    tries: Annotated[int, typer.Option(help="Requests per attack and API.")] = 100,
     output: Annotated[Path | None, typer.Option("--json", help="Write the results here.")] = None,
 ) -> None:
-    """Measure the time to first token of one key while another attacks."""
+    """Measure the requests of one key while another attacks."""
     if attack:
         attack_until_eof(port, attack)
     found = []
-    limit = 0.0
-    for times in measure(["none", *(only or ATTACKS)], tries):
-        found.append(times)
-        if times.attack == "slice":
-            limit = 3 * found[0].p95_ms + (times.median_ms - found[0].median_ms)
-        held = "" if not limit or times.attack == "slice" else (times.p95_ms <= limit)
-        typer.echo(f"{times} limit {limit:.0f} {held}")
-    if output is not None:
-        report = {
-            "command": "python -m benchmarks.fairness",
-            "date": datetime.now(UTC).date().isoformat(),
-            "machine": describe_machine(),
-            "limit_ms": round(limit, 1),
-            "times": [asdict(each) for each in found],
-        }
-        output.write_text(json.dumps(report, indent=1) + "\n")
+    typer.echo(f"{'attack':24}{'slowest API':22}  before  beside   limit, p95 in ms")
+    with tempfile.TemporaryDirectory(prefix="keepwarm-fairness-models-") as folder:
+        models = Models.random(Path(folder))
+        for name in only or [*ATTACKS, ALL]:
+            found.append(measure(name, tries, models))
+            typer.echo(found[-1].row())
+            if output is not None:
+                output.write_text(json.dumps(report(found, tries), indent=1) + "\n")
+    raise typer.Exit(0 if all(each.held for each in found) else 1)
+
+
+def report(found: Sequence[Outcome], tries: int) -> dict[str, Any]:
+    return {
+        "command": f"python -m benchmarks.fairness --tries {tries}",
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": describe_machine(),
+        "outcomes": [
+            {**asdict(each), "limits_ms": each.limits_ms, "held": each.held} for each in found
+        ],
+    }
 
 
 if __name__ == "__main__":

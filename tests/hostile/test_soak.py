@@ -9,6 +9,8 @@ from tests.kit.checkpoints import write_checkpoint
 
 SIZES = {"small": (120, 1, 4), "soak": (3000, 12, 24)}  # requests, kills, talks
 MAX_RSS = 1536 * MIB  # of one server; it takes 250 MiB
+MAX_FILES = 400  # of one server, at one time; connections are most of them
+MAX_THREADS = 200
 LOG_BYTES_PER_REQUEST = 200
 
 
@@ -25,6 +27,9 @@ def test_nothing_is_wrong_lost_or_left_after_attacks_and_kills(tmp_path, size):
     assert len(report.attacks) > len(ATTACKS) / 2
     for name in ("plain", "sealed"):
         assert report.measures[name].store_bytes <= DISK_BYTES
-    assert max(each.rss for each in report.measures.values()) < MAX_RSS
+    measures = report.measures.values()
+    assert max(each.rss for each in measures) < MAX_RSS
+    assert max(each.files for each in measures) < MAX_FILES
+    assert max(each.threads for each in measures) < MAX_THREADS
     assert report.events["logged tracebacks"] == 0
     assert report.events["log bytes"] < LOG_BYTES_PER_REQUEST * n_requests + 4096

@@ -37,8 +37,16 @@ class Target:
     forged: bytes  # with other rows, and digests that fit them
 
     async def post(self, path: str, body: Any, **headers: str) -> Outcome:
-        answer = await self.client.post(self.url + path, json=body, headers=self.headers(**headers))
-        return answer.status_code
+        return (await self.answer(path, body, **headers)).status_code
+
+    async def answer(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        return await self.client.post(self.url + path, json=body, headers=self.headers(**headers))
+
+    async def get(self, path: str) -> int:
+        return (await self.client.get(self.url + path, headers=self.headers())).status_code
+
+    def name(self) -> str:
+        return f"stranger-{self.chance.randrange(1_000_000)}"
 
     def headers(self, **more: str) -> dict[str, str]:
         return {"Authorization": f"Bearer {KEY}", **more}
@@ -91,8 +99,7 @@ def asked(text: str = "the fox", **more: Any) -> dict[str, Any]:
 
 
 async def forged_bundle(target: Target) -> Outcome:
-    name = f"stranger-{target.chance.randrange(1_000_000)}"
-    return await _import(target, target.forged, name)
+    return await _import(target, target.forged, target.name())
 
 
 async def malformed_bundle(target: Target) -> Outcome:
@@ -238,6 +245,72 @@ async def stored_responses(target: Target) -> Outcome:
     return await target.post(RESPONSES, body)
 
 
+# Shares: threads, agents, the disk, memory
+
+
+async def lists(target: Target) -> Outcome:
+    """Many at once; the worst of their answers."""
+    paths = [target.chance.choice(LISTS) for _ in range(8)]
+    return max(await asyncio.gather(*map(target.get, paths)))
+
+
+async def many_agents(target: Target) -> Outcome:
+    made = [await target.post("/v1/agents", {"id": target.name()}) for _ in range(30)]
+    return max(made, key=str)
+
+
+async def pins(target: Target) -> Outcome:
+    quota = target.chance.choice([1 << 16, 1 << 30, 1 << 60])
+    body = {"id": target.name(), "pinned": True, "quota_bytes": quota}
+    return await target.post("/v1/agents", body)
+
+
+async def pins_for_an_hour(target: Target) -> Outcome:
+    text = " ".join(target.chance.choices(WORDS, k=300))
+    part = {"type": "text", "text": text, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
+    return await target.post(MESSAGES, body)
+
+
+async def truncation_by_id(target: Target) -> Outcome:
+    """A conversation that is much too long, brought back by a short body."""
+    turn = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"})
+    body = {"input": [*turn] * 500, "max_output_tokens": 1, "truncation": "auto"}
+    first = await target.answer(RESPONSES, body)
+    if first.status_code != 200:
+        return first.status_code
+    return await target.post(
+        RESPONSES, {**body, "input": "hi", "previous_response_id": first.json()["id"]}
+    )
+
+
+async def in_the_background(target: Target) -> Outcome:
+    include = ["message.output_text.logprobs"]
+    body = {"input": RULES, "background": True, "max_output_tokens": 200, "include": include}
+    begun = await target.answer(RESPONSES, {**body, "top_logprobs": 20})
+    if begun.status_code == 200 and target.chance.random() < 0.5:
+        return await target.post(f"{RESPONSES}/{begun.json()['id']}/cancel", {})
+    return begun.status_code
+
+
+async def keeps_the_model(target: Target) -> Outcome:
+    body = {**asked(), "stream": False, "keep_alive": -1}
+    return await target.post("/api/chat", {**body, "options": {"num_predict": 2}})
+
+
+async def endless_schema(target: Target) -> Outcome:
+    endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    schema = target.chance.choice([{"$ref": "#"}, {"allOf": [{"$ref": "#"}]}, endless])
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    return await target.post(CHAT, asked(tools=[tool], tool_choice="required"))
+
+
+LISTS = (
+    *("/v1/agents?limit=1000", "/v1/models", "/v1/cache", "/v1/dashboard/forest"),
+    *("/v1/dashboard/requests", "/v1/responses/none", "/v1/agents/none"),
+)
+
+
 # Bad input
 
 
@@ -283,6 +356,8 @@ LIGHT: tuple[Attack, ...] = (
     *(big_body_without_a_key, chunks_beyond_the_limit, length_and_chunks),
     *(slow_reader, slow_sender, idle_connections, leaves_in_mid_stream),
     *(flood, heavy_tools, stored_responses, bad_input, deep_body, wrong_key),
+    *(lists, many_agents, pins, pins_for_an_hour, in_the_background),
+    *(keeps_the_model, endless_schema, truncation_by_id),
 )
 HEAVY: tuple[Attack, ...] = (heavy_schema, too_long, newlines, many_messages)
 ATTACKS: Mapping[str, Attack] = {each.__name__: each for each in (*LIGHT, *HEAVY)}

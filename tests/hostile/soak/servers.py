@@ -40,6 +40,7 @@ class Measures:
     store_bytes: int = 0
     home_bytes: int = 0
     files: int = 0
+    threads: int = 0
 
     def add(self, other: Measures) -> None:
         for name, value in vars(other).items():
@@ -153,7 +154,8 @@ class Server:
         with suppress(psutil.Error):
             if self.process is not None:
                 process = psutil.Process(self.process.pid)
-                return Measures(rss=rss_of(process), files=process.num_fds())
+                files, threads = process.num_fds(), process.num_threads()
+                return Measures(rss=rss_of(process), files=files, threads=threads)
         return Measures()
 
     @property

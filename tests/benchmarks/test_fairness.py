@@ -1,0 +1,42 @@
+"""What one key's attacks cost another, in small; the whole is in docs/results/fairness.md."""
+
+from benchmarks.attacks import ATTACKS
+from benchmarks.fairness import ALL, APIS, Models, Outcome, Times, measure
+
+from tests.kit.checkpoints import write_checkpoint
+
+
+def outcome(beside_ms, cost="no prefill", load_ms=0.0, failures=(), statuses=()):
+    before = {path: Times(2, 100.0, 100.0, 100.0) for path in APIS}
+    beside = {path: Times(2, beside_ms, beside_ms, beside_ms) for path in APIS}
+    counts = (dict.fromkeys(failures, 1), dict.fromkeys(statuses, 1))
+    return Outcome("some", cost, load_ms, before, beside, *counts)
+
+
+def test_the_limits_are_those_of_what_the_attack_costs():
+    assert [outcome(ms).held for ms in (300, 301)] == [True, False]
+    assert [outcome(ms, "prefill").held for ms in (800, 801)] == [True, False]
+    assert [outcome(ms, "models", 1000.0).held for ms in (1800, 1801)] == [True, False]
+    assert not outcome(1, failures=["503"]).held
+    assert not outcome(1, statuses=["500"]).held
+    assert outcome(1, statuses=["429", "400"]).held
+
+
+def test_the_slowest_of_a_hundred_may_be_five():
+    assert Times.of([0.1] * 95 + [9.0] * 5) == Times(100, 100.0, 100.0, 9000.0)
+    assert Times.of([0.1] * 94 + [9.0] * 6).p95_ms == 9000.0
+
+
+def test_every_request_of_an_attack_is_made_anew():
+    for name, attack in ATTACKS.items():
+        assert name != ALL
+        assert attack.method == "GET" or attack.make() != attack.make(), name
+
+
+def test_an_attack_is_measured_on_a_server_of_its_own(tmp_path):
+    """Not whether the limits hold: a machine that is busy says nothing about that."""
+    models = Models(write_checkpoint(tmp_path / "own"), write_checkpoint(tmp_path / "other"))
+    found = measure("pins", 1, models)
+    assert found.statuses["200"] > 0
+    assert not found.failures
+    assert found.beside.keys() == found.before.keys() == APIS.keys()
