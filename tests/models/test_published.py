@@ -75,8 +75,9 @@ def test_tokenizer_that_is_code_is_named(tmp_path):
     (tmp_path / "tokenizer.json").rename(tmp_path / "tiktoken.model")
     with pytest.raises(BadModelFile, match="has no tokenizer"):
         read_model("kimi", tmp_path)
-    (tmp_path / "tokenization_moonshot.py").write_text("raise SystemExit('ran')")
-    with pytest.raises(UnsupportedModel, match=r"tokenization_moonshot\.py\), which is never run"):
+    named = {"auto_map": {"AutoTokenizer": ["tokenization_moonshot.TikTokenTokenizer", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    with pytest.raises(UnsupportedModel, match="is code that comes with the model"):
         read_model("kimi", tmp_path)
 
 

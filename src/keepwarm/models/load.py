@@ -192,10 +192,11 @@ def _read_directory(path: Path, beside: Executor) -> _Parts:
 
 
 def _no_tokenizer(path: Path) -> KeepwarmError:
-    if code := sorted(path.glob("tokenization_*.py")):
+    described = path / "tokenizer_config.json"
+    if described.is_file() and '"auto_map"' in described.read_text(errors="replace"):
         return UnsupportedModel(
-            f"The tokenizer of {path} is code that comes with it ({code[0].name}), which is never "
-            "run; add a tokenizer.json."
+            f"The tokenizer of {path} is code that comes with the model (auto_map in "
+            "tokenizer_config.json), which is never run; add a tokenizer.json."
         )
     return BadModelFile(f"{path} has no tokenizer (tokenizer.json); download the model again.")
 
