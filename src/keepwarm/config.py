@@ -89,7 +89,7 @@ class Settings:
     weights_bytes: int = 0  # weights of all loaded models; 0 is a share of this machine's memory
     load_wait_s: float = 60.0  # how long a request waits until its model is loaded
     scrub: str = ""  # rules to turn on, or off with `-`: `-billing-header,date`
-    stable_first: str = "own"  # reorder prompts where Keepwarm writes the tools; `all`, `off`
+    stable_first: str = "known"  # blocks of known clients come behind stable text; `all`, `off`
     skip_unreadable: bool = False  # an image in the newest message becomes a note, not an error
     strict_model: bool = False  # refuse requests that name an unknown model
     max_body_bytes: int = 32 << 20
@@ -300,7 +300,7 @@ RANGES: Mapping[str, tuple[float, float]] = {  # of others their unit says it
 CHOICES: Mapping[str, tuple[str, ...] | tuple[int, ...]] = {
     "memory": ("automatic", "unconstrained"),
     "sampling": ("model", "greedy"),
-    "stable_first": ("off", "own", "all"),
+    "stable_first": ("off", "known", "all"),
     "share_numerics": ("own", "any"),
     "mcp": ("off", "on", "all"),
     "kv_bits": (0, 2, 4, 8),

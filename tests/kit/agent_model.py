@@ -65,6 +65,30 @@ TOOLS_CHATML = r"""
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}
 """.strip()
 
+# As Llama 3's: the system text, then the tools in the first message that follows.
+LLAMAS_CHATML = r"""
+{%- if messages[0].role == 'system' %}
+    {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- if tools %}
+    {{- '<|im_start|>user\nAnswer with a call of one of these functions:\n\n' }}
+    {%- for tool in tools %}{{- tool | tojson + '\n\n' }}{% endfor %}
+    {{- messages[0].content + '<|im_end|>\n' }}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.tool_calls %}
+        {%- set tool_call = message.tool_calls[0].function %}
+        {{- '<|im_start|>assistant\n<tool_call>\n{"name": "' + tool_call.name }}
+        {{- '", "arguments": ' + (tool_call.arguments | tojson) + '}\n</tool_call><|im_end|>\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}
+""".strip()
+
 
 def write_agent_checkpoint(directory: Path) -> Path:
     """The checkpoint; its tokenizer was trained on Keepwarm's documentation and stays as it is."""

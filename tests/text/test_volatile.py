@@ -12,7 +12,7 @@ from keepwarm.text.prompt import Prompter
 from keepwarm.text.request import Request
 from keepwarm.text.template import Template, text_of
 from keepwarm.text.volatile import BLOCKS, LATE, UNCACHED, Arrangement, find_volatile
-from tests.kit.agent_model import TOOLS_CHATML
+from tests.kit.agent_model import LLAMAS_CHATML, TOOLS_CHATML
 from tests.kit.checkpoints import CHATML
 from tests.kit.tokenizers import WITH_TOOLS, make
 from tests.text.formats import CLOCK, WEATHER
@@ -176,13 +176,13 @@ def asked(messages, tools=(WEATHER, CLOCK)):
     return Request(messages=messages, tools=list(tools))
 
 
-TEMPLATES = {"own block": (CHATML, "own"), "of Qwen's kind": (TOOLS_CHATML, "all"),
-             "tools first": (WITH_TOOLS, "all")}  # fmt: skip
+TEMPLATES = {"own block": CHATML, "of Qwen's kind": TOOLS_CHATML, "of Llama's kind": LLAMAS_CHATML,
+             "tools first": WITH_TOOLS}  # fmt: skip
 
 
-@pytest.mark.parametrize(("template", "setting"), TEMPLATES.values(), ids=TEMPLATES)
-def test_sessions_in_two_projects_share_all_stable_text(prompter_of, template, setting):
-    prompter = prompter_of(template, stable_first=setting)
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_sessions_in_two_projects_share_all_stable_text(prompter_of, template):
+    prompter = prompter_of(template)
     one, other = (prompter.render(asked(talk(folder))) for folder in ("/a", "/srv/b"))
     shared = one.text[: common_prefix(one.text, other.text)]
     for part in (RULES, "More rules.", "Agents: three.", "get_weather", "Working directory: /"):
@@ -194,9 +194,9 @@ def test_sessions_in_two_projects_share_all_stable_text(prompter_of, template, s
     assert "Working" not in prompter._tokenizer.decode(one.tokens[: one.cuts[0]])
 
 
-@pytest.mark.parametrize(("template", "setting"), TEMPLATES.values(), ids=TEMPLATES)
-def test_later_turns_begin_as_the_first_did(prompter_of, template, setting):
-    prompter = prompter_of(template, stable_first=setting)
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_later_turns_begin_as_the_first_did(prompter_of, template):
+    prompter = prompter_of(template)
     messages = talk("/a")
     first = prompter.render(asked(messages))
     answer = {"role": "assistant", "content": "Trees."}
@@ -210,7 +210,7 @@ def test_later_turns_begin_as_the_first_did(prompter_of, template, setting):
 
 NEITHER = {
     "off, own block": (CHATML, "off", "Be brief.", '"get_weather"'),
-    "off by default": (TOOLS_CHATML, "own", "Working directory", '"get_weather"'),
+    "off": (TOOLS_CHATML, "off", "Working directory", '"get_weather"'),
     "no second system message": (ONE_SYSTEM + "{{ tools }}", "all", "Working directory", "What"),
     "moved to the front": (HOISTING + "{{ tools }}", "all", "Working directory", "get_weather"),
 }
@@ -222,6 +222,23 @@ def test_otherwise_all_is_where_it_was(prompter_of, template, setting, early, la
     assert prompt.reordered == ()
     assert 0 <= prompt.text.index(early) < prompt.text.index(late)
     assert prompt.text.index("Working directory") < prompt.text.index("More rules.")
+
+
+def test_unknown_text_behind_a_mark_is_moved_by_a_templates_tools_only_if_asked(prompter_of):
+    marked = {"type": "text", "text": RULES, "cache_control": {"type": "ephemeral"}}
+    parts = [marked, {"type": "text", "text": "You speak with Ann."}]
+    messages = [{"role": "system", "content": parts}, {"role": "user", "content": "Hello"}]
+    moved = {
+        (template, setting): prompter_of(template, stable_first=setting).render(asked(messages))
+        for template in (CHATML, TOOLS_CHATML)
+        for setting in ("known", "all")
+    }
+    assert {key: prompt.reordered for key, prompt in moved.items()} == {
+        (CHATML, "known"): ("tools", UNCACHED),
+        (CHATML, "all"): ("tools", UNCACHED),
+        (TOOLS_CHATML, "known"): (),
+        (TOOLS_CHATML, "all"): (UNCACHED,),
+    }
 
 
 def test_a_request_without_tools_stays_as_it_is(prompter_of):

@@ -146,7 +146,7 @@ class Preparer:
         raw_special_tokens: bool = True,
         sandbox: SandboxProcess | None = None,
         *,
-        stable_first: str = "own",
+        stable_first: str = "known",
     ) -> None:
         """What is heavy is done in `sandbox`, if the tokenizer can be sent; closed with this."""
         tokenizer = model.tokenizer

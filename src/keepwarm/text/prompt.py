@@ -195,7 +195,7 @@ class Prompter:
         *,
         known: TokenCache | None = None,
         raw_special_tokens: bool = True,
-        stable_first: str = "own",
+        stable_first: str = "known",
     ) -> None:
         """`known`: tokens of earlier prompts; without it every prompt is tokenised whole."""
         self.template = template or Template.of(tokenizer)

@@ -61,7 +61,7 @@ class SandboxRecipe:
     raw_special_tokens: bool
     n_vocab: int
     stop_tokens: Collection[int]
-    stable_first: str = "own"
+    stable_first: str = "known"
 
     def portable(self) -> SandboxRecipe | None:
         """The same without MLX; None if it needs that."""

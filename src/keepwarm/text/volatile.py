@@ -249,10 +249,12 @@ class Ordering:
     """Which prompts of one model are reordered, and how."""
 
     def __init__(self, setting: str, template: Template, native_tools: bool) -> None:
-        """`own`: where Keepwarm writes the tools; `all`: where the template does, too; or `off`."""
-        moves_behind = setting == "all" and template.takes_system_behind_tools
-        self.tools_first = not native_tools and setting != "off"
-        self._moves_text = self.tools_first or (native_tools and moves_behind)
+        """`known`: where the template writes the tools, blocks of known clients alone are moved;
+        `all`: there, too, what stands behind a `cache_control` mark; or `off`."""
+        is_on = setting != "off"
+        self.tools_first = is_on and not native_tools
+        self._moves_text = self.tools_first or (is_on and template.takes_system_behind_tools)
+        self._moves_uncached = self.tools_first or setting == "all"
         self._splits_user = template.takes_system_between and template.takes_late_system
 
     def of(self, request: Request) -> Arrangement:
@@ -260,7 +262,9 @@ class Ordering:
         messages = request.messages or ()
         if not self._moves_text or all(tool.get(DEFERRED) for tool in request.tools):
             return Arrangement()
-        found = Arrangement.of(messages, splits_user=self._splits_user)
+        found = Arrangement.of(
+            messages, splits_user=self._splits_user, moves_uncached=self._moves_uncached
+        )
         has_both = self.tools_first and bool(messages) and _is_system(messages[0])
         return replace(found, names=("tools", *found.names)) if has_both else found
 
@@ -275,15 +279,19 @@ class Arrangement:
     n_reminders: int = 0  # characters of the user's message that stay before the volatile text
 
     @classmethod
-    def of(cls, messages: Sequence[Message], *, splits_user: bool) -> Arrangement:
+    def of(
+        cls, messages: Sequence[Message], *, splits_user: bool, moves_uncached: bool = True
+    ) -> Arrangement:
         """For a conversation as the client sent it.
 
         `splits_user`: the template takes a system message between two of the user.
+        `moves_uncached`: what stands behind the last `cache_control` mark counts as volatile.
         """
         n_first = sum(1 for _ in takewhile(_is_system, messages))
         user, late = n_first, n_first + 1
         has_user = len(messages) > user and messages[user].get("role") == "user"
-        spans = {at: _volatile_spans(messages[at]) for at in range(n_first)}
+        first = messages[:n_first]
+        spans = {at: _volatile_spans(each, moves_uncached) for at, each in enumerate(first)}
         has_late = has_user and len(messages) > late and _is_system(messages[late])
         if has_late and (found := find_volatile(text_of(messages[late]))):
             spans[late] = found
@@ -344,10 +352,12 @@ def _is_system(message: Message) -> bool:
     return message.get("role") in SYSTEM_ROLES
 
 
-def _volatile_spans(message: Message) -> Sequence[VolatileSpan]:
+def _volatile_spans(message: Message, moves_uncached: bool) -> Sequence[VolatileSpan]:
     text, n_cached = text_of(message), _n_cached_chars(message.get("content"))
     found = find_volatile(text)
-    return found if n_cached is None else _with_uncached(found, n_cached, len(text))
+    if n_cached is None or not moves_uncached:
+        return found
+    return _with_uncached(found, n_cached, len(text))
 
 
 def _names(spans: Mapping[int, Sequence[VolatileSpan]], *, has_late: bool) -> tuple[str, ...]:

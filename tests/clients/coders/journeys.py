@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.requests.measure import describe_machine
 
@@ -36,14 +36,7 @@ LONGER = f"{NOTE} " * 150 + "What of it?"  # 1,500 tokens
 NEXT = "What now?"
 
 
-class Kind(NamedTuple):
-    """A model's template, and the setting by which stable text comes first."""
-
-    template: Path
-    stable_first: str
-
-
-KINDS = {OURS: Kind(PLAIN, "own"), QWENS: Kind(TEMPLATE, "all")}
+KINDS = {OURS: PLAIN, QWENS: TEMPLATE}  # templates
 
 
 def main() -> None:
@@ -99,12 +92,12 @@ class Rows:
         }
 
 
-def _travel(program: Program, programs: Path, kind: Kind) -> dict[str, Any]:
+def _travel(program: Program, programs: Path, template: Path) -> dict[str, Any]:
     # Always the same folder: its name is in the prompts.
     folder = Path(tempfile.gettempdir(), "keepwarm-journeys", program.name)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    return Journey(program, programs, folder, kind).run()
+    return Journey(program, programs, folder, template).run()
 
 
 @dataclass
@@ -114,16 +107,14 @@ class Journey:
     program: Program
     programs: Path
     folder: Path
-    kind: Kind
+    template: Path
     steps: dict[str, Any] = field(default_factory=dict)
     session: str = ""
 
     def __post_init__(self) -> None:
         self.project = write_project(self.folder / "project")
         called = self.program.call(self.project)
-        self.model = write_model(
-            self.folder / "model", self.program.tool, called, self.kind.template
-        )
+        self.model = write_model(self.folder / "model", self.program.tool, called, self.template)
         (self.folder / "server").mkdir()
         self.server = Server(self.model, self.folder / "server")
 
@@ -137,8 +128,7 @@ class Journey:
         return self.steps
 
     def _start(self, context: int = 0) -> None:
-        settings = {"STABLE_FIRST": self.kind.stable_first, "CONTEXT": str(context)}
-        self.server.start(**{f"KEEPWARM_{name}": value for name, value in settings.items()})
+        self.server.start(KEEPWARM_CONTEXT=str(context))
 
     def _talk(self) -> None:
         first, *_, second = self._begin()

@@ -38,6 +38,9 @@ JOURNEY = {
     "other": "new session, other project",
 }
 
+# Steps of new sessions, likewise.
+SESSION = {"same": "same project", "other": "other project"}
+
 
 def page(results: dict[str, Any]) -> str:
     machine = results["machine"]
@@ -59,17 +62,16 @@ def clients(text: str, journeys: dict[str, Any], sessions: dict[str, Any]) -> st
 
 
 def sessions_table(clients: dict[str, Any]) -> str:
-    """What new sessions compute, before and now."""
-    steps = {"same": "same project", "other": "other project"}
+    """What new sessions compute, in the client's order and by default."""
     heads = ["client", "version", "template"]
-    heads += [f"{step}, {when}" for step in steps.values() for when in ("before", "now")]
+    heads += [f"{step}, {when}" for step in SESSION.values() for when in ("as sent", "default")]
     rows = [
-        [NAMES[name], client["version"], kind]
-        + [_share(costs[step]) for step in steps for costs in settings.values()]
-        for name, client in clients.items()
+        [NAMES[client["name"]], client["version"], kind]
+        + [_share(costs[step]) for step in SESSION for costs in settings.values()]
+        for client in clients.values()
         for kind, settings in client["kinds"].items()
     ]
-    lines = [heads, ["---"] * 3 + ["--:"] * 4, *rows]
+    lines = [heads, ["---"] * 3 + ["--:"] * 2 * len(SESSION), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

@@ -1,8 +1,8 @@
 """`python -m tests.clients.coders.sessions`: what a new session of a published client computes.
 
-In the same project, after a file was created there, and in another project; with a template that
-writes no tools and with one of Qwen's kind, each as it was before and with stable text first. A
-client is run once; what it sent is then sent to all four servers.
+In the same project, after a file was created there, and in another project. With a template that
+writes no tools, with one of Qwen's kind and with one of Llama's, each in the client's own order and
+with the default settings. A client is run once; what it sent is then sent to a server of each kind.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -24,36 +25,63 @@ from keepwarm import config
 from keepwarm.models.load import load
 from tests.clients.coders.model import FILE, NOTE
 from tests.clients.coders.page import sessions_table
-from tests.clients.coders.programs import CLAUDE, OPENCODE, QWEN, Place, Program, arguments, install
+from tests.clients.coders.programs import (
+    CLAUDE,
+    CODEX,
+    OPENCODE,
+    QWEN,
+    Place,
+    Program,
+    arguments,
+    install,
+)
 from tests.clients.conftest import Exchange, Recorder
-from tests.kit.agent_model import N_CONTEXT, SMALL, TOKENIZER, TOOLS_CHATML, Leading
+from tests.kit.agent_model import (
+    LLAMAS_CHATML,
+    N_CONTEXT,
+    SMALL,
+    TOKENIZER,
+    TOOLS_CHATML,
+    Leading,
+)
 from tests.kit.checkpoints import CHATML, write_checkpoint
 from tests.server.conftest import serve
 
-PROGRAMS = {program.name: program for program in (CLAUDE, OPENCODE, QWEN)}
-# Templates, each with the setting `stable_first` before and now.
-OURS, QWENS = "Keepwarm's tool block", "of Qwen's kind"
-KINDS = {OURS: CHATML, QWENS: TOOLS_CHATML}
-SETTINGS = {OURS: ("off", "own"), QWENS: ("own", "all")}
+# By the names that the results have; npm picks the second on Node 20.
+PROGRAMS = {
+    **{program.name: program for program in (CLAUDE, CODEX, OPENCODE, QWEN)},
+    "claude-node20": replace(CLAUDE, package="@anthropic-ai/claude-code@2.1.197"),
+}
+OURS, QWENS, LLAMAS = "Keepwarm's tool block", "of Qwen's kind", "of Llama's kind"
+KINDS = {OURS: CHATML, QWENS: TOOLS_CHATML, LLAMAS: LLAMAS_CHATML}
+SETTINGS = ("off", "known")  # the client's own order, and the default
 GIT = ("git", "-c", "user.name=Test", "-c", "user.email=test@example.org")
 
 
 def main() -> None:
     given = arguments("tests.clients.coders.sessions", PROGRAMS)
-    wanted = [PROGRAMS[name] for name in given.clients or PROGRAMS]
-    programs = install(given.programs, wanted)
-    clients = {}
-    for program in wanted:
-        clients[program.name] = _measure(program, programs)
-        sys.stdout.write(sessions_table({program.name: clients[program.name]}))
+    for name in given.clients or PROGRAMS:
+        program = PROGRAMS[name]
+        # Each in a folder of its own: two versions of a package are no neighbours.
+        programs = install(given.programs / program.name / program.version, [program])
+        found = {name: _measure(program, programs)}
+        sys.stdout.write(sessions_table(found))
+        sys.stdout.flush()
+        if given.json:
+            _keep(found, given.json)
+
+
+def _keep(found: dict[str, Any], file: Path) -> None:
+    """As soon as a client is measured; others may have been meanwhile."""
+    known = json.loads(file.read_text())["clients"] if file.exists() else {}
+    clients = {**known, **found}
     results = {
         "command": "python -m tests.clients.coders.sessions --json docs/results/sessions.json",
         "date": datetime.now(UTC).date().isoformat(),
         "machine": describe_machine(),
-        "clients": clients,
+        "clients": {name: clients[name] for name in PROGRAMS if name in clients},
     }
-    if given.json:
-        given.json.write_text(json.dumps(results, indent=1) + "\n")
+    file.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def _measure(program: Program, programs: Path) -> dict[str, Any]:
@@ -66,12 +94,12 @@ def _measure(program: Program, programs: Path) -> dict[str, Any]:
     kinds = {
         kind: {
             setting: _replay(model, folder / f"{at}-{setting}", setting, recorded)
-            for setting in SETTINGS[kind]
+            for setting in SETTINGS
         }
         for at, (kind, model) in enumerate(models.items())
     }
     shutil.rmtree(folder)
-    return {"version": program.version, "kinds": kinds}
+    return {"name": program.name, "version": program.version, "kinds": kinds}
 
 
 def _model(folder: Path, template: str) -> Any:
@@ -111,7 +139,8 @@ def _replay(model: Any, home: Path, setting: str, recorded: dict[str, Exchange])
     costs = {}
     with serve(model, settings) as live:
         for step, exchange in recorded.items():
-            body = {**exchange.json, "stream": False, "max_tokens": 1}
+            length = "max_output_tokens" if exchange.path.endswith("responses") else "max_tokens"
+            body = {**exchange.json, "stream": False, length: 1}
             body.pop("stream_options", None)
             answer = live.post(exchange.path, body)
             assert answer.is_success, answer.text
