@@ -26,6 +26,7 @@ from keepwarm.remote.lookup import (
 from keepwarm.remote.records import RemoteNames, RemoteRecord
 from keepwarm.remote.redis import RespConnection
 from keepwarm.remote.tier import RemoteTier
+from keepwarm.store.tier import BlockInfo
 from tests.kit.faulty_proxy import FaultyProxy
 from tests.remote.conftest import CLASS, DATABASES, SOON
 from tests.remote.test_tier import question
@@ -355,7 +356,7 @@ def test_parts_of_a_block_are_one_and_the_most_window_rows_count(known):
     (ref,) = refs_of(1)
     known.add([told(ref), told(ref, Part.WINDOW, w_rows=7), told(ref, Part.WINDOW, w_rows=3)])
     parts = frozenset({Part.DELTA, Part.WINDOW})
-    assert known.have([ref.key])[ref.key] == (parts, 256, 7, 2000)
+    assert known.have([ref.key])[ref.key] == BlockInfo(parts, 256, 7, 2000)
 
 
 def test_all_that_follows_a_lost_block_is_absent(known, clock):
