@@ -96,6 +96,8 @@ def test_stats_say_what_is_kept(live):
     n_tokens = ask(live, messages)["usage"]["prompt_tokens"]
     ask(live, messages)
     after = live.get("/v1/cache").json()
+    counts = [tier[name] for tier in after["tiers"].values() for name in ("blocks", "evicted")]
+    assert {type(count) for count in counts} == {int}
     assert after["model"] == "tiny"
     assert set(after["tiers"]) == {"memory", "disk"}
     assert after["live"]["n_bytes"] > 0

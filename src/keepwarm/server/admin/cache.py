@@ -62,7 +62,7 @@ class CacheOut(TypedDict):
     requests: RequestCountsOut
     counters: dict[str, Any]
     live: dict[str, int]
-    tiers: dict[str, dict[str, float | str | None]]
+    tiers: dict[str, dict[str, int | float | str | None]]
     writes: dict[str, int]
     written_by_day: dict[str, int]
     prompts: FiguresOut
@@ -104,7 +104,7 @@ def figures_out(counts: PromptCounts) -> FiguresOut:
     return counts.figures()  # type: ignore[return-value]
 
 
-def _tier(stats: Stats, name: str) -> dict[str, float | str | None]:
+def _tier(stats: Stats, name: str) -> dict[str, int | float | str | None]:
     """Hits and misses are requests, as everywhere, and not records read; those of shared tiers are
     counted for all of them together.
     """
