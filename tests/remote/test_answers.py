@@ -5,6 +5,7 @@ import pytest
 from keepwarm.prefix.blocks import Namespace
 from keepwarm.records.cipher import Cipher
 from keepwarm.remote.backend import new_memory
+from keepwarm.remote.health import MAX_FAILURES
 from keepwarm.remote.janitor import RemoteLimits, surplus
 from keepwarm.remote.records import FleetKey, RemoteNames, parse_last
 from tests.remote.conftest import CLASS, SOON
@@ -47,13 +48,14 @@ def test_what_another_fleet_has_put_there_is_not_used(machine):
     assert other.is_trusted, "that is no failure of the place"
 
 
-def test_a_place_that_has_failed_is_not_asked(machine):
+def test_a_place_that_has_failed_often_is_not_asked(machine):
     one = machine()
     one.tell(NAMESPACE, TEXT, TOLD)
     one.health.failed()
+    assert one.answers_to(NAMESPACE, [TEXT]) == [TOLD], "tokens depend on it"
+    for _ in range(MAX_FAILURES):
+        one.health.failed()
     assert one.answers_to(NAMESPACE, [TEXT]) == []
-    one.health.succeeded()
-    assert one.answers_to(NAMESPACE, [TEXT]) == [TOLD]
 
 
 def test_the_janitor_takes_it_like_an_end_of_a_prompt(machine):

@@ -14,6 +14,7 @@ SOON = 60.0  # seconds
 DEADLINES = (
     "keepwarm.remote.opening.START_S",
     "keepwarm.remote.tier.ASK_S",
+    "keepwarm.remote.tier.ANSWERS_S",
     "keepwarm.remote.tier.MAX_ASK_SHARE",
     "keepwarm.cache.restore.restorer.MIN_READ_S",
     "keepwarm.remote.tier.MIN_READ_S",
