@@ -94,7 +94,11 @@ class Splicer:
     """
 
     def __init__(
-        self, tokenizer: Any, template: Template | None = None, max_bytes: int = MAX_BYTES
+        self,
+        tokenizer: Any,
+        template: Template | None = None,
+        max_bytes: int = MAX_BYTES,
+        n_vocab: int = 1 << 31,
     ) -> None:
         self._tokenizer = tokenizer
         self._after = (template or Template.of(tokenizer)).after_answer_text
@@ -102,6 +106,7 @@ class Splicer:
         self._special_ids = frozenset(specials)
         self._special_texts = tuple(specials.values())
         self._max_bytes = max_bytes
+        self._n_vocab = n_vocab  # the model's, which may generate ids that the tokenizer has not
         self._secret = secrets.token_bytes(32)
         self._lock = threading.Lock()
         self._prompts: OrderedDict[bytes, _Prompt] = OrderedDict()
@@ -225,7 +230,7 @@ class Splicer:
         after: Sequence[int] = ()
         at = 0
         for start, end, tokens in spans:
-            if not at <= start < end <= len(text) or not self._has_tokens(tokens):
+            if not at <= start < end <= len(text) or max(tokens, default=0) >= self._n_vocab:
                 return None
             context = [*after, *to_tokens(text[at:start], at)][-CONTEXT:]
             answer = decode_after(self._tokenizer, context, tokens) or ""
@@ -234,9 +239,6 @@ class Splicer:
                 return None
             after, at = [*context, *tokens][-CONTEXT:], end
         return context
-
-    def _has_tokens(self, tokens: Sequence[int]) -> bool:
-        return None not in self._tokenizer.convert_ids_to_tokens(list(tokens))
 
     def _with_stored(
         self,

@@ -156,7 +156,7 @@ class Preparer:
         self._answers = LatestAnswers()
         self._stop_tokens = frozenset(tokenizer.eos_token_ids)
         self.template = Template.of(tokenizer)
-        self.splicer = Splicer(tokenizer, self.template)
+        self.splicer = Splicer(tokenizer, self.template, n_vocab=n_vocab)
         self.markup = Markup.of(tokenizer, self.template)
         known = self.token_cache = TokenCache()
         self._prompter = Prompter(

@@ -71,7 +71,7 @@ class SandboxRecipe:
         return replace(self, tokenizer=plain)
 
     def build(self) -> _Renderer:
-        splicer = _AskingSplicer(self.tokenizer, self.template)
+        splicer = _AskingSplicer(self.tokenizer, self.template, n_vocab=self.n_vocab)
         known = _AskingTokenCache()
         prompter = Prompter(
             *(self.tokenizer, self.template, splicer, self.call_markers),
