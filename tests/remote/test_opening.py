@@ -23,6 +23,7 @@ def class_of(monkeypatch, tmp_path):
         for name in ("machine.backend", "machine.architecture", "blas.in_use"):
             monkeypatch.setattr(f"keepwarm.remote.opening.{name}", lambda name=name: made[name])
         monkeypatch.setattr(opening, "version", lambda package: made[package])
+        monkeypatch.setattr("keepwarm.remote.opening.blas.start", lambda _: None)
         return opening.compute_class(tmp_path)
 
     return make
