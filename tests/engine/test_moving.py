@@ -14,6 +14,9 @@ ORDER = [0, 1, 2, 2, 0, 2, 1, 1, 0]  # machines in turn; each is left, stayed on
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     monkeypatch.setattr("keepwarm.remote.opening.START_S", SOON)
+    monkeypatch.setattr("keepwarm.remote.handshake.MARK_S", SOON)
+    monkeypatch.setattr("keepwarm.remote.opening.MARK_S", SOON)
+    monkeypatch.setattr("keepwarm.remote.health.TRIAL_S", SOON)
     monkeypatch.setattr("keepwarm.remote.tier.ASK_S", SOON)
     monkeypatch.setattr("keepwarm.remote.tier.ANSWERS_S", SOON)
     monkeypatch.setattr("keepwarm.remote.tier.MIN_READ_S", SOON)

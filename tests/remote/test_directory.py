@@ -160,6 +160,8 @@ def test_another_users_directory_is_read_and_not_written(others):
     own, theirs = others
     check_mark(own, None, b"")
     own._path_of(STORE_META).chmod(0o644)
+    if os.geteuid():  # who is not root cannot become another user
+        own._root.chmod(0o555)
     assert not theirs.put("a/x.d", [b"x"], SOON)
     tier = RemoteTier(theirs, "cpu-mlx-0.1")
     with closing(tier):

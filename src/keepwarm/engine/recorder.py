@@ -261,7 +261,7 @@ class RecentTexts:
             kept = [*job.cuts, len(job.tokens) - 1, n_computed]
             owner = (job.request.kv, job.request.tenant)
             self._recent.remember(owner, sequence.tokens, kept, n_computed)
-            job.told = self._preparer.remember(job.prepared, sequence.tokens)
+            job.told = self._preparer.remember(job.prepared, sequence.tokens) or job.told
 
     def candidate(self, job: Job) -> MissCandidate | None:
         """A request that ended, if it may have computed known tokens again."""

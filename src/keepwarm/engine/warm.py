@@ -64,7 +64,10 @@ class Warmer:
     def run(self) -> list[WarmedConversation]:
         """Warm as many conversations as fit; these, in order. First what reads the vocabulary."""
         self._wait_until_idle()
-        self._engine.preparer.load()
+        try:
+            self._engine.preparer.load()
+        except Exception:  # the first request that needs it says what is wrong
+            LOG.exception("the vocabulary could not be read")
         for restorer, agent in self._candidates():
             self._warm(restorer, agent)
         return self.warmed

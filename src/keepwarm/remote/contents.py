@@ -30,9 +30,9 @@ class HeldBlob(NamedTuple):
 def held_blobs(backend: Backend) -> Iterator[HeldBlob]:
     """Those of all classes; raises CallError. Redis looks through all of its keys for it."""
     for listed in walk(backend):
-        compute_class, namespace, parent, last = listed.name.split("/")
-        names = RemoteNames(compute_class, has_mac=last.endswith(".mac"))
         with suppress(ValueError):  # others may write there too
+            compute_class, namespace, parent, last = listed.name.split("/")
+            names = RemoteNames(compute_class, has_mac=last.endswith(".mac"))
             within = Namespace(bytes.fromhex(namespace)), BlockKey(bytes.fromhex(parent))
             record = names.parse(listed, *within, compute_class)
             yield HeldBlob(listed, compute_class, within[0], record)

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from threading import Thread
 
@@ -188,7 +189,10 @@ class RemoteTier:
             named = [
                 (text, one.name) for text, some in zip(texts, lists, strict=True) for one in some
             ]
-            read = (self._told(namespace, *one, deadline) for one in named[:MAX_TOLD])
+            read: list[bytes] = []
+            with suppress(CallError):  # what was read until then will do
+                for one in named[:MAX_TOLD]:
+                    read.append(self._told(namespace, *one, deadline))
             return [answers for answers in read if answers]
 
         found = self.health.call("asked", ask) if texts else None

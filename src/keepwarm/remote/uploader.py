@@ -19,6 +19,7 @@ from keepwarm.store.tiers import Tiers
 
 LOG = logging.getLogger(__name__)
 MAX_QUEUED = 1 << 24  # bytes of token ids; records are read one at a time, when it is written
+MAX_TELLING = 4  # answers that are being told; nobody waits for more
 CLOSE_S = 2.0  # that a closing store goes on for
 
 
@@ -62,6 +63,7 @@ class Uploader:
         self._closing = False
         self._changed = threading.Condition()
         self._teller = ThreadPoolExecutor(1, "keepwarm-teller")  # waits for no upload
+        self._n_telling = 0
         self._thread = threading.Thread(target=self._run, name="keepwarm-uploader", daemon=True)
         self._thread.start()
 
@@ -97,8 +99,15 @@ class Uploader:
         with self._changed:
             if self._closing or not usable:
                 return None
-            told = self._teller.submit(tell)
-        return None if any(tier.backend.is_distant for tier in usable) else told
+            told, is_slow = self._teller.submit(tell), self._n_telling >= MAX_TELLING
+            self._n_telling += 1
+        told.add_done_callback(self._has_told)
+        is_slow = is_slow or any(tier.backend.is_distant for tier in usable)
+        return None if is_slow else told
+
+    def _has_told(self, _: Future[None]) -> None:
+        with self._changed:
+            self._n_telling -= 1
 
     def close(self) -> None:
         """Go on for a moment, then leave the rest."""

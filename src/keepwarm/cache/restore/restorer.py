@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ from keepwarm.cache.restore.rates import PrefillTimes, Rates
 from keepwarm.cache.restore.records import records_of
 from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.concurrency import CallDeadline
+from keepwarm.errors import StoreFailed
 from keepwarm.kv.kinds import Caches
 from keepwarm.kv.layout import Layout
 from keepwarm.kv.slices import Block, cut_blocks, offload_blocks
@@ -117,8 +119,9 @@ class UnverifiedBlocks:
         """What any process has noted; asks the disk."""
         if name in self._names or self._on_disk is None:
             return
-        if self._on_disk.is_unverified(name):
-            self._names.add(name)
+        with suppress(StoreFailed):  # then nothing on disk is found either
+            if self._on_disk.is_unverified(name):
+                self._names.add(name)
 
 
 @dataclass

@@ -348,12 +348,12 @@ class Models:
                 if loading is not None and loading.done():
                     loading.result()
                     loading = None
+                loading = loading or self._loading(slot)
                 if time.monotonic() >= end:
                     raise StillLoading(
                         f"{slot.host.name} is being loaded ({slot.host.progress}); "
                         "retry in a few seconds."
                     )
-                loading = loading or self._loading(slot)
                 await asyncio.wait({loading}, timeout=LOOK_AGAIN_S)
 
     def _loading(self, slot: Slot) -> asyncio.Future[None]:

@@ -65,6 +65,7 @@ class Slot:
     n_waiting: int = 0  # requests that will take a lease once it is loaded
     used: float = 0.0
     is_leaving: bool = False  # it takes no more requests, to be unloaded
+    was_awaited: bool = False  # another model waited in vain for its memory
     loading: Future[None] | None = None
     n_loads: int = 0
     n_context: int | None = None  # tokens, once it was loaded
@@ -239,7 +240,8 @@ class Slots:
         While requests from before this wait run, it takes others: it could not be unloaded anyway.
         Then those of a key that has none, as long as others' run, for half of the time: so a key
         that lets long answers follow each other keeps out only itself, and no more than half of
-        the time goes by before all are kept out for the model that waits.
+        the time goes by before all are kept out for the model that waits. Who waits again waits
+        so long for requests from before, too: answers that overlap keep it out once at most.
 
         One that was just loaded is first used by those that waited for it: or two models that
         take turns might be loaded again and again before anybody is answered.
@@ -247,13 +249,17 @@ class Slots:
         with self._changed:
             self._changed.wait_for(lambda: not self._is_awaited(slot), HAND_OVER_S)
             half = (time.monotonic() + end) / 2
-            if not self._wait_for_end(slot, set(slot.leases), end):
+            is_again, slot.was_awaited = slot.was_awaited, True
+            has_ended = self._wait_for_end(slot, set(slot.leases), half if is_again else end)
+            if not (has_ended or is_again):
                 return False
             while slot.leases and time.monotonic() < half:
                 slot.ending = set(slot.leases)
                 self._wait_for_end(slot, slot.ending, half)
             slot.is_leaving = True
-            return self._wait_for_end(slot, slot.leases, end)
+            is_idle = self._wait_for_end(slot, slot.leases, end)
+            slot.was_awaited = not is_idle
+            return is_idle
 
     def _wait_for_end(self, slot: Slot, leases: set[ModelLease], end: float) -> bool:
         left_s = max(0.0, end - time.monotonic())

@@ -79,7 +79,7 @@ class UnreadItem(Item):
 
 def _tag(given: Any) -> str:
     kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
-    return "unread" if isinstance(kind, str) and kind not in READ_ITEMS else "read"
+    return "unread" if isinstance(kind, str) and kind and kind not in READ_ITEMS else "read"
 
 
 AnyItem = Annotated[
