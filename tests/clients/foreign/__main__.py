@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,8 @@ LOCAL = ",".join(
 )
 SMALL, LARGE = 512, 8192  # contexts that the tests count on
 LIMIT_S = 120  # of one test
+CHANGING = re.compile(r"(?<=127\.0\.0\.1:)[0-9]+|0x[0-9a-f]+|(?<=-)[0-9a-f]{16,}|/tmp/[^ ']*")
+MOST_SAID = 240  # characters
 
 
 def main(arguments: list[str]) -> None:
@@ -107,19 +110,31 @@ def _environment(place: Path, packages: tuple[str, ...]) -> Path:
 
 
 def outcomes_of(report: Path) -> dict[str, Any]:
-    """By `file::test`: how many passed, and the parameters of those that did not."""
+    """By `file::test`: how many passed, and what those that did not said, by their parameters."""
     found: dict[str, Any] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         if case.find("skipped") is not None:
             continue
         file = f"{case.get('classname', '').rpartition('.')[2]}.py"
         name, _, parameters = case.get("name", "").partition("[")
-        outcome = found.setdefault(f"{file}::{name}", {"passed": 0, "failed": []})
-        if case.find("failure") is None and case.find("error") is None:
-            outcome["passed"] += 1
+        outcome = found.setdefault(f"{file}::{name}", {"passed": 0, "failed": {}})
+        failed = [case.find(kind) for kind in ("failure", "error")]
+        texts = [each.text or "" for each in failed if each is not None]
+        if texts:
+            outcome["failed"][parameters.removesuffix("]")] = said_in(texts[0])
         else:
-            outcome["failed"].append(parameters.removesuffix("]"))
+            outcome["passed"] += 1
     return found
+
+
+def said_in(trace: str) -> str:
+    """The line of the test that failed, and the error: without what another run says otherwise."""
+    lines = trace.splitlines()
+    errors = [at for at, line in enumerate(lines) if line.startswith("E ")]
+    first = errors[0] if errors else len(lines)
+    source = next((line.strip() for line in reversed(lines[:first]) if line.strip(" ^~")), "")
+    error = lines[first].removeprefix("E").strip() if errors else ""
+    return CHANGING.sub("…", f"{source} → {error}")[:MOST_SAID]
 
 
 def _commit(checkout: str) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tests.clients.foreign.suites import SUITES, Suite
+from tests.clients.foreign.suites import SUITES, Reason, Suite
 
 HERE = Path(__file__).parent
+PLUGINS = HERE / "plugins"
 RESULTS = HERE.parents[2] / "docs" / "results" / "foreign-tests.json"
 INTRO = HERE / "page.md"
 
@@ -19,16 +21,36 @@ def page(results: Mapping[str, Any]) -> str:
     return "\n".join([INTRO.read_text(), *parts])
 
 
-def reason_of(suite: Suite, test: str) -> str | None:
-    """Why a test, as `file.py::name[parameters]`, does not pass; None if that is not known."""
-    known = (why for pattern, why in suite.reasons.items() if re.search(pattern, test))
-    return next(known, None)
+class Failure(NamedTuple):
+    test: str  # as `file.py::name`
+    parameters: str
+    said: str  # the line that failed, and its error
+
+    @property
+    def full(self) -> str:
+        return f"{self.test}[{self.parameters}]"
 
 
-def failures(tests: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """A test, and its name with the parameters by which it failed."""
+def reason_of(suite: Suite, failure: Failure) -> Reason | None:
+    """The reason that its assertion gives; None if that is not known."""
+    return next((each for each in suite.reasons if _fits(each, failure)), None)
+
+
+def _fits(reason: Reason, failure: Failure) -> bool:
+    is_said = re.search(reason.said, failure.said)
+    return bool(is_said and re.search(reason.tests, failure.full))
+
+
+def failures(tests: Mapping[str, Any]) -> Iterator[Failure]:
     for test, outcome in tests.items():
-        yield from ((test, f"{test}[{parameters}]") for parameters in outcome["failed"])
+        yield from (Failure(test, *each) for each in outcome["failed"].items())
+
+
+def changes_of(suite: Suite) -> str:
+    """What a plugin changes, as it says itself."""
+    described = ast.get_docstring(ast.parse((PLUGINS / f"{suite.plugin}.py").read_text())) or ""
+    listed = described.partition("What it changes:\n\n")[2]
+    return re.sub(r"\n +", " ", listed)
 
 
 def _section(suite: Suite, found: Mapping[str, Any]) -> str:
@@ -40,7 +62,9 @@ def _section(suite: Suite, found: Mapping[str, Any]) -> str:
             f"## {suite.title}\n",
             f"At commit `{found['commit']}`: {n_passed} of {n_passed + n_failed} pass.\n",
             *_table(("file", "pass", "of"), _files(tests)),
-            "\nThose that do not:\n",
+            "\nWhat the plugin changes, and nothing else:\n",
+            changes_of(suite),
+            "\nThose that do not pass:\n",
             *_table(("why", "tests"), _reasons(suite, tests)),
             "\nNot run:\n",
             *_table(("files", "why"), suite.left_out.items()),
@@ -58,9 +82,10 @@ def _files(tests: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 def _reasons(suite: Suite, tests: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     grouped: dict[str, dict[str, int]] = {}
-    for test, full in failures(tests):
-        counts = grouped.setdefault(reason_of(suite, full) or "not known", {})
-        counts[test] = counts.get(test, 0) + 1
+    for failure in failures(tests):
+        reason = reason_of(suite, failure)
+        counts = grouped.setdefault(reason.why if reason else "not known", {})
+        counts[failure.test] = counts.get(failure.test, 0) + 1
     for why in sorted(grouped):
         names = [
             f"`{test.partition('::')[2]}`" + (f" ({n})" if n > 1 else "")

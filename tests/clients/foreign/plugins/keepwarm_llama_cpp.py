@@ -1,8 +1,15 @@
 """A pytest plugin for the server tests of llama.cpp: another address, another model.
 
-Nothing is started: tests without a key go to one server, those with a key to another. What belongs
-to llama.cpp's own model and build is met by any: words of a free answer, tokens of a prompt, the
-model's name, the first letter of `system_fingerprint`. A first chunk may have `""` for null.
+What it changes:
+
+- no server is started: tests without a key go to one of ours, those with a key to another
+- an answer with status 404 fails its test, also where any error would do
+- names of headers are read without regard to case, as HTTP has them
+- `system_fingerprint` gets their first letter, `b`, and `model` their alias, in the tests' own
+  requests (not in those of OpenAI's client)
+- `content` of the first chunk of a stream is null where it is `""`, there too
+- a pattern for words is met by any words, unless the request has a grammar, a schema or a format
+- parameters `n_prompt` and `n_tokens`, which count tokens of their model, equal any number
 """
 
 from __future__ import annotations

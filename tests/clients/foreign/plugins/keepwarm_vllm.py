@@ -1,7 +1,15 @@
 """A pytest plugin for vLLM's server tests, without vLLM: another address, another model.
 
-`tests.utils` of vLLM starts its server; in its place stands a class with the same face that names
-ours. What else a test imports from vLLM is a stand-in: a test that needs it cannot pass.
+What it changes:
+
+- the class that starts a server, in `tests.utils`, is one of ours that names a server of ours; its
+  clients do not try again
+- tests with `function_call`, `structured`, `json`, `n_param`, `parallel`, `cancel` or `max_tokens`
+  in their names go to a server whose words are random, the others to one with scripted answers
+- `vllm.tokenizers.get_tokenizer` gives our model's tokenizer, and `vllm.config.ModelConfig` the
+  size of its vocabulary
+- everything else of `vllm`, `torch`, `tests.utils` and `tests.conftest` is a stand-in that does
+  nothing, so that a test that needs it cannot pass
 """
 
 import importlib.abc
