@@ -252,9 +252,15 @@ VLLM = Suite(
         ),
         Reason("reasoning", "wants reasoning, which only a trained model gives"),
         Reason(
-            "len.output. > 0|tool_call_items|tool_call_item is not|message.tool_calls is not|"
-            "len.message.content. == 0",
+            "len.output. > 0|tool_call_items|tool_call_item is not|message.tool_calls is not",
             "wants a call of its own choice, which only a trained model makes",
+        ),
+        Reason(
+            r"tool_calls\[0\].*'NoneType' object|local variable 'tool_call'|"
+            "len.response.output. >= 1",
+            "wants a call that random words do not end within the limit of tokens; one that is cut "
+            "off is no call",
+            "named_tool_use|max_tokens_with_tool_choice",
         ),
         Reason("output_token_lengths", "wants answers of different lengths within 50 tokens"),
     ),
