@@ -15,11 +15,11 @@ from tests.clients.coders.journeys import KINDS, Journey
 from tests.clients.coders.page import ENDS, JOURNEY, clients, goes_on, page
 from tests.clients.coders.programs import EVERY, PROGRAMS, QUIET, Place, install
 from tests.clients.coders.sessions import KINDS as SESSION_KINDS
-from tests.clients.coders.sessions import write_project
+from tests.clients.coders.sessions import KINDS_OF_SUBAGENTS, write_project
 from tests.clients.coders.walk import Walk
 from tests.kit.generated import CLIENTS, CODERS, JOURNEYS, SESSIONS
 
-NEW_SESSIONS = ("codex", "opencode", "qwen", "claude-node20")
+NEW_SESSIONS = ("claude", "codex", "opencode", "qwen", "claude-node20")
 SLACK = 16  # tokens that may be computed beside the new ones
 FURTHER = 300  # tokens of a short question or of a tool's result; Qwen Code resumes with both
 WORDS = re.compile(r"[A-Za-z]+")  # names in settings
@@ -61,6 +61,7 @@ def test_new_sessions_compute_what_is_new():
             as_sent, default = settings.values()
             check_sessions(name, default)
             assert not as_sent["other"]["reordered"]
+            assert ("second subagent" in default) == (client["name"] in KINDS_OF_SUBAGENTS)
             if name != "codex":  # what differs is in its message of the user
                 assert default["other"]["reordered"]
                 assert as_sent["other"]["computed"] > 0.15 * as_sent["other"]["prompt"]
@@ -101,9 +102,11 @@ def check_journey(name, steps):
 
 
 def check_sessions(name, steps):
-    """The goals: 15 % of a new session in another project, 3 % in the same."""
-    for step, most in {"other": 0.15, "same": OTHER_GOALS.get(name, 0.03)}.items():
-        assert steps[step]["computed"] <= most * steps[step]["prompt"]
+    """The goals: 15 % of a new session in another project, 3 % in the same; 15 % of a subagent."""
+    goals = {"other": 0.15, "same": OTHER_GOALS.get(name, 0.03), "second subagent": 0.15}
+    for step, most in goals.items():
+        cost = steps.get(step, {"computed": 0, "prompt": 0})
+        assert cost["computed"] <= most * cost["prompt"]
 
 
 @pytest.fixture(scope="module")

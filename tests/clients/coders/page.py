@@ -39,7 +39,11 @@ JOURNEY = {
 }
 
 # Steps of new sessions, likewise.
-SESSION = {"same": "same project", "other": "other project"}
+SESSION = {
+    "same": "same project",
+    "other": "other project",
+    "second subagent": "second subagent",
+}
 
 
 def page(results: dict[str, Any]) -> str:
@@ -67,7 +71,7 @@ def sessions_table(clients: dict[str, Any]) -> str:
     heads += [f"{step}, {when}" for step in SESSION.values() for when in ("as sent", "default")]
     rows = [
         [NAMES[client["name"]], client["version"], kind]
-        + [_share(costs[step]) for step in SESSION for costs in settings.values()]
+        + [_share(costs.get(step)) for step in SESSION for costs in settings.values()]
         for client in clients.values()
         for kind, settings in client["kinds"].items()
     ]
@@ -111,7 +115,10 @@ def _last(tried: dict[str, Any]) -> str:
     return f"{last['computed']:,} of {last['prompt']:,}"
 
 
-def _share(cost: dict[str, Any]) -> str:
+def _share(cost: dict[str, Any] | None) -> str:
+    """Empty for a client that starts no subagents."""
+    if cost is None:
+        return ""
     share = cost["computed"] / cost["prompt"]
     return f"{cost['computed']:,} of {cost['prompt']:,} ({share:.1%})"
 

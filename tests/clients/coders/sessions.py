@@ -1,8 +1,9 @@
 """`python -m tests.clients.coders.sessions`: what a new session of a published client computes.
 
-In the same project, after a file was created there, and in another project. With a template that
-writes no tools, with one of Qwen's kind and with one of Llama's, each in the client's own order and
-with the default settings. A client is run once; what it sent is then sent to a server of each kind.
+In the same project, after a file was created there, and in another project; and a second subagent
+of one kind. With a template that writes no tools, with one of Qwen's kind and with one of Llama's,
+each in the client's own order and with the default settings. A client is run once; what it sent is
+then sent to a server of each kind.
 """
 
 from __future__ import annotations
@@ -55,6 +56,9 @@ PROGRAMS = {
 OURS, QWENS, LLAMAS = "Keepwarm's tool block", "of Qwen's kind", "of Llama's kind"
 KINDS = {OURS: CHATML, QWENS: TOOLS_CHATML, LLAMAS: LLAMAS_CHATML}
 SETTINGS = ("off", "known")  # the client's own order, and the default
+# Tools that start a subagent, by client; the second is asked something else.
+KINDS_OF_SUBAGENTS = {"claude": ("Agent", "Explore"), "opencode": ("task", "general")}
+SUBAGENTS = {"subagent": "Which files are there?", "second subagent": "Who wrote these notes?"}
 GIT = ("git", "-c", "user.name=Test", "-c", "user.email=test@example.org")
 
 
@@ -127,7 +131,27 @@ def _record(program: Program, programs: Path, folder: Path, model: Any) -> dict[
             place = Place(live.url, programs, project, folder / "client")
             program.run(place, "", (*program.ask, f"What can you do in the {step} session?"))
             found[step] = max(filter(_offers_tools, seen), key=lambda each: len(each.body))
+        place = Place(live.url, programs, here, folder / "client")
+        for step in SUBAGENTS if program.name in KINDS_OF_SUBAGENTS else ():
+            seen.clear()
+            live.host.calls = _subagent(program, step)  # type: ignore[attr-defined]
+            program.run(place, "", (*program.ask, f"Ask a {step}."))
+            found[step] = next(each for each in seen if _is_of_subagent(each, step))
     return found
+
+
+def _subagent(program: Program, step: str) -> dict[str, dict[str, str]]:
+    """The call that starts it."""
+    tool, kind = KINDS_OF_SUBAGENTS[program.name]
+    asked = {"description": "Look around", "prompt": SUBAGENTS[step], "subagent_type": kind}
+    return {tool: asked}
+
+
+def _is_of_subagent(exchange: Exchange, step: str) -> bool:
+    """A request that begins with what the subagent was asked."""
+    messages = (exchange.json or {}).get("messages", [])
+    asked = [json.dumps(each) for each in messages if each["role"] == "user"]
+    return _offers_tools(exchange) and bool(asked) and SUBAGENTS[step] in asked[0]
 
 
 def _offers_tools(exchange: Exchange) -> bool:
