@@ -20,12 +20,13 @@ from keepwarm.errors import CacheMismatch, UnsupportedCache
 from keepwarm.kv.batch import empty_batch, merge
 from keepwarm.kv.kinds import KINDS, Kind, is_batched, is_empty, kind_of, leaves, token_count
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
+from keepwarm.kv.rows import RowsKVCache, RowsQuantKVCache
 from tests.kit.models import CACHE_KINDS
 from tests.kit.runs import prefill, prompt_of
 
 BASE = inspect.getmro(KVCache)[1]
 NOT_A_CACHE = {BASE, LRUPromptCache}
-OURS = {QuantKVCache, BatchQuantizedKVCache}
+OURS = {QuantKVCache, BatchQuantizedKVCache, RowsKVCache, RowsQuantKVCache}
 
 
 def fed(cache, n=5):

@@ -26,6 +26,7 @@ from keepwarm.errors import BadInput, CacheMismatch, UnsupportedCache
 from keepwarm.kv.codec import encode, require_finalized
 from keepwarm.kv.kinds import Cache, Caches, Kind, is_batched, is_empty, kind_of, leaves
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
+from keepwarm.kv.rows import RowsKVCache, RowsQuantKVCache
 
 BATCHABLE = ("KVCache", "QuantizedKVCache", "RotatingKVCache", "ArraysCache")
 # Model types of mlx-lm that take padding for tokens of their state.
@@ -121,16 +122,18 @@ def empty_batch(caches: Caches, n_rows: int) -> Caches:
     return merge([caches] * n_rows)
 
 
-def merge(rows: Sequence[Caches]) -> Caches:
+def merge(rows: Sequence[Caches], *, own_ends: bool = False) -> Caches:
     """One batch from single sequences of any lengths, including 0. The originals are not changed.
 
-    Rows are right-aligned, with left padding. Everything is checked before anything is copied. An
-    empty state joins only empty ones: not every model begins as from zeros.
+    Rows are right-aligned, with left padding. With `own_ends` each row ends where it ends, and
+    `trim` can take back a number of tokens of each; such a batch takes no padding. Everything is
+    checked before anything is copied. An empty state joins only empty ones: not every model begins
+    as from zeros.
     """
     if not rows:
         raise UnsupportedCache("A batch needs at least one sequence.")
     _check_rows_fit(rows)
-    return [_merge_layer([row[i] for row in rows]) for i in range(len(rows[0]))]
+    return [_merge_layer([row[i] for row in rows], own_ends) for i in range(len(rows[0]))]
 
 
 def batch_size(batch: Caches) -> int:
@@ -173,6 +176,8 @@ def prepare(batch: Caches, padding: Padding, model: Any = None) -> None:
     for counts in filter(None, (announced.left, announced.lengths)):
         _check_rows(batch, counts)
     for path, leaf in leaves(batch):
+        if isinstance(leaf, RowsKVCache):
+            raise UnsupportedCache(f"Layer {path}: rows with their own ends take no padding.")
         _check_can_prepare(path, leaf, announced)
     for _, leaf in leaves(batch):
         leaf.announced = announced._replace(start=_n_fed(leaf))
@@ -228,8 +233,14 @@ def extract(batch: Caches, row: int) -> Caches:
     return [_extract_layer(layer, row) for layer in batch]
 
 
-def trim(caches: Caches, n_tokens: int) -> None:
-    """Forget the last `n_tokens` of a single sequence, in place, or raise and change nothing."""
+def trim(caches: Caches, n_tokens: int | Sequence[int]) -> None:
+    """Forget the last `n_tokens` of a single sequence, in place, or raise and change nothing.
+
+    A list has a number for each row of a batch that was merged with `own_ends`.
+    """
+    if not isinstance(n_tokens, int):
+        _trim_rows(caches, _checked_counts("The tokens to forget", n_tokens))
+        return
     _checked_counts("The tokens to forget", [n_tokens])
     for path, leaf in leaves(caches):
         if is_batched(leaf):
@@ -246,6 +257,20 @@ def trim(caches: Caches, n_tokens: int) -> None:
             leaf.keys, leaf.values = (x[..., : leaf.offset, :] for x in (leaf.keys, leaf.values))
 
 
+def _trim_rows(batch: Caches, counts: Sequence[int]) -> None:
+    _check_rows(batch, counts)
+    for path, leaf in leaves(batch):
+        if not isinstance(leaf, RowsKVCache):
+            raise UnsupportedCache(
+                f"Layer {path}: rows of {type(leaf).__name__} end together; merge them with "
+                "own_ends, which a layer with a state cannot."
+            )
+        if any(n > end for n, end in zip(counts, leaf.ends, strict=True)):
+            raise UnsupportedCache(f"Layer {path} holds {leaf.ends} tokens a row, not {counts}.")
+    for _, leaf in leaves(batch):
+        leaf.trim_rows(counts)
+
+
 def _can_trim(leaf: Cache, n_tokens: int) -> bool:
     if kind_of(leaf) is Kind.STATE or n_tokens > leaf.offset:
         return False
@@ -254,11 +279,14 @@ def _can_trim(leaf: Cache, n_tokens: int) -> bool:
     return bool(leaf.is_trimmable())
 
 
-def _merge_layer(caches: list[Cache]) -> Cache:
+def _merge_layer(caches: list[Cache], own_ends: bool = False) -> Cache:
     first = caches[0]
     if isinstance(first, CacheList):
         parts = zip(*(c.caches for c in caches), strict=True)
-        return CacheList(*(_merge_layer(list(part)) for part in parts))
+        return CacheList(*(_merge_layer(list(part), own_ends) for part in parts))
+    if own_ends and not isinstance(first, ArraysCache):
+        rows = RowsQuantKVCache if isinstance(first, QuantizedKVCache) else RowsKVCache
+        return rows.merge(caches)
     if isinstance(first, QuantizedKVCache):
         return BatchQuantizedKVCache.merge(caches)
     return first.merge(caches)
@@ -267,7 +295,7 @@ def _merge_layer(caches: list[Cache]) -> Cache:
 def _extract_layer(layer: Cache, row: int) -> Cache:
     if isinstance(layer, CacheList):
         return CacheList(*(_extract_layer(part, row) for part in layer.caches))
-    if not is_empty(layer):
+    if not is_empty(layer) or isinstance(layer, RowsKVCache):
         return layer.extract(row)
     # mlx-lm raises on an empty batch; a row of it is an empty cache.
     if isinstance(layer, ArraysCache):

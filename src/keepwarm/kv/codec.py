@@ -27,6 +27,7 @@ from mlx_lm.models.deepseek_v41 import LayerCache
 from keepwarm.errors import UnsupportedCache
 from keepwarm.kv.kinds import Cache, Caches, kind_of
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantizedRows, QuantKVCache
+from keepwarm.kv.rows import RowsKVCache, RowsQuantKVCache
 
 Scalar: TypeAlias = int | bool
 Tensors: TypeAlias = Mapping[str, mx.array]
@@ -321,6 +322,25 @@ def _decode_batch_rotating(encoded: EncodedCache) -> BatchRotatingKVCache:
     return cache
 
 
+def _encode_rows(cache: RowsKVCache) -> EncodedCache:
+    tensors = _rows(cache) | {"offset": cache.offset, "ends": mx.array(cache.ends)}
+    scalars: dict[str, Scalar] = {"max_size": cache.window or 0}
+    if isinstance(cache, RowsQuantKVCache):
+        scalars = {"group_size": cache.group_size, "bits": cache.bits}
+    return EncodedCache(type(cache).__name__, tensors, scalars)
+
+
+def _decode_rows(encoded: EncodedCache) -> RowsKVCache:
+    tensors, scalars = dict(encoded.tensors), encoded.scalars
+    ends: list[int] = tensors.pop("ends").tolist()  # type: ignore[assignment]
+    cache = RowsKVCache(len(ends), scalars.get("max_size") or None)
+    if encoded.cls == "RowsQuantKVCache":
+        cache = RowsQuantKVCache(len(ends), scalars["group_size"], scalars["bits"])
+    cache.ends, cache.offset = ends, tensors.pop("offset")
+    _set_rows(cache, tensors)
+    return cache
+
+
 def _row_positions(cache: Cache) -> dict[str, mx.array]:
     return {"offset": cache.offset, "left_padding": cache.left_padding}
 
@@ -356,5 +376,7 @@ CODECS: dict[type, Codec] = {
     BatchKVCache: Codec(_encode_batch, _decode_batch),
     BatchQuantizedKVCache: Codec(_encode_batch, _decode_batch_quantized),
     BatchRotatingKVCache: Codec(_encode_batch_rotating, _decode_batch_rotating),
+    RowsKVCache: Codec(_encode_rows, _decode_rows),
+    RowsQuantKVCache: Codec(_encode_rows, _decode_rows),
 }
 _BY_NAME = {cls.__name__: codec for cls, codec in CODECS.items()}

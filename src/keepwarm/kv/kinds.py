@@ -27,6 +27,7 @@ from mlx_lm.models.deepseek_v41 import LayerCache
 
 from keepwarm.errors import CacheMismatch, UnsupportedCache
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
+from keepwarm.kv.rows import RowsKVCache, RowsQuantKVCache
 
 Cache: TypeAlias = Any  # one layer's cache, of a class of mlx-lm or of `kv.quant`
 Caches: TypeAlias = list[Any]  # one cache per layer
@@ -46,6 +47,8 @@ KINDS: dict[type, Kind] = {
     ConcatenateKVCache: Kind.DELTA,
     BatchKVCache: Kind.DELTA,
     BatchQuantizedKVCache: Kind.DELTA,
+    RowsKVCache: Kind.DELTA,
+    RowsQuantKVCache: Kind.DELTA,
     RotatingKVCache: Kind.WINDOW,
     BatchRotatingKVCache: Kind.WINDOW,
     ChunkedKVCache: Kind.WINDOW,
@@ -54,7 +57,7 @@ KINDS: dict[type, Kind] = {
     CacheList: Kind.COMPOSITE,
 }
 
-BATCHED = (BatchKVCache, BatchQuantizedKVCache, BatchRotatingKVCache)
+BATCHED = (BatchKVCache, BatchQuantizedKVCache, BatchRotatingKVCache, RowsKVCache)
 
 
 def kind_of(cache: Cache) -> Kind:
@@ -65,6 +68,8 @@ def kind_of(cache: Cache) -> Kind:
         raise UnsupportedCache(
             f"{name} is not a cache class known to Keepwarm; this model cannot be cached."
         )
+    if isinstance(cache, RowsKVCache) and cache.window:
+        return Kind.WINDOW
     # With keep > 0 the rows a token attends to depend on how the prompt was sliced.
     return Kind.STATE if isinstance(cache, RotatingKVCache) and cache.keep else kind
 
