@@ -48,6 +48,7 @@ class Settings:
     kv_bits: int = 0  # quantise keys and values to 2, 4 or 8 bits; 0 keeps them exact
     kv_group_size: int = 64  # of quantised keys and values
     quantized_kv_start: int = 0  # tokens before this position are not quantised
+    speculation: str = "auto"  # several tokens a step where that is faster, on a CPU; off: one
     max_kv_size: int = 0  # keep only this many of the last tokens; 0 keeps all
     memory: str = "automatic"  # budgets scaled to the machine; unconstrained: none
     memory_bytes: int = 0  # blocks in memory; 0 is a share of this machine's memory
@@ -302,6 +303,7 @@ CHOICES: Mapping[str, tuple[str, ...] | tuple[int, ...]] = {
     "sampling": ("model", "greedy"),
     "stable_first": ("off", "known", "all"),
     "share_numerics": ("own", "any"),
+    "speculation": ("auto", "off"),
     "mcp": ("off", "on", "all"),
     "kv_bits": (0, 2, 4, 8),
     "kv_group_size": (32, 64, 128),

@@ -23,6 +23,7 @@ FIRST = Receipt(
     continued=3,
     scored=7,
     phases_ms={"preparing": 2.0},
+    speculation={"steps": 5, "drafted": 4, "accepted": 3},
 )
 SECOND = Receipt(
     prompt_tokens=20,
@@ -61,6 +62,7 @@ def test_a_sum_keeps_every_field_of_its_receipts():
         continued=3,
         scored=7,
         phases_ms={"preparing": 2.0},
+        speculation={"steps": 5, "drafted": 4, "accepted": 3},
     )
 
 

@@ -30,6 +30,7 @@ ARCHITECTURES = ("llama", "gemma3_text", "qwen3_next")
 NEWER = (
     *("continued", "reordered", "repeated_calls", "unread", "scored", "ignored_fields", "shared"),
     "phases_ms",
+    "speculation",
 )
 SECRET = "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8="  # bytes 0 to 31
 AGENT = "golden"

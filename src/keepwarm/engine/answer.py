@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Self, TypeAlias, TypeVar
 
@@ -31,7 +31,7 @@ from keepwarm.text.request import (
 )
 
 Wake: TypeAlias = Callable[[], None]
-N = TypeVar("N", int, float)
+N = TypeVar("N")
 
 
 class Answer(Iterator[Event], AsyncIterator[Event]):
@@ -175,7 +175,12 @@ def sum_receipts(receipts: Sequence[Receipt]) -> Receipt:
         continued=sum(continued) if (continued := _given(r.continued for r in receipts)) else None,
         scored=sum(scored) if (scored := _given(r.scored for r in receipts)) else None,
         phases_ms=min(timed, key=lambda phases: sum(phases.values()), default=None),
+        speculation=_summed(_given(receipt.speculation for receipt in receipts)),
     )
+
+
+def _summed(counts: Sequence[Mapping[str, int]]) -> Mapping[str, int] | None:
+    return {name: sum(each[name] for each in counts) for name in counts[0]} if counts else None
 
 
 def _given(values: Iterable[N | None]) -> list[N]:

@@ -8,11 +8,19 @@ A step has three parts:
 
 A GPU is fed first, so that it computes while the host handles the tokens. Rows leave before
 `sample`: then every emitted token is in the caches and in `row.tokens`.
+
+A row may be fed a draft behind its token: tokens that may come next. Between feed and sample then
+
+    accept    the drafted tokens that the row's own sampling picks too, one after the other
+    settle    take back the others
+
+Until it is settled a batch holds tokens that nobody emitted: no row may leave it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
@@ -59,15 +67,32 @@ class Row:
 R = TypeVar("R", bound=Row)
 
 
+@dataclass
+class FedDraft:
+    """Tokens that a row was fed behind its current one."""
+
+    tokens: Sequence[int]
+    n_right: int = 0
+    is_open: bool = True  # the next one may be right
+
+    @property
+    def next_token(self) -> int | None:
+        is_last = not self.is_open or self.n_right == len(self.tokens)
+        return None if is_last else self.tokens[self.n_right]
+
+
 class Batch(Generic[R]):
     """A single row keeps its own caches; from two on they are merged, and stay merged."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, *, own_ends: bool = False) -> None:
+        """`own_ends`: rows may be fed drafts."""
         self._module = module
+        self._own_ends = own_ends
         self._caches: kv.Caches = []
         self._merged = False
         self._tokens: mx.array | None = None  # (rows,), every row's current token
         self._logits: mx.array | None = None  # after it, between feed and sample
+        self._fed: list[FedDraft] = []  # of every row, until they are settled
         self._is_emitted = False  # the current tokens were
         self._has_newcomer = False
         self.rows: list[R] = []
@@ -77,13 +102,16 @@ class Batch(Generic[R]):
         if not self.rows:
             self._caches, self._merged = caches, False
         elif not self._merged:
-            self._caches, self._merged = kv.merge([self._caches, caches]), True
+            self._caches, self._merged = self._merge(self._caches, caches), True
         else:
-            kv.extend(self._caches, kv.merge([caches]))
+            kv.extend(self._caches, self._merge(caches))
         tokens = [token] if self._tokens is None else [self._tokens, token]
         self._tokens = mx.concatenate(tokens)
         self._has_newcomer = True
         self.rows.append(row)
+
+    def _merge(self, *rows: kv.Caches) -> kv.Caches:
+        return kv.merge(rows, own_ends=self._own_ends)
 
     @property
     def runs_ahead(self) -> bool:
@@ -99,13 +127,74 @@ class Batch(Generic[R]):
         self._is_emitted = True
         return emitted
 
-    def feed(self) -> None:
-        """Run the model on every row's current token."""
+    def feed(self, drafts: Mapping[R, Sequence[int]] | None = None) -> int:
+        """Run the model on every row's current token, and on the drafts behind them; the number of
+        tokens a row. With drafts, also without any, it is computed when this returns.
+        """
         assert self._tokens is not None
         self._has_newcomer = False
+        if drafts and any(drafts.values()):
+            return self._feed_drafts([drafts.get(row, ()) for row in self.rows])
         logits = self._module(self._tokens[:, None], cache=self._caches)
         self._logits = logits[:, -1, :]
-        mx.async_eval(self._logits)
+        (mx.async_eval if drafts is None else mx.eval)(self._logits)
+        return 1
+
+    def _feed_drafts(self, drafts: Sequence[Sequence[int]]) -> int:
+        if not self._merged:
+            self._caches, self._merged = self._merge(self._caches), True
+        width = 1 + max(map(len, drafts))
+        lines = [
+            [token, *draft, *[0] * (width - 1 - len(draft))]
+            for token, draft in zip(self._current_tokens(), drafts, strict=True)
+        ]
+        self._fed = [FedDraft(draft) for draft in drafts]
+        self._logits = self._module(mx.array(lines), cache=self._caches)[:, -width:, :]
+        mx.eval(self._logits)
+        return width
+
+    def accept(self) -> list[tuple[R, int]]:
+        """The next drafted token of every row for which its own sampling picks it too; empty when
+        no draft is right any more.
+        """
+        open_rows = [i for i, fed in enumerate(self._fed) if fed.next_token is not None]
+        if not open_rows:
+            return []
+        failed: dict[R, Exception] = {}  # these fail again in `sample`
+        picked: Any = self._pick(open_rows, self._logits_of(open_rows), failed).tolist()
+        accepted = []
+        for i, token in zip(open_rows, picked, strict=True):
+            fed = self._fed[i]
+            if token == fed.next_token and self.rows[i] not in failed:
+                fed.n_right += 1
+                accepted.append((self.rows[i], token))
+            else:
+                fed.is_open = False
+        return accepted
+
+    def end_draft(self, row: R) -> None:
+        """Accept no more for a row: its answer ended."""
+        self._fed[self.rows.index(row)].is_open = False
+
+    def settle(self) -> dict[R, tuple[int, int]]:
+        """Take back what was fed and not accepted; of every row, how many tokens were drafted and
+        accepted.
+        """
+        counts = [(len(fed.tokens), fed.n_right) for fed in self._fed]
+        if not counts:
+            return dict.fromkeys(self.rows, (0, 0))
+        assert self._logits is not None
+        n_fed = self._logits.shape[1] - 1
+        self._logits = self._logits_of(range(len(self.rows)))
+        kv.trim(self._caches, [n_fed - fed.n_right for fed in self._fed])
+        self._fed = []
+        return dict(zip(self.rows, counts, strict=True))
+
+    def _logits_of(self, rows: Iterable[int]) -> mx.array:
+        """After the latest right token of each row, (rows, vocabulary)."""
+        assert self._logits is not None
+        places = [(i, self._fed[i].n_right) for i in rows]
+        return mx.stack([self._logits[place] for place in places])
 
     def disband(self) -> list[R]:
         """Dissolve a failed batch: its rows, each with the token it was about to be fed."""
@@ -117,6 +206,7 @@ class Batch(Generic[R]):
         for row, token in zip(rows, tokens, strict=False):
             row.pending = token
         self._caches, self._tokens, self._logits = [], None, None  # frees memory for the rebuild
+        self._fed = []
         return rows
 
     def _current_tokens(self) -> list[int]:
@@ -127,16 +217,22 @@ class Batch(Generic[R]):
         """Pick every row's next token; the rows whose own rules failed, which must leave."""
         assert self._logits is not None
         failed: dict[R, Exception] = {}
-        logits = self._logits
-        if not all(row.sampler.is_plain for row in self.rows):
-            adjusted = [self._adjust(i, row, failed) for i, row in enumerate(self.rows)]
-            logits = mx.concatenate(adjusted)
-        for i, row in enumerate(self.rows):
-            row.set_logprobs(self._logits[i : i + 1])
-        self._tokens = sample([row.sampler for row in self.rows], logits)
+        self._tokens = self._pick(range(len(self.rows)), self._logits, failed)
         self._logits, self._is_emitted = None, False
         mx.async_eval(self._tokens)
         return failed
+
+    def _pick(
+        self, indices: Sequence[int], logits: mx.array, failed: dict[R, Exception]
+    ) -> mx.array:
+        """A token for each of these rows, by its own rules, from its logits."""
+        rows = [self.rows[i] for i in indices]
+        for i, row in enumerate(rows):
+            row.set_logprobs(logits[i : i + 1])
+        if not all(row.sampler.is_plain for row in rows):
+            pairs = enumerate(rows)
+            logits = mx.concatenate([_adjust(row, logits[i : i + 1], failed) for i, row in pairs])
+        return sample([row.sampler for row in rows], logits)
 
     def leave(self, rows: Iterable[R]) -> list[kv.Caches]:
         """Remove rows; the caches of each. The other rows are not affected."""
@@ -164,11 +260,10 @@ class Batch(Generic[R]):
         caches = kv.extract(self._caches, index) if self._merged else self._caches
         return kv.evaluate(caches)
 
-    def _adjust(self, index: int, row: R, failed: dict[R, Exception]) -> mx.array:
-        assert self._logits is not None
-        logits = self._logits[index : index + 1]
-        try:
-            return logits if row.sampler.is_plain else row.sampler.adjust(logits)
-        except Exception as error:  # only the row with this rule ends
-            failed[row] = error
-            return logits
+
+def _adjust(row: R, logits: mx.array, failed: dict[R, Exception]) -> mx.array:
+    try:
+        return logits if row.sampler.is_plain else row.sampler.adjust(logits)
+    except Exception as error:  # only the row with this rule ends
+        failed[row] = error
+        return logits

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from keepwarm.cache.restore.restorer import Capture
 from keepwarm.engine.admission import Lease
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.batch import Row
+from keepwarm.engine.drafts import DRAFT_COUNTS, Proposal, RowDrafts
 from keepwarm.engine.lane import Lane, WarmPrefix
 from keepwarm.engine.prefill import Clock, Prefill
 from keepwarm.engine.sampling import Sampler
@@ -82,6 +84,7 @@ class RunningSequence(Row):
         self.capture.start_at(len(self.tokens))
         self.reason: FinishReason | None = None
         self.n_failures = 0  # failed batches that it was in
+        self.n_kept = len(self.tokens)  # when its blocks were last kept
         self._reader = AnswerReader(
             prepared.markup,
             stop=job.request.sampling.stop,
@@ -91,6 +94,8 @@ class RunningSequence(Row):
         self._max_tokens = prepared.max_new_tokens
         self._infos: list[TokenInfo] = []  # not yet part of an event
         self._pieces: list[Piece] = []
+        gate = job.lane.gate if job.lane.can_batch and job.request.speculation else None
+        self._drafts = None if gate is None else RowDrafts(job.tokens, gate.rates)
 
     @property
     def calls(self) -> list[ToolCall]:
@@ -126,9 +131,23 @@ class RunningSequence(Row):
         options = (request.tools, request.thinking, request.template_options)
         return KeptTurn(messages, *options, verbatim=is_whole)
 
+    def propose(self) -> Proposal | None:
+        """Tokens that may come next."""
+        return None if self._drafts is None else self._drafts.propose()
+
+    def count_step(self, n_drafted: int, n_accepted: int) -> None:
+        if self._drafts is not None:
+            self._drafts.counts += Counter(steps=1, drafted=n_drafted, accepted=n_accepted)
+
+    @property
+    def draft_counts(self) -> Counter[str] | None:
+        return None if self._drafts is None else self._drafts.counts
+
     def add_token(self, token: int) -> list[Event]:
         """Append a token; the events that follow from it."""
         self._infos.append(self.append(token))
+        if self._drafts is not None:
+            self._drafts.saw(token)
         pieces = self._reader.add(token)
         self.reason = self._finish_reason(token)
         if self.reason:
@@ -349,8 +368,20 @@ class Job:
         shared, repeated = self.lane.restorer.n_shared(self.tokens), self._repeated_calls()
         phases = self.phases_ms if self.request.explain else None
         return replace(
-            receipt, inexact=inexact, repeated_calls=repeated, shared=shared, phases_ms=phases
+            receipt,
+            inexact=inexact,
+            repeated_calls=repeated,
+            shared=shared,
+            phases_ms=phases,
+            speculation=self._speculation(),
         )
+
+    def _speculation(self) -> dict[str, int] | None:
+        """What drafts did; None if there could be none."""
+        counts = [one.draft_counts for one in self.sequences if one.draft_counts is not None]
+        if not counts:
+            return None
+        return {name: sum(each[name] for each in counts) for name in DRAFT_COUNTS}
 
     def _repeated_calls(self) -> tuple[str, ...]:
         """Calls that the model made just before, with the same arguments: it may go on for ever."""

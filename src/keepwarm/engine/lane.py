@@ -19,6 +19,7 @@ from keepwarm.cache.restore.rates import PrefillTimes
 from keepwarm.cache.restore.restorer import SMALL_LOAD_S, Plan, Restorer
 from keepwarm.cache.store import Store
 from keepwarm.engine.admission import kv_bytes
+from keepwarm.engine.drafts import DraftGate
 from keepwarm.engine.live import Live, copy_without
 from keepwarm.engine.padding import RowSharing, VerdictsFile
 from keepwarm.models.exactness import may_drift
@@ -54,6 +55,7 @@ class Lane:
     live: Live
     sharing: RowSharing
     exact_lane: Lane | None = None  # for what comes before `quantized_kv_start`
+    gate: DraftGate | None = None  # None if its sequences get no drafts
     may_drift: bool = False  # restored prompts of this type, in this dtype
 
     def inexact(self, n_reused: int, n_tokens: int) -> tuple[Inexact, ...]:
@@ -312,7 +314,9 @@ class Lanes:
     layout: kv.Layout  # with the default KV options
     padding: VerdictsFile
     call: Call  # runs work on the engine's thread
+    drafts: bool  # whether sequences get any
     _made: dict[tuple[KVOptions, str], Lane] = field(default_factory=dict)
+    _gates: dict[KVOptions, DraftGate] = field(default_factory=dict)
     _making: threading.RLock = field(default_factory=threading.RLock)
 
     def get(self, options: KVOptions, tenant: str) -> Lane:
@@ -342,16 +346,29 @@ class Lanes:
         attached = self.store.attach(
             module, self.model.path, salt=salt_of(tenant, start), layout=layout, **given
         )
+        gate = self._gate(options, layout)
         return Lane(
             self.model,
             options,
             attached.identity,
             attached.restorer,
             self.live,
-            RowSharing(self.model.module, given, attached.identity, self.model.path, self.padding),
+            RowSharing(
+                *(self.model.module, given, attached.identity, self.model.path, self.padding),
+                own_ends=gate is not None,
+            ),
+            gate=gate,
             exact_lane=None if is_exact or not start else self.get(exact_options(options), tenant),
             may_drift=may_drift(module, layout.dtypes),
         )
+
+    def _gate(self, options: KVOptions, layout: kv.Layout) -> DraftGate | None:
+        """One for all tenants: costs and hit rates are the model's. A state takes nothing back."""
+        can_take_back = layout.kinds <= {kv.Kind.DELTA, kv.Kind.WINDOW}
+        caches = kv.make_caches(self.model.module, **make_options(options))
+        if not self.drafts or not can_take_back or not kv.can_batch(caches):
+            return None
+        return self._gates.setdefault(options, DraftGate())
 
 
 def exact_options(options: KVOptions) -> KVOptions:

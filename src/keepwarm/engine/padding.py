@@ -23,7 +23,7 @@ import mlx.core as mx
 
 from keepwarm import kv
 from keepwarm.device.memory import GIB, memories
-from keepwarm.kv.batch import merge
+from keepwarm.kv.batch import merge, trim
 from keepwarm.kv.codec import copy_caches, encode, evaluate
 from keepwarm.kv.kinds import Cache, Caches, Kind, is_empty, kind_of, leaves
 from keepwarm.kv.make import make_caches
@@ -127,13 +127,17 @@ class RowSharing:
         identity: Identity,
         source: Path | str,
         verdicts: VerdictsFile,
+        *,
+        own_ends: bool = False,
     ) -> None:
+        """`own_ends`: rows of its batches end where they end."""
         self._model = model
+        self._own_ends = own_ends
         self._kv_options = kv_options
         self._name = str(source)
         self._verdicts = verdicts
         self._version = importlib.metadata.version("mlx-lm")
-        self._key = digest([asdict(replace(identity, salt="")), self._version, TRIAL])
+        self._key = digest([asdict(replace(identity, salt="")), self._version, TRIAL, own_ends])
         self.can_batch = kv.can_batch(self._make())  # as far as the caches' classes say
         self._max_bytes = min(MAX_BYTES, memories().arrays.free_bytes() // 8)
         self._trial: Passes[Verdict] | None = None
@@ -154,7 +158,11 @@ class RowSharing:
         """Run the model once; on the last pass the verdict is known."""
         if self._trial is None:
             self._trial = try_padding(
-                self._model, self._make, self._max_bytes, _n_positions(self._model)
+                self._model,
+                self._make,
+                self._max_bytes,
+                _n_positions(self._model),
+                own_ends=self._own_ends,
             )
         try:
             next(self._trial)
@@ -188,7 +196,12 @@ def _n_positions(model: Any) -> int:
 
 
 def try_padding(
-    model: Any, make: Callable[[], Caches], max_bytes: int, max_tokens: int = sys.maxsize
+    model: Any,
+    make: Callable[[], Caches],
+    max_bytes: int,
+    max_tokens: int = sys.maxsize,
+    *,
+    own_ends: bool = False,
 ) -> Passes[Verdict]:
     """Compare padded rows with single ones; `make` returns empty caches of the model.
 
@@ -205,10 +218,10 @@ def try_padding(
     lengths = {min(n, max(longest, min(LENGTHS))): padding for n, padding in LENGTHS.items()}
     for n, padding in lengths.items():
         rows = [_mixed(source, make(), size) for size in (n - min(padding, n * 2 // 3), n)]
-        both = yield from _decode(model, rows, STEPS)
+        both = yield from _decode(model, rows, STEPS, own_ends)
         short = yield from _decode(model, rows[:1], STEPS[:1])
         long = yield from _decode(model, rows[1:], STEPS[1:])
-        pair = yield from _decode(model, [rows[1], rows[1]], (STEPS[1], STEPS[1]))
+        pair = yield from _decode(model, [rows[1], rows[1]], (STEPS[1], STEPS[1]), own_ends)
         unpadded = max(unpadded, _apart(pair, 0, long))
         padded = max(padded, _apart(both, 0, short), _apart(both, 1, long))
         shares = padded <= max(floor, MAX_RATIO * unpadded) and unpadded <= MAX_NOISE
@@ -223,13 +236,23 @@ def _bytes_per_token(caches: Caches) -> int:
 
 
 def _decode(
-    model: Any, rows: Sequence[Caches], tokens: Sequence[Sequence[int]]
+    model: Any,
+    rows: Sequence[Caches],
+    tokens: Sequence[Sequence[int]],
+    own_ends: bool = False,
 ) -> Passes[list[mx.array]]:
-    """Feed each row its tokens, one a pass; the probabilities (rows, vocabulary) after each."""
-    caches = copy_caches(rows[0]) if len(rows) == 1 else merge(rows)
+    """Feed each row its tokens, one a pass; the probabilities (rows, vocabulary) after each.
+
+    Where rows have their own ends each token has a wrong draft behind it, which is taken back.
+    """
+    caches = copy_caches(rows[0]) if len(rows) == 1 else merge(rows, own_ends=own_ends)
     found: list[mx.array] = []
     for fed in zip(*tokens, strict=True):
-        logits = model(mx.array(fed)[:, None], cache=caches)[:, -1, :]
+        if own_ends:
+            logits = model(mx.array([[token, 0] for token in fed]), cache=caches)[:, 0, :]
+            trim(caches, [1] * len(rows))
+        else:
+            logits = model(mx.array(fed)[:, None], cache=caches)[:, -1, :]
         found.append(mx.softmax(logits.astype(mx.float32), axis=-1))
         mx.eval(found[-1])
         yield

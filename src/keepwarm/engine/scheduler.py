@@ -27,6 +27,7 @@ from keepwarm.engine.admission import Admission, kv_bytes
 from keepwarm.engine.batch import Batch
 from keepwarm.engine.jobs import Job, JobStatus, PrefillTask, RunningSequence, make_receipt
 from keepwarm.engine.lane import MIN_SHARED_TOKENS, Lane, WarmPrefix
+from keepwarm.engine.padding import RowSharing
 from keepwarm.engine.prefill import Clock, SliceSizer, Stopwatch
 from keepwarm.engine.sampling import PromptScores
 from keepwarm.errors import CacheMismatch, EngineFailed, InsufficientResources, KeepwarmError
@@ -52,12 +53,14 @@ class Schedule(NamedTuple):
 
     started: Job | None  # its known prefix is restored
     prefill: PrefillTask | None
-    slice_tokens: int  # of `prefill`; 0: a pass of its padding trial instead
+    slice_tokens: int  # of `prefill`
     n_rows: int  # that decode
+    trial: RowSharing | None  # of which a pass is run instead of a slice
 
     @property
     def is_idle(self) -> bool:
-        return self.started is None and self.prefill is None and not self.n_rows
+        works = (self.started, self.prefill, self.trial)
+        return not self.n_rows and all(work is None for work in works)
 
 
 class EndedRow(NamedTuple):
@@ -343,7 +346,8 @@ class Keeper:
         """Keep the blocks of a long answer at intervals: a crash must not lose all of it."""
         window = row.job.lane.restorer.needs.window
         interval = max(1, min(window, BLOCK_TOKENS) // 2) if window else BLOCK_TOKENS
-        if row.n_tokens and len(row.tokens) % interval == 0:
+        if row.n_tokens and len(row.tokens) // interval > row.n_kept // interval:
+            row.n_kept = len(row.tokens)
             with self._saving():
                 row.capture.capture(batch.peek(row), len(row.tokens))
 
@@ -419,6 +423,7 @@ class Scheduler:
         self.ledger = ledger
         self.prefilling: deque[PrefillTask] = deque()
         self._batches: dict[Hashable, Batch[RunningSequence]] = {}
+        self._untried: RowSharing | None = None  # of rows that could have been fed drafts
         self._open: dict[Job, None] = {}  # jobs not computed yet; other threads read it
         self._starts, self._slices = KeyRotation(), KeyRotation()
         self._end_durably = end_durably
@@ -474,21 +479,21 @@ class Scheduler:
             job.send_heartbeat()
         started = self._start_one()
         trial = self._trial()
-        task = trial or self._next_task()
+        task = self._next_task() if trial is None else None
         n_tokens = 0
-        if task is not None and trial is None:
+        if task is not None:
             n_done = task.prefill.n_done
             n_tokens = self._slice_tokens(task.lane, n_done, len(task.tokens) - n_done)
-        return Schedule(started, task, n_tokens, len(self.rows))
+        return Schedule(started, task, n_tokens, len(self.rows), trial)
 
     def run(self, schedule: Schedule) -> StepResult:
         """Run the model: a slice of a prompt, then a token for every sequence."""
         result, waited_s = StepResult([], []), 0.0
-        if schedule.prefill is not None and schedule.slice_tokens:
+        if schedule.trial is not None:
+            schedule.trial.step()
+        elif schedule.prefill is not None:
             self._prefill(schedule.prefill, schedule.slice_tokens, result)
             waited_s = schedule.prefill.prefill.waited_s
-        elif schedule.prefill is not None:
-            schedule.prefill.lane.sharing.step()
         watch = Stopwatch(self._clock)
         if self._decode(result):
             self.slice_sizer.record_step(watch.seconds() + waited_s)
@@ -586,13 +591,17 @@ class Scheduler:
             else:
                 result.prompts.append(task)
 
-    def _trial(self) -> PrefillTask | None:
-        """A prompt whose rows would share a batch before it was tried whether they may."""
+    def _trial(self) -> RowSharing | None:
+        """Of a prompt whose rows would share a batch before it was tried whether they may; or, when
+        nobody waits, of rows that could have been fed drafts.
+        """
         for task in self.prefilling:
             shares = task.lane.options in self._batches or len(task.sequences) > 1
             if shares and not task.lane.sharing.is_decided:
-                return task
-        return None
+                return task.lane.sharing
+        if self._untried is not None and self._untried.is_decided:
+            self._untried = None
+        return None if self._open else self._untried
 
     def _slice_tokens(self, lane: Lane, context: int, rest: int) -> int:
         costs, waited_for = lane.restorer.rates.slices, bool(self._batches) or self._others_wait()
@@ -656,13 +665,13 @@ class Scheduler:
         # A sequence whose batch failed decodes alone: if it is the cause, no other one fails.
         shares_batch = lane.can_batch and not sequence.n_failures
         key: Hashable = lane.options if shares_batch else sequence
-        batch: Batch[RunningSequence] = self._batches.setdefault(key, Batch(lane.model.module))
+        batch = self._batches.setdefault(key, _new_batch(lane))
         try:
             batch.join(sequence, caches, token)
         except Exception as error:
             if isinstance(error, CacheMismatch) and lane.restorer.layout.fits(caches):
                 # A state that grows is still short. Nothing was changed.
-                self._batches[sequence] = Batch(lane.model.module)
+                self._batches[sequence] = _new_batch(lane)
                 self._batches[sequence].join(sequence, caches, token)
                 return
             self._rebuild(key, batch)  # only some layers may hold the new row
@@ -689,13 +698,54 @@ class Scheduler:
         finished = [row for row, token in batch.emit() if not self._add_token(row, token)]
         is_kept = any(row.job.request.policy.writes for row in finished)
         if not runs_ahead and (is_kept or len(finished) < len(batch.rows)):
-            batch.feed()  # else nobody needs the last tokens in the caches
+            # else nobody needs the last tokens in the caches
+            finished += self._feed(batch, finished)
         ended = self._leave(key, batch, finished)
         try:
             self._sample(batch)
         except Exception as error:
             LOG.warning("a batch of %d sequences failed", len(batch.rows), exc_info=error)
             self._recover(key, batch, error)
+        return ended
+
+    def _feed(
+        self, batch: Batch[RunningSequence], finished: list[RunningSequence]
+    ) -> list[RunningSequence]:
+        """A step of a batch, with drafts where they pay; the sequences that end in their drafts."""
+        lane, going = batch.rows[0].job.lane, set(batch.rows) - set(finished)
+        gate = lane.gate
+        if gate is None or not lane.sharing.allowed:
+            self._untried = self._untried if gate is None else lane.sharing
+            batch.feed()
+            return []
+        context = max(len(row.tokens) for row in batch.rows)
+        proposals = [row.propose() if row in going else None for row in batch.rows]
+        width = gate.width(proposals, context)
+        drafts = {
+            row: proposal.tokens[: min(width - 1, row.n_left - 1)]
+            for row, proposal in zip(batch.rows, proposals, strict=True)
+            if proposal is not None and width > 1
+        }
+        try:
+            watch = Stopwatch(self._clock)
+            width = batch.feed(drafts)
+            gate.costs.saw(len(batch.rows), width, context, watch.seconds())
+            return self._accept(batch)
+        except Exception:
+            gate.is_open = gate.is_open and not drafts
+            raise
+
+    def _accept(self, batch: Batch[RunningSequence]) -> list[RunningSequence]:
+        """Add the drafted tokens that are right; the sequences that end with one of them."""
+        ended = []
+        while accepted := batch.accept():
+            for row, token in accepted:
+                if not self._add_token(row, token):
+                    batch.end_draft(row)
+                    ended.append(row)
+        for row, (n_drafted, n_accepted) in batch.settle().items():
+            row.count_step(n_drafted, n_accepted)
+            self.ledger.count(drafted_tokens=n_drafted, accepted_tokens=n_accepted)
         return ended
 
     def _sample(self, batch: Batch[RunningSequence]) -> None:
@@ -785,6 +835,10 @@ class Scheduler:
                 row.job.advance(JobStatus.PREFILLING)
             except Exception as error:
                 self._fail(row.job, error)
+
+
+def _new_batch(lane: Lane) -> Batch[RunningSequence]:
+    return Batch(lane.model.module, own_ends=lane.gate is not None)
 
 
 def _as_keepwarm_error(error: Exception) -> KeepwarmError:

@@ -46,6 +46,7 @@ COUNTS = (
     "prefilled_tokens",
     "rebuilt_tokens",  # prefilled again because a batch failed
     "audited_tokens",  # prefilled again to compare a restored cache with a cold one
+    *("drafted_tokens", "accepted_tokens"),  # accepted: generated without a step of their own
     *("generated_tokens", "waited_for_prefix", "rebuilt_batches", "failed_saves"),
     *("audits", "drifts"),  # drifts: audits whose answer differed
     "saved_ms",  # as far as it is known

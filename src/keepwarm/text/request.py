@@ -154,6 +154,7 @@ class Request:
     timeout_s: float | None = None  # of the whole request; None: no limit
     priority: int = 0  # higher goes first
     explain: bool = False  # the receipt says why tokens were computed, and where time went
+    speculation: bool = True  # False: a token a step, whatever the engine's setting is
     request_id: str = ""  # the caller's name for it, for the log and the dashboard
     arrival: Arrival | None = None  # None: when the engine is called
 
@@ -256,6 +257,7 @@ class Receipt:
     continued: int | None = None  # known tokens that the prompt begins with, if it continues them
     scored: int | None = None  # prompt tokens computed for their logprobs
     phases_ms: Mapping[str, float] | None = None  # in Done, with `explain`: parts of `ttft_ms`
+    speculation: Mapping[str, int] | None = None  # in Done: steps, drafted and accepted tokens
 
     @property
     def exact(self) -> bool:

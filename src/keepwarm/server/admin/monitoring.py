@@ -203,6 +203,15 @@ SAMPLES = (
         _counter("generated_tokens"),
     ),
     Sample(
+        "keepwarm_drafted_tokens", "counter", "Tokens that steps were fed as drafts.", "",
+        _counter("drafted_tokens"),
+    ),
+    Sample(
+        "keepwarm_accepted_tokens", "counter",
+        "Drafted tokens that were right, and generated without a step of their own.", "",
+        _counter("accepted_tokens"),
+    ),
+    Sample(
         "keepwarm_saved_seconds", "counter",
         "Prefill time saved by reuse, as far as it is known.", "",
         lambda stats: _one(stats.counters["saved_ms"] / 1000),

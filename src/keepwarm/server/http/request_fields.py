@@ -61,6 +61,9 @@ class KeepwarmOptions(JsonInput):
     kv: KVOptionsIn | None = Field(
         default=None, description="Null, or null in a field, turns the server's options off."
     )
+    speculation: Literal["auto", "off"] = Field(
+        default="auto", description="`off`: a token a step. It changes no answer."
+    )
     exact: bool = Field(
         default=False, description="Keys and values as the model computes them: no KV options."
     )
@@ -83,6 +86,7 @@ class RequestFields(NamedTuple):
     agent: str | None
     policy: Policy
     explain: bool
+    speculation: bool
     kv: KVOptions
     timeout_s: float | None
     continues: bool = False
@@ -124,6 +128,7 @@ def request_fields(
         continues=bool(continued) or options.continues,
         policy=_policy(request.headers, options),
         explain=options.explain,
+        speculation=options.speculation == "auto",
         kv=_kv(options),
         exact=_is_exact(options),
         timeout_s=settings_of(request).request_timeout_s or None,

@@ -60,6 +60,7 @@ class ReceiptOut(TypedDict):
     continued: NotRequired[int]  # known tokens of the agent, if only new messages were sent
     model: NotRequired[str]  # whose vectors they are
     phases_ms: NotRequired[dict[str, float]]  # parts of the time to the first token
+    speculation: NotRequired[dict[str, int]]  # steps, drafted and accepted tokens
 
 
 def receipt_dict(receipt: Receipt, **more: object) -> ReceiptOut:

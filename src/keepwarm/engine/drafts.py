@@ -1,0 +1,201 @@
+"""Drafts: tokens that may come next, because they came after the same tokens before.
+
+A conversation repeats itself: files are read and written back, calls have the shape of earlier
+calls. What followed the latest tokens earlier is fed along with the current token, in one step; the
+tokens that the sampler then picks as well are kept, the others are taken back. So a draft never
+changes an answer, only how many tokens a step gives.
+
+    OwnText      what followed the same tokens earlier in a conversation
+    RowDrafts    the drafts of one sequence, and how often they were right
+    DraftGate    how long drafts may be, by what steps cost here and how often drafts are right
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+from typing import NamedTuple
+
+from keepwarm.prefix.blocks import pack, unpack
+
+DRAFT_COUNTS = ("steps", "drafted", "accepted")
+TOKEN_BYTES = 4
+MIN_MATCH, MAX_MATCH = 3, 14  # tokens
+MAX_PLACES = 6  # earlier places that are compared, the latest first
+MAX_DRAFT = 15
+WIDTHS = (2, 3, 4, 5, 8, 16)  # tokens a row of one step: the current one and a draft
+MATCHES = (3, 4, 5, 8, 14)  # lengths of matches that are told apart
+CONTEXT_TOKENS = 4096  # contexts that are told apart
+N_TIMES, MIN_TIMES = 5, 3  # the latest, of which the shortest counts: others were disturbed
+FORGET_STEPS = 512  # a cost that was not seen for so long is tried again
+MIN_GAIN = 1.03
+MAX_WAIT = 1.5  # what a row without a draft waits for others, in plain steps
+FIRST_GUESS = 0.6  # of a drafted token that it is right, before any was seen
+GUESS_WEIGHT = 4
+FORGETTING = 0.995
+
+
+class Proposal(NamedTuple):
+    """What may come next, and how many tokens before it are the same."""
+
+    n_matched: int
+    tokens: Sequence[int]
+
+
+class OwnText:
+    """The tokens of a conversation, searched from the end."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._text = bytearray(pack(tokens))
+
+    def append(self, token: int) -> None:
+        self._text += pack([token])
+
+    def propose(self) -> Proposal | None:
+        """What followed the longest match among the latest places with the same tokens."""
+        text, size = self._text, MIN_MATCH * TOKEN_BYTES
+        tail, best, end = text[-size:], (0, 0), len(text) - TOKEN_BYTES
+        for _ in range(MAX_PLACES):
+            start = _find_last(text, tail, end)
+            if start < 0:
+                break
+            best = max(best, (self._n_matched(start + size), start + size), key=lambda one: one[0])
+            end = start + size - TOKEN_BYTES
+        n_matched, following = best
+        if not n_matched:
+            return None
+        found = text[following : following + MAX_DRAFT * TOKEN_BYTES]
+        return Proposal(n_matched, unpack(bytes(found)))
+
+    def _n_matched(self, end: int) -> int:
+        """Tokens before `end` that are those before the end of the text."""
+        text, n = self._text, MIN_MATCH
+        while n < MAX_MATCH:
+            here, last = end - n * TOKEN_BYTES, len(text) - n * TOKEN_BYTES
+            if (
+                here < TOKEN_BYTES
+                or text[here - TOKEN_BYTES : here] != text[last - TOKEN_BYTES : last]
+            ):
+                break
+            n += 1
+        return n
+
+
+def _find_last(text: bytearray, tail: bytearray, end: int) -> int:
+    """Where the tail occurs last, at a token, before `end`; -1 if it does not."""
+    start = text.rfind(tail, 0, end) if tail else -1
+    while start > 0 and start % TOKEN_BYTES:
+        start = text.rfind(tail, 0, start + len(tail) - 1)
+    return start
+
+
+class HitRates:
+    """How often drafted tokens are right, by the length of the match and the place in the draft."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, int], tuple[float, float]] = {}  # right, and all
+
+    def count(self, n_matched: int, place: int, is_right: bool) -> None:
+        key = _match_class(n_matched), place
+        right, seen = self._seen.get(key, (0.0, 0.0))
+        self._seen[key] = right * FORGETTING + is_right, seen * FORGETTING + 1
+
+    def expected(self, proposal: Proposal, n: int) -> float:
+        """How many of the first `n` tokens of a draft will be right."""
+        places = range(min(n, len(proposal.tokens)))
+        rates = [self._rate(proposal.n_matched, place) for place in places]
+        return float(sum(accumulate(rates, mul)))
+
+    def _rate(self, n_matched: int, place: int) -> float:
+        right, seen = self._seen.get((_match_class(n_matched), place), (0.0, 0.0))
+        return (right + GUESS_WEIGHT * FIRST_GUESS) / (seen + GUESS_WEIGHT)
+
+
+def _match_class(n_matched: int) -> int:
+    return max(length for length in MATCHES if length <= n_matched)
+
+
+class StepCosts:
+    """Seconds of a step, by rows, tokens a row and context."""
+
+    def __init__(self) -> None:
+        self._times: dict[tuple[int, int, int], deque[float]] = {}
+        self._last: dict[tuple[int, int, int], int] = {}
+        self._n_steps = 0
+
+    def saw(self, n_rows: int, width: int, context: int, seconds: float) -> None:
+        key = n_rows, width, context // CONTEXT_TOKENS
+        self._n_steps += 1
+        self._times.setdefault(key, deque(maxlen=N_TIMES)).append(seconds)
+        self._last[key] = self._n_steps
+
+    def get(self, n_rows: int, width: int, context: int) -> float | None:
+        """None if it is not known well, or has not been seen for long."""
+        key = n_rows, width, context // CONTEXT_TOKENS
+        if width > 1 and self._n_steps - self._last.get(key, 0) > FORGET_STEPS:
+            self._times.pop(key, None)
+        times = self._times.get(key)
+        return min(times) if times and len(times) >= MIN_TIMES else None
+
+
+class DraftGate:
+    """Decides for each step how many drafted tokens are fed; one for each model."""
+
+    def __init__(self) -> None:
+        self.rates = HitRates()
+        self.costs = StepCosts()
+        self.is_open = True  # False once a step with drafts has failed
+
+    def width(self, proposals: Sequence[Proposal | None], context: int) -> int:
+        """Tokens a row of the step that gives most tokens a second; 1: no drafts."""
+        n_rows = len(proposals)
+        plain = self.costs.get(n_rows, 1, context)
+        drafts = [proposal for proposal in proposals if proposal is not None]
+        if plain is None or not drafts or not self.is_open:
+            return 1
+        best, least_gain = 1, MIN_GAIN
+        most = MAX_WAIT * plain if len(drafts) < n_rows else float("inf")
+        longest = 1 + max(len(draft.tokens) for draft in drafts)
+        for width in (width for width in WIDTHS if width <= max(2, longest)):
+            cost = self.costs.get(n_rows, width, context)
+            n_tokens = n_rows + sum(self.rates.expected(draft, width - 1) for draft in drafts)
+            # What was never tried is tried, if drafts would be right often enough.
+            gain = n_tokens / n_rows * plain / (plain if cost is None else cost)
+            if gain > least_gain and (cost or plain) <= most:
+                best, least_gain = width, gain
+            if cost is None:
+                break
+        return best
+
+
+class RowDrafts:
+    """What is proposed for one sequence. A proposal is compared with what comes, fed or not: by
+    those that were fed alone the gate would never learn that longer ones pay.
+    """
+
+    def __init__(self, tokens: Sequence[int], rates: HitRates) -> None:
+        self._text = OwnText(tokens)
+        self._rates = rates
+        self._watched: Proposal | None = None
+        self._n_right = 0  # tokens of it that came
+        self.counts: Counter[str] = Counter()  # by DRAFT_COUNTS
+
+    def propose(self) -> Proposal | None:
+        proposal = self._text.propose()
+        if self._watched is None:
+            self._watched, self._n_right = proposal, 0
+        return proposal
+
+    def saw(self, token: int) -> None:
+        """A token of the answer."""
+        self._text.append(token)
+        watched, place = self._watched, self._n_right
+        if watched is None:
+            return
+        is_right = token == watched.tokens[place]
+        self._rates.count(watched.n_matched, place, is_right)
+        self._n_right += 1
+        if not is_right or self._n_right == len(watched.tokens):
+            self._watched = None

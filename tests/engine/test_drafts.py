@@ -1,0 +1,340 @@
+"""Drafts change how many tokens a step gives, and nothing else."""
+
+import random
+
+import pytest
+
+from keepwarm.cache.restore.restorer import Capture
+from keepwarm.engine import jobs
+from keepwarm.engine.batch import Batch
+from keepwarm.engine.drafts import (
+    MAX_DRAFT,
+    MAX_MATCH,
+    MIN_MATCH,
+    DraftGate,
+    HitRates,
+    OwnText,
+    Proposal,
+    RowDrafts,
+)
+from keepwarm.kv import Kind
+from keepwarm.prefix.blocks import BLOCK_TOKENS
+from keepwarm.text.request import KVOptions
+from tests.kit.engines import ask, engine_on, held, tokens_of
+from tests.kit.models import ARCHITECTURES, WINDOW
+from tests.kit.runs import prompt_of
+from tests.kit.waiting import wait_until
+
+N = 40
+PROMPTS = [prompt_of(n, seed=n) for n in (3 * WINDOW, 17, 60, 9)]
+KINDS = {
+    "llama": {},
+    "gemma3_text": {},  # crosses its windows
+    "quantised": {"kv": KVOptions(kv_bits=8, kv_group_size=32)},
+}
+SAMPLINGS = {
+    "greedy": {},
+    "seeded": {"temperature": 0.8, "seed": 7},
+    "penalised": {"frequency_penalty": 0.7, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
+}
+
+
+class Oracle:
+    """Proposes the answers that are known, with a wrong token here and there."""
+
+    def __init__(self, monkeypatch, answers, wrong=0.3, seed=0):
+        """`answers` by prompt."""
+        self._answers = {tuple(prompt): answer for prompt, answer in answers}
+        self._random = random.Random(seed)
+        self._wrong = wrong
+        oracle = self
+
+        class Known(RowDrafts):
+            def __init__(self, tokens, rates):
+                super().__init__(tokens, rates)
+                self.answer, self.n_seen = oracle._answers.get(tuple(tokens), []), 0
+
+            def propose(self):
+                return oracle._propose(self.answer[self.n_seen :])
+
+            def saw(self, token):
+                super().saw(token)
+                self.n_seen += 1
+
+        monkeypatch.setattr(jobs, "RowDrafts", Known)
+        monkeypatch.setattr(DraftGate, "width", self._width)
+
+    def _propose(self, following):
+        tokens = [
+            (t + 1) % 100 if self._random.random() < self._wrong else t
+            for t in following[:MAX_DRAFT]
+        ]
+        return Proposal(MIN_MATCH, tokens) if tokens else None
+
+    def _width(self, proposals, context):
+        del context
+        return self._random.choice([1, 2, 3, 5, 8, 16]) if any(proposals) else 1
+
+
+def drafting(model, home):
+    return engine_on(model, home, environment={"KEEPWARM_SPECULATION": "auto"})
+
+
+def run(engine, requests):
+    """All at the same time."""
+    for request in requests:
+        engine.prepare(request)  # a lane is made by the engine's thread
+    with held(engine):
+        answers = [engine.submit(request) for request in requests]
+    return [answer.result() for answer in answers]
+
+
+def told(results):
+    return [[c.text, c.reason, c.stop, tokens_of(c)] for r in results for c in r.choices]
+
+
+def requests_of(prompts, **wishes):
+    return [ask(prompt, N, **wishes) for prompt in prompts]
+
+
+@pytest.mark.parametrize("n_rows", [1, 4])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_is_the_same_with_drafts(kind, sampling, n_rows, models, tmp_path, monkeypatch):
+    model = models.of("llama" if kind == "quantised" else kind)
+    requests = requests_of(PROMPTS[:n_rows], **KINDS[kind], **SAMPLINGS[sampling])
+    with engine_on(model, tmp_path / "off") as engine:
+        plain = run(engine, requests)
+    assert plain[0].receipt.speculation is None
+    Oracle(monkeypatch, zip(PROMPTS, [c[3] for c in told(plain)], strict=False))
+    with drafting(model, tmp_path / "on") as engine:
+        drafted = run(engine, requests)
+        later = run(engine, [ask([*PROMPTS[0], *told(drafted)[0][3], 1], 2, **KINDS[kind])])[0]
+    assert told(drafted) == told(plain)
+    for cold, fast in zip(plain, drafted, strict=True):
+        counts = fast.receipt.speculation
+        assert counts["accepted"] > 3
+        assert counts["drafted"] > counts["accepted"]
+        assert counts["steps"] + counts["accepted"] in (N, N - 1)
+        for a, b in zip(cold.choices[0].tokens, fast.choices[0].tokens, strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+    assert later.receipt.recomputed <= 2  # the last token is fed again, and the new one
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_answers_the_same_with_drafts(
+    architecture, models, tmp_path, monkeypatch
+):
+    """Those with states, or caches without a batched form, get none."""
+    model, prompts = models.of(architecture), PROMPTS[:2]
+    requests = [ask(prompt, 12) for prompt in prompts]
+    with engine_on(model, tmp_path / "off") as engine:
+        plain = run(engine, requests)
+    Oracle(monkeypatch, zip(prompts, [c[3] for c in told(plain)], strict=True))
+    with drafting(model, tmp_path / "on") as engine:
+        drafted = run(engine, requests)
+        can_draft = engine.lane_of().gate is not None
+        assert can_draft == (
+            engine.lane_of().sharing.can_batch
+            and engine.lane_of().restorer.layout.kinds <= {Kind.DELTA, Kind.WINDOW}
+        )
+    assert told(drafted) == told(plain)
+    assert all((result.receipt.speculation is not None) == can_draft for result in drafted)
+
+
+def test_an_answer_that_ends_in_a_draft_ends_there(models, tmp_path, monkeypatch):
+    """By its length, a stop token or a stop string: nothing behind it is said or kept."""
+    prompt = PROMPTS[0]
+    with engine_on(models.of("llama"), tmp_path / "off") as engine:
+        known = tokens_of(run(engine, [ask(prompt, N)])[0].choices[0])
+    Oracle(monkeypatch, [(prompt, known)], wrong=0.0)
+    monkeypatch.setattr(DraftGate, "width", lambda *_: 16)
+    model = models.of("llama")
+    stop = known[9]
+    model.tokenizer.eos_token_ids = {stop}
+    n_said = known.index(stop) + 1
+    with drafting(model, tmp_path / "on") as engine:
+        (short,) = run(engine, [ask(prompt, 7)])
+        (stopped,) = run(engine, [ask(prompt, N)])
+        engine.wait_until_saved()
+        n_rows = engine.lane_of().n_warm([*prompt, *known[:n_said], 1])
+    assert tokens_of(short.choices[0]) == known[:7]
+    assert short.choices[0].reason == "length"
+    assert tokens_of(stopped.choices[0]) == known[:n_said]
+    assert stopped.choices[0].reason == "stop"
+    assert stopped.receipt.speculation["accepted"] > 0
+    assert n_rows == len(prompt) + n_said
+
+
+def test_a_request_can_turn_drafts_off(models, tmp_path, monkeypatch):
+    Oracle(monkeypatch, [(PROMPTS[0], [1] * N)])
+    with drafting(models.of("llama"), tmp_path) as engine:
+        (answer,) = run(engine, [ask(PROMPTS[0], N, speculation=False)])
+    assert answer.receipt.speculation is None
+
+
+def test_a_model_with_states_gets_no_drafts(models, tmp_path):
+    with drafting(models.of("mamba2"), tmp_path) as engine:
+        assert engine.lane_of().gate is None
+
+
+def test_a_model_is_tried_when_nobody_waits_and_drafts_begin_after_that(
+    models, tmp_path, monkeypatch
+):
+    with engine_on(models.of("llama"), tmp_path / "off") as engine:
+        known = tokens_of(run(engine, [ask(PROMPTS[0], N)])[0].choices[0])
+    Oracle(monkeypatch, [(PROMPTS[0], known)])
+    environment = {"KEEPWARM_SPECULATION": "auto"}
+    home = tmp_path / "on"
+    with engine_on(models.of("llama"), home, environment=environment, tries_padding=True) as engine:
+        (first,) = run(engine, [ask(PROMPTS[0], N)])
+        wait_until(lambda: engine.lane_of().sharing.allowed)
+        (second,) = run(engine, [ask(PROMPTS[0], N)])
+    assert first.receipt.speculation["drafted"] == 0
+    assert second.receipt.speculation["accepted"] > 0
+    assert tokens_of(first.choices[0]) == tokens_of(second.choices[0]) == known
+
+
+def test_a_long_answer_is_kept_at_intervals_whatever_steps_give(models, tmp_path, monkeypatch):
+    n = 2 * BLOCK_TOKENS
+    with engine_on(models.of("llama"), tmp_path / "off") as engine:
+        known = tokens_of(run(engine, [ask(PROMPTS[1], n)])[0].choices[0])
+    Oracle(monkeypatch, [(PROMPTS[1], known)], wrong=0.0)
+    monkeypatch.setattr(DraftGate, "width", lambda *_: 8)
+    kept = []
+    capture = Capture.capture
+    monkeypatch.setattr(
+        Capture,
+        "capture",
+        lambda own, caches, n, *a, **k: kept.append(n) or capture(own, caches, n, *a, **k),
+    )
+    with drafting(models.of("llama"), tmp_path / "on") as engine:
+        run(engine, [ask(PROMPTS[1], n)])
+    assert any(BLOCK_TOKENS <= n_tokens < BLOCK_TOKENS + 8 for n_tokens in kept)
+
+
+@pytest.mark.parametrize("place", ["_feed_drafts", "accept", "settle"])
+def test_a_step_with_drafts_that_fails_is_the_last_one(place, models, tmp_path, monkeypatch):
+    works = getattr(Batch, place)
+
+    def fail(batch, *given):
+        if batch._fed or given:
+            raise RuntimeError("a fault")
+        return works(batch, *given)
+
+    with engine_on(models.of("llama"), tmp_path / "off") as engine:
+        known = tokens_of(run(engine, [ask(PROMPTS[0], N)])[0].choices[0])
+    Oracle(monkeypatch, [(PROMPTS[0], known)])
+    monkeypatch.setattr(DraftGate, "width", lambda gate, *_: 4 if gate.is_open else 1)
+    monkeypatch.setattr(Batch, place, fail)
+    with drafting(models.of("llama"), tmp_path / "on") as engine:
+        (answer,) = run(engine, [ask(PROMPTS[0], N)])
+        assert not engine.lane_of().gate.is_open
+    assert tokens_of(answer.choices[0]) == known
+
+
+def test_tokens_that_repeat_are_proposed_by_the_longest_match():
+    text = OwnText([1, 2, 3, 50, 9, 1, 2, 3, 60, 8, 7, 1, 2, 3])
+    assert text.propose() == Proposal(3, [60, 8, 7, 1, 2, 3])
+    text = OwnText([9, 1, 2, 3, 50, 4, 1, 2, 3, 60, 9, 1, 2, 3])
+    assert text.propose() == Proposal(4, [50, 4, 1, 2, 3, 60, 9, 1, 2, 3])
+    text.append(50)
+    assert text.propose().tokens[:2] == [4, 1]
+    assert OwnText([1, 2, 3, 4, 5]).propose() is None
+    assert OwnText([]).propose() is None
+
+
+def test_what_is_proposed_is_what_a_slow_search_finds():
+    source = random.Random(4)
+    for _ in range(200):
+        # Few ids, and bytes that are equal across the borders of tokens.
+        tokens = [source.choice([0, 1, 256, 257, 65536]) for _ in range(source.randrange(60))]
+        found = OwnText(tokens).propose()
+        ends = [
+            end
+            for end in range(MIN_MATCH, len(tokens))
+            if tokens[end - MIN_MATCH : end] == tokens[-MIN_MATCH:]
+        ]
+        assert (found is None) == (not ends)
+        if found is None:
+            continue
+        n = found.n_matched
+        assert MIN_MATCH <= n <= MAX_MATCH
+        assert any(
+            tokens[end : end + MAX_DRAFT] == list(found.tokens)
+            and tokens[end - n : end] == tokens[len(tokens) - n :]
+            for end in ends
+        )
+
+
+@pytest.fixture
+def gate():
+    gate = DraftGate()
+    for _ in range(3):
+        gate.costs.saw(1, 1, 0, 0.010)
+    return gate
+
+
+def cost(gate, width, seconds, n_rows=1):
+    for _ in range(3):
+        gate.costs.saw(n_rows, width, 0, seconds)
+
+
+def hits(gate, n_right, n_all):
+    for place in range(MAX_DRAFT):
+        for i in range(n_all):
+            gate.rates.count(MIN_MATCH, place, i < n_right)
+
+
+DRAFT = Proposal(MIN_MATCH, list(range(MAX_DRAFT)))
+
+
+def test_a_width_that_was_never_tried_is_tried(gate):
+    assert gate.width([DRAFT], 0) == 2
+    cost(gate, 2, 0.011)
+    assert gate.width([DRAFT], 0) == 3
+
+
+def test_drafts_that_cost_more_than_they_give_are_not_fed(gate):
+    hits(gate, 1, 10)
+    for width in (2, 3, 4, 5, 8, 16):
+        cost(gate, width, 0.010 * (1 + 0.3 * width))
+    assert gate.width([DRAFT], 0) == 1
+
+
+def test_drafts_that_pay_are_as_long_as_pays_most(gate):
+    hits(gate, 9, 10)
+    for width in (2, 3, 4, 5):
+        cost(gate, width, 0.011)
+    for width in (8, 16):
+        cost(gate, width, 0.050)
+    assert gate.width([DRAFT], 0) == 5
+
+
+def test_rows_without_drafts_do_not_wait_long_for_others(gate):
+    hits(gate, 100, 100)
+    for n_rows in (1, 2):
+        cost(gate, 1, 0.010, n_rows)
+        cost(gate, 2, 0.014, n_rows)
+        for width in (3, 4, 5, 8, 16):
+            cost(gate, width, 0.016, n_rows)
+    assert gate.width([DRAFT, DRAFT], 0) == 16
+    assert gate.width([DRAFT, None], 0) == 2
+
+
+def test_nothing_is_fed_before_a_plain_step_was_measured():
+    assert DraftGate().width([DRAFT], 0) == 1
+
+
+def test_drafts_that_were_not_fed_count_too():
+    rates = HitRates()
+    drafts = RowDrafts([1, 2, 3, 4, 5, 6, 1, 2, 3], rates)
+    before = rates.expected(DRAFT, 3)
+    for token in (4, 5, 99):
+        assert drafts.propose() is not None or token == 99
+        drafts.saw(token)
+    after = rates.expected(DRAFT, 3)
+    assert after != before
+    assert rates._seen[MIN_MATCH, 0] == (1, 1)
+    assert rates._seen[MIN_MATCH, 1] == (1, 1)
+    assert rates._seen[MIN_MATCH, 2] == (0, 1)
