@@ -16,7 +16,7 @@ from keepwarm.server.responses.events import (
     ResponseBuilder,
     ResponseStream,
     initial_response,
-    replayed,
+    replay,
 )
 from keepwarm.server.responses.routes import options_of
 from keepwarm.text.request import (
@@ -283,7 +283,7 @@ def test_thought_without_an_answer_is_the_whole_answer(api):
 def test_stored_response_is_replayed_with_the_events_of_its_stream():
     stream = RESPONSES.events(encoded(RESPONSES, ANSWER))
     response = stream[-1]["response"]
-    events = replayed(response)
+    events = RESPONSES.events(replay(response, -1).decode())
     kinds = [event["type"] for event in stream]
     texts_in_one = [
         kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before

@@ -262,7 +262,12 @@ class TenantAgents:
     def _find(self, agent_id: str, branch: int | None = None) -> Agent:
         """An agent, seen from one of its branches."""
         self._finish()
-        agent = self._disk_store.agents.show(tenant_agent_id(self.tenant, agent_id))
+        try:
+            agent = self._disk_store.agents.show(tenant_agent_id(self.tenant, agent_id))
+        except UnknownAgent as error:  # without the tenant's prefix: the memory tools quote it
+            raise UnknownAgent(
+                f"There is no agent {agent_id!r}; list the agents to see their ids."
+            ) from error
         numbers = [each.number for each in agent.branches]
         if branch not in (None, *numbers):
             raise BadField(f"{agent_id!r} has the branches {numbers}; choose one.", "branch")

@@ -86,7 +86,6 @@ class RequestFields(NamedTuple):
     agent: str | None
     policy: Policy
     explain: bool
-    speculation: bool
     kv: KVOptions
     timeout_s: float | None
     continues: bool = False
@@ -94,6 +93,7 @@ class RequestFields(NamedTuple):
     request_id: str = ""
     arrival: Arrival | None = None
     ignored_fields: tuple[str, ...] = ()
+    speculation: bool = True
 
 
 def settings_of(request: Request) -> Settings:
