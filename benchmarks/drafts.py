@@ -51,7 +51,7 @@ class Trial(NamedTuple):
 
 
 def run(model: Model, speculation: str, trial: Trial) -> Measured:
-    """In an engine and a store of its own, after one answer that is not measured."""
+    """In an engine and a store of its own, after answers that are not measured."""
     with tempfile.TemporaryDirectory() as home:
         settings = config.load({"KEEPWARM_HOME": home}, speculation=speculation)
         sampling = Sampling(max_tokens=trial.n_tokens, temperature=trial.temperature, seed=7)
@@ -63,8 +63,11 @@ def run(model: Model, speculation: str, trial: Trial) -> Measured:
             keepwarm.Store(settings=settings) as store,
             keepwarm.Engine(model, store, settings=settings) as engine,
         ):
-            for request in requests:  # prompts are warm, and costs are learned
-                engine.submit(request).result()
+            for _ in range(2):  # prompts become warm, the model is tried, costs are learned
+                for request in requests:
+                    engine.submit(request).result()
+                while speculation == "auto" and engine.lane_of().sharing.allowed is None:
+                    time.sleep(0.01)
             began = time.perf_counter()
             results = [answer.result() for answer in [engine.submit(one) for one in requests]]
             return Measured(time.perf_counter() - began, results)
