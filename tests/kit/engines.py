@@ -135,12 +135,8 @@ def engine_on(
     environment: Mapping[str, str] = NO_VARIABLES,
     **options: Any,
 ) -> Iterator[Engine]:
-    """An engine with its own store under `home`, both closed at the end; token count from 0.
-
-    Without drafts, which are fed too: most tests count what is fed.
-    """
-    variables = {"KEEPWARM_HOME": str(home), "KEEPWARM_SPECULATION": "off", **environment}
-    settings = config.load(variables)
+    """An engine with its own store under `home`, both closed at the end; token count from 0."""
+    settings = config.load({"KEEPWARM_HOME": str(home), **environment})
     options = {"memory": memory(), **options}
     budgets = budgets or Budgets(min_free_disk_bytes=0)
     with ExitStack() as stack:
