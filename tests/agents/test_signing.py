@@ -16,7 +16,6 @@ from keepwarm.agents.agent_store import AgentStore
 from keepwarm.agents.signing import BundleKeys, SigningKey, read_public_key
 from keepwarm.errors import BadCacheFile, BadInput
 from keepwarm.prefix.blocks import chain
-from keepwarm.prefix.fingerprint import namespace
 from tests.agents.test_agents import IDENTITY, LIMITS, NAME, turn
 from tests.store.kit import tokens_of
 
@@ -93,18 +92,3 @@ def test_what_is_no_key_is_one_sentence(kind, tmp_path):
     if kind in ("a text", "another kind", "absent"):
         with pytest.raises(BadInput, match=says):
             read_public_key(public)
-
-
-def test_a_release_moves_the_blocks_and_leaves_forks(stores, tmp_path):
-    here, there = stores
-    here.export_agent("a", tmp_path / "a.kw")
-    made = there.import_agent(tmp_path / "a.kw", IDENTITY)
-    there.agents.fork("a", "fork")
-    freed = there.release("a")
-    assert (freed.namespace, freed.turns) == (namespace(IDENTITY), made.turns)
-    assert there.tokens_of(freed) == there.tokens_of(there.agents.show("fork")) == tokens_of(700)
-    assert there.origin_of(there.agents.show("fork")) == there.origin_of(made)
-    there.release("fork")
-    assert {block.namespace for block in there.disk.walk()} == {namespace(IDENTITY)}
-    with pytest.raises(BadInput, match="was not imported, or has been released"):
-        there.release("a")

@@ -194,9 +194,7 @@ def test_an_agent_travels_in_one_file(home, tmp_path):
     assert "weights differ" in done.stderr.decode()
 
 
-def test_a_bundle_is_signed_checked_and_released(main_here, tmp_path, monkeypatch):
-    """Whoever has the store may vouch for a bundle: by a key, by computing it, by saying so."""
-    monkeypatch.setattr("keepwarm.progress.PLAIN_S", 0.0)  # every count is printed
+def test_a_bundle_serves_only_its_agent_unless_a_trusted_key_signed_it(main_here, tmp_path):
     private, public = write_keys(tmp_path / "signing")
     model = "--model", write_checkpoint(tmp_path / "model")
     asked = "run", "a story that is signed " * 30, *model, "--max-tokens", 3, "--json"
@@ -204,23 +202,15 @@ def test_a_bundle_is_signed_checked_and_released(main_here, tmp_path, monkeypatc
     bundle = tmp_path / "a.kw"
     assert main_here("cache", "export", "a", bundle, "--sign", private)[0] == 0
     assert main_here("cache", "rm", "a")[0] == 0
-    code, _, error = main_here("cache", "import", bundle, *model, "--check", "some")
-    assert (code, error.count("\n")) == (2, 1)
-    assert "a number of blocks, or all" in error
 
     def made(agent, *options):
         asked = "cache", "import", bundle, *model, "--agent", agent, *options, "--json"
-        _, out, said = main_here(*asked)
-        assert bool(re.search(r"checking .+ of [1-9]", said)) == ("--check" in options)
+        out = main_here(*asked)[1]
         assert json.loads(out)["model"] == str(model[1])
         return json.loads(out)["imported"]
 
     assert made("stranger") is True
-    assert made("sampled", "--check", 1) is True
-    assert json.loads(main_here("cache", "release", "sampled", "--json")[1])["imported"] is False
-    main_here("cache", "rm", "sampled")
     assert made("friend", "--trust", public) is False
-    assert made("checked", "--check", "all") is False
     usage = json.loads(main_here(*asked)[1])["usage"]
     assert (usage["prefilled_tokens"], usage["exact"]) == (1, True)
     assert "imported" in main_here("cache", "ls")[1]

@@ -80,9 +80,8 @@ def ask(live: Live, agent=None, text=LONG, more=(), **headers):
     return answer.json()["choices"][0]["message"]["content"], answer.json()["keepwarm"]
 
 
-def upload(live: Live, bundle, agent, check=None, **headers):
-    url, wanted = f"{live.url}/v1/agents/import", {"id": agent, "check": check}
-    params = {name: value for name, value in wanted.items() if value is not None}
+def upload(live: Live, bundle, agent, **headers):
+    url, params = f"{live.url}/v1/agents/import", {"id": agent}
     return httpx.post(url, params=params, content=bundle, headers=headers, timeout=300)
 
 
@@ -287,33 +286,3 @@ def test_the_signature_of_who_imported_it_proves_nothing(serving, forged, key_fi
         laundered = live.get("/v1/agents/stranger/export").content
         assert upload(live, laundered, "laundered").json()["imported"] is True
         assert ask(live)[1]["reused"] == {}
-
-
-def test_an_admin_releases_it(serving, honest):
-    admin = {"x-api-key": "root"}
-    with serving(admin_key="root") as live:
-        upload(live, honest[0], "known")
-        assert ask(live, text="Something else.")[1]["reused"] == {}
-        assert live.post("/v1/admin/agents/known/release", b"").status_code == 403
-        assert live.post("/v1/admin/agents/known/release", b"", **admin).json()["imported"] is False
-        assert_ordinary(live, "known", honest[1])
-        again = live.post("/v1/admin/agents/known/release", b"", **admin)
-        assert again.status_code == 400
-        assert "was not imported, or has been released" in again.json()["error"]["message"]
-
-
-def test_a_check_refuses_forged_blocks_and_makes_a_bundle_ordinary_if_all_pass(
-    serving, honest, forged, cold
-):
-    with serving() as live:
-        assert upload(live, honest[0], "sampled", check="2").json()["imported"] is True
-        assert ask(live)[1]["reused"] == {}
-        for check in ("all", "1"):
-            refused = upload(live, forged, "forged", check=check)
-            assert refused.status_code == 422
-            assert "is not what this model computes" in refused.json()["error"]["message"]
-        assert listed(live) == ["sampled"]
-    with serving() as live:
-        assert upload(live, honest[0], "checked", check="all").status_code == 200
-        assert_ordinary(live, "checked", honest[1])
-        assert_clean(live, cold)

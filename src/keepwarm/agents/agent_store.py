@@ -23,11 +23,9 @@ from keepwarm.agents.bundle import (
     accept_any,
     export_bundle,
     import_bundle,
-    stage_record,
 )
 from keepwarm.agents.prefixes import PREFIX_SIGN, StoredPrefixes, TtlPins
 from keepwarm.agents.reachability import used_by
-from keepwarm.agents.rewriting import prefix_blocks, prefix_records, renamed
 from keepwarm.agents.shares import AgentLimits
 from keepwarm.agents.signing import NO_KEYS, BundleKeys, SigningKey
 from keepwarm.agents.texts import AgentTurn
@@ -39,7 +37,7 @@ from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.prefix.turn import KeptTurn
 from keepwarm.records.cipher import stored_namespace
 from keepwarm.store.counts import CountsFile
-from keepwarm.store.disk.disk import DiskLimits, DiskTier, StagedRecords
+from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.disk.maintenance import (
     Progress,
     file_path,
@@ -296,28 +294,6 @@ class AgentStore:
         if manifest.turn is not None and agent.blocks:
             self.agents.turns.keep(agent.id, tokens, agent.blocks[-1], manifest.turn)
         return agent
-
-    def release(self, agent_id: str, progress: Progress = no_progress) -> Agent:
-        """Make the blocks of an imported agent ordinary ones, which serve all that begins alike.
-
-        Only for someone who vouches for them. Forks of the agent stay as they are.
-        """
-        agent = self.agents.show(agent_id)
-        identity = self.identity_of(agent.namespace)
-        if not identity.origin:
-            raise BadInput(f"Agent {agent_id!r} was not imported, or has been released.")
-        ours, holders = self.register(replace(identity, origin="")), list(self.holders(agent))
-        tokens = b"".join(holder.tokens for holder in holders)
-        keys = [holder.key for holder in holders]
-        held = prefix_blocks(self.disk, agent.namespace, tokens, keys)
-        records = prefix_records(self.disk, held, tokens)
-        with StagedRecords(self.disk) as staged:
-            for number, record in enumerate(renamed(records, agent.namespace, ours), start=1):
-                stage_record(self.disk, self.wear, staged, record)
-                progress(number, max(number, len(held)))
-            with as_store_errors(self.disk, "release the agent"):
-                staged.publish()
-        return self.agents.move(agent_id, ours, unpack(tokens))
 
     def text_bytes(self) -> dict[str, int]:
         """Bytes of agents' messages and of stored responses; `disk.stats` counts them too."""

@@ -279,24 +279,6 @@ class Agents:
                 replace(agent, head=head, left=tuple(dict.fromkeys((*agent.left, *left))))
             )
 
-    def move(self, agent_id: str, namespace: Namespace, tokens: Sequence[int]) -> Agent:
-        """Have an agent use the blocks of these tokens, its first ones, in another namespace.
-
-        Its old blocks are deleted, but for those that other agents use.
-        """
-        with self._changing():
-            agent = self.show(agent_id)
-            head = Branch.of(namespace, tokens, agent.turns)
-            old = agent.head
-            head = replace(
-                head, model=old.model, n_opening=old.n_opening, main=old.main, used=old.used
-            )
-            moved = self._save(replace(agent, head=head, sides=(), left=()))
-        with as_store_errors(self._disk, f"delete the old blocks of agent {agent_id!r}"):
-            keep = used_by(self._disk, self.all())
-            delete_blocks(self._disk, agent, keep)
-        return moved
-
     def update(self, agent_id: str, **changes: Any) -> Agent:
         """Change `pinned`, `quota_bytes`, `retention_s` or `metadata`."""
         check_metadata(changes.get("metadata", {}))

@@ -212,18 +212,6 @@ def remove(agent: AnyId, as_json: AsJson = False) -> None:
     print_fields({"agent": agent, "removed_blocks": n_blocks} | shared, as_json)
 
 
-@app.command()
-def release(agent: AgentId, as_json: AsJson = False) -> None:
-    """Vouch for an imported agent.
-
-    Its blocks then serve every prompt with the same beginning.
-    """
-    with open_store() as store:
-        with shown("releasing") as line:
-            released = store.release(agent, line.count)
-        print_agent(store, released, as_json)
-
-
 def agent_fields(store: AgentStore, agent: Agent) -> dict[str, Any]:
     """An agent as JSON, without what is secret in an encrypted store."""
     fields: dict[str, Any] = json.loads(agent.to_json())

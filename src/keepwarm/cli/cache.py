@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
     from keepwarm.agents.agent_store import AgentStore
     from keepwarm.agents.bundle import Manifest
     from keepwarm.agents.signing import BundleKeys
-    from keepwarm.cache.store import Store
-    from keepwarm.models.load import Model
 
 PROMPT_CACHE = ".safetensors"
 FORMAT_HELP = "bundle, or for other programs mlx-lm or swift: a prompt-cache file (.safetensors)."
@@ -234,10 +231,6 @@ def import_(
             "--trust", metavar="FILE", help="Import only if it is signed with this public key."
         ),
     ] = None,
-    check: Annotated[
-        str | None,
-        typer.Option("--check", metavar="N|all", help="Compute N blocks, or all, and compare."),
-    ] = None,
     tokens: Annotated[
         Path | None,
         typer.Option("--tokens", help="Token ids of a prompt-cache file, as a JSON list."),
@@ -250,19 +243,16 @@ def import_(
     agent and its forks are served from it.
     """
     from keepwarm.agents.signing import BundleKeys
-    from keepwarm.engine.import_check import EXTENT
 
     settings = config.load(model=model)
-    if check is not None and not re.fullmatch(EXTENT, check):
-        raise BadInput(f"--check is {check!r}; it must be a number of blocks, or all.")
     if file.suffix == PROMPT_CACHE and trust:
         raise BadInput("--trust is for bundles; a prompt-cache file is not signed.")
     _check_source(file)
     if file.suffix == PROMPT_CACHE:
-        made = _import_prompt_file(settings, file, agent, tokens, check)
+        made = _import_prompt_file(settings, file, agent, tokens)
     else:
         keys = BundleKeys.of(settings, trust=trust or ())
-        made = _import_bundle(settings, file, agent, keys, check)
+        made = _import_bundle(settings, file, agent, keys)
     with open_store() as store:
         print_agent(store, made, as_json)
 
@@ -282,9 +272,9 @@ def _summary(store: AgentStore, agent: Agent) -> dict[str, Any]:
 
 
 def _import_bundle(
-    settings: config.Settings, file: Path, agent: str | None, keys: BundleKeys, check: str | None
+    settings: config.Settings, file: Path, agent: str | None, keys: BundleKeys
 ) -> Agent:
-    """Store a bundle as an agent, checked if asked to."""
+    """Store a bundle as an agent."""
     from keepwarm.agents.bundle import manifest_in
     from keepwarm.cache.identity import make_options_in
     from keepwarm.cache.restore.records import check_record
@@ -298,7 +288,7 @@ def _import_bundle(
         ours = store.attach(model.module, model.path, salt=theirs.salt, **options)
         fits = partial(check_record, ours.restorer.layout)
         with shown("importing") as line:
-            made = store.on_disk.import_agent(
+            return store.on_disk.import_agent(
                 file,
                 ours.identity,
                 agent,
@@ -307,7 +297,6 @@ def _import_bundle(
                 keys=keys,
                 check_record=fits,
             )
-        return _checked(settings, store, model, made, check)
 
 
 def _refuse_download(settings: config.Settings, file: Path, manifest: Manifest) -> None:
@@ -324,30 +313,16 @@ def _refuse_download(settings: config.Settings, file: Path, manifest: Manifest) 
 
 
 def _import_prompt_file(
-    settings: config.Settings, file: Path, agent: str | None, tokens: Path | None, check: str | None
+    settings: config.Settings, file: Path, agent: str | None, tokens: Path | None
 ) -> Agent:
-    """Store a prompt-cache file as an agent, checked if asked to."""
+    """Store a prompt-cache file as an agent."""
     from keepwarm.cache.store import Store
     from keepwarm.cli.prompt_files import import_prompt_file, read_prompt_file
 
     read = read_prompt_file(file, tokens)
     model = load_model(settings)
     with Store(settings=settings) as store:
-        made = import_prompt_file(store, model, read, agent or file.stem)
-        return _checked(settings, store, model, made, check)
-
-
-def _checked(
-    settings: config.Settings, store: Store, model: Model, made: Agent, check: str | None
-) -> Agent:
-    """An imported agent after so many of its blocks were computed and compared."""
-    from keepwarm.engine.engine import Engine
-    from keepwarm.engine.import_check import ImportCheck
-
-    if check is None:
-        return made
-    with Engine(model, store, settings=settings) as engine, shown("checking") as line:
-        return ImportCheck(engine, made).run(check, line.count)
+        return import_prompt_file(store, model, read, agent or file.stem)
 
 
 def _export_prompt_file(

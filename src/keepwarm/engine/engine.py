@@ -194,13 +194,11 @@ class Engine:
         """Tokens of a prompt, also of one that is too long for the model."""
         return self._preparation.count_tokens(request, deadline)
 
-    def submit(
-        self, request: AnyRequest, deadline: PrepareDeadline | None = None, lane: Lane | None = None
-    ) -> Answer:
-        """Run a request, in its own lane or in this one; a bad request is refused here."""
+    def submit(self, request: AnyRequest, deadline: PrepareDeadline | None = None) -> Answer:
+        """Run a request; a bad one is refused here."""
         called = time.perf_counter()
         self._check_open()
-        prepared, lane, since = self._preparation.make_ready(request, deadline, lane)
+        prepared, lane, since = self._preparation.make_ready(request, deadline)
         job = Job(
             *(prepared.request, prepared, lane, Answer(self._cancel, prepared)),
             number=next(self.ledger.numbers),
@@ -216,12 +214,10 @@ class Engine:
             self._post(Submit(job))
         return job.answer
 
-    def warm(
-        self, request: Request, deadline: PrepareDeadline | None = None, lane: Lane | None = None
-    ) -> Answer:
+    def warm(self, request: Request, deadline: PrepareDeadline | None = None) -> Answer:
         """Prefill and keep a prompt without an answer; later requests start from it."""
         unanswered = replace(request, sampling=replace(request.sampling, max_tokens=0))
-        return self.submit(unanswered, deadline, lane)
+        return self.submit(unanswered, deadline)
 
     def lookup(self, request: Request, deadline: PrepareDeadline | None = None) -> Lookup:
         """How much of a prompt is warm. Nothing is loaded or changed."""

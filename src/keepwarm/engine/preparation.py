@@ -62,24 +62,22 @@ class Preparation:
         self._preparer = preparer
         self._recorder = recorder
 
-    def make_ready(
-        self, request: AnyRequest, deadline: PrepareDeadline | None, lane: Lane | None = None
-    ) -> ReadyRequest:
-        """Prepare a request that will run, in its own lane or in this one."""
+    def make_ready(self, request: AnyRequest, deadline: PrepareDeadline | None) -> ReadyRequest:
+        """Prepare a request that will run."""
         generation = self._store.catch_up()
-        prepared, lane = self.prepare(request, deadline, lane)
+        prepared, lane = self.prepare(request, deadline)
         lane = lane.look_up(prepared.tokens, prepared.request.policy)
         lane.restorer.ask(prepared.tokens, prepared.request.policy)
         return ReadyRequest(prepared, lane, generation)
 
     def prepare(
-        self, request: AnyRequest, deadline: PrepareDeadline | None, lane: Lane | None = None
+        self, request: AnyRequest, deadline: PrepareDeadline | None
     ) -> tuple[PreparedRequest, Lane]:
         """A request as tokens, and the lane that it runs in. Changes nothing."""
         if isinstance(request, PreparedRequest):
-            lane = lane or self.lane_for(request.request)
+            lane = self.lane_for(request.request)
             return request, lane.for_prompt(len(request.tokens))
-        request, lane = self.resolve(request, lane)
+        request, lane = self.resolve(request)
         found = self._preparer.prepare(request, _stored_answers(lane), deadline, lane.needs_cuts)
         return found, lane.for_prompt(len(found.tokens))
 
@@ -88,12 +86,12 @@ class Preparation:
         request, lane = self.resolve(request)
         return self._preparer.n_tokens(request, _stored_answers(lane), deadline)
 
-    def resolve(self, request: Request, lane: Lane | None = None) -> tuple[Request, Lane]:
+    def resolve(self, request: Request) -> tuple[Request, Lane]:
         """A request with all its options and the conversation that it continues; its lane."""
         request = self._config.complete(request, self._sampling)
         make_caches(self._lanes.model.module, **make_options(request.kv))  # refuses bad options
         request = replace(request, policy=self._store.policy_for(request.agent, request.policy))
-        lane = lane or self.lane_for(request)
+        lane = self.lane_for(request)
         if request.continues and request.history is None:
             request = replace(request, history=self._history(request, lane))
         return with_kept_options(request), lane

@@ -52,7 +52,6 @@ ROUTERS = (
     anthropic.router,
     ollama.router,
     agents.router,
-    agents.admin_router,
     agent_chat.router,
     cache.router,
     prompts.router,

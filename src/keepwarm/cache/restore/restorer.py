@@ -6,7 +6,6 @@ is in the `Capture` that `open` returns.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -137,7 +136,6 @@ class Restorer:
     uploader: Uploader | None = None  # without shared tiers nobody shares
     is_mixed: bool = False  # blocks may be of machines that compute other numbers
     unverified: UnverifiedBlocks | None = None  # without shared tiers all are known
-    max_restored: int = sys.maxsize  # tokens of a prompt that are restored at most
     machine: str = ""  # the kind of this one: what was computed by another took another time
     answers: DiskAnswers | None = None  # about one prompt, for the engine's thread
 
@@ -206,7 +204,7 @@ class Restorer:
     def _plan_in(
         self, tiers: TierLookups, tokens: Sequence[int], without: Collection[BlockKey]
     ) -> Plan:
-        limit = self._limit(tokens)
+        limit = len(tokens) - 1  # a model must be fed one token
         point = self._longest(tiers, tokens, limit, without) if limit > 0 else NOTHING
         if point.n_tokens < SIMILAR_TOKENS:  # a read for what every prompt begins with
             point = NOTHING
@@ -216,10 +214,6 @@ class Restorer:
             shared_s += tier.load_s(n_bytes)
         load_s = shared_s + max(0, n_here) / self.rates.load_bytes_per_s
         return Plan(point, load_s, self.rates, shared_s > 0)
-
-    def _limit(self, tokens: Sequence[int]) -> int:
-        """One token is always left, because a model must be fed one."""
-        return min(len(tokens) - 1, self.max_restored)
 
     def _longest(
         self,
@@ -272,7 +266,7 @@ class Restorer:
         """Learn what shared tiers have of a prompt, if it is not here; on the caller's thread,
         before it is planned on the engine's.
         """
-        limit = self._limit(tokens)
+        limit = len(tokens) - 1  # a model must be fed one token
         shared = [tier for tier in self.tiers.shared if not tier.is_open]
         if limit <= 0 or not shared or not policy.reads:
             return

@@ -23,7 +23,6 @@ from typing_extensions import TypedDict
 
 from keepwarm.agents.agent import MAX_KEY, MAX_LABELS, MAX_VALUE, Agent, Branch
 from keepwarm.agents.agent_store import AgentStore
-from keepwarm.agents.agents import ID
 from keepwarm.agents.bundle import BundleExport, BundleSource
 from keepwarm.agents.reachability import dropped_by_rewind
 from keepwarm.agents.signing import BundleKeys
@@ -31,7 +30,6 @@ from keepwarm.cache.restore.records import check_record
 from keepwarm.cache.store import Store
 from keepwarm.config import Settings
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.import_check import EXTENT, ImportCheck
 from keepwarm.errors import BadField, BadInput, Cancelled, TooLarge, UnknownAgent
 from keepwarm.server.http.body import JsonInput, api_router
 from keepwarm.server.http.keys import tenant_agent_id
@@ -53,13 +51,7 @@ CHUNK_BYTES = 1 << 20
 TAR = "application/x-tar"
 T = TypeVar("T")
 
-StoredId: TypeAlias = Annotated[str, StringConstraints(pattern=f"^{ID.pattern}$")]
-
 router = api_router(prefix="/v1/agents", tags=["Agents"])
-
-
-# `server.http.limits` requires the admin key for it.
-admin_router = api_router(prefix="/v1/admin/agents", tags=["Admin"])
 
 
 AgentId: TypeAlias = Annotated[str, StringConstraints(pattern=f"^{AGENT_ID.pattern}$")]
@@ -231,9 +223,7 @@ class TenantAgents:
     def export(self, agent_id: str, branch: int | None) -> BundleExport:
         return self._disk_store.export(self._find(agent_id, branch), key=self._keys.signing)
 
-    def import_(
-        self, engine: Engine, source: BundleSource, agent_id: str, check: str | None
-    ) -> AgentOut:
+    def import_(self, engine: Engine, source: BundleSource, agent_id: str) -> AgentOut:
         new_id = self._unused_id(agent_id)
         lane = engine.lane_of(self.tenant)
         fits = partial(check_record, lane.restorer.layout)
@@ -245,14 +235,7 @@ class TenantAgents:
             keys=self._keys,
             check_record=fits,
         )
-        if check is not None:
-            made = ImportCheck(engine, made, self.tenant).run(check)
         return self._out(made)
-
-    def release(self, stored_id: str) -> AgentOut:
-        """Of any tenant: for the admin."""
-        self._finish()
-        return self._out(self._disk_store.release(stored_id))
 
     def _finish(self) -> None:
         """Finish recording the latest answers."""
@@ -452,12 +435,6 @@ async def import_agent(
     settings: Config,
     *,
     agent_id: Annotated[AgentId, Query(alias="id", description="Id for the imported agent.")],
-    check: Annotated[
-        str | None,
-        Query(
-            pattern=f"^({EXTENT})$", description="Compute this many blocks, or all, and compare."
-        ),
-    ] = None,
     model: Annotated[str | None, Query(description="The model it was made with.")] = None,
 ) -> AgentOut:
     """Import a bundle after verifying it; a bundle of another model is refused.
@@ -469,7 +446,7 @@ async def import_agent(
     source = BundleSource("The bundle", cast("BinaryIO", body), _length(request, settings))
     async with models.using(model, request.state.owner) as host:
         with transfers.limit.one_more(agents.tenant):
-            return await transfers.run(agents.import_, host.engine, source, agent_id, check)
+            return await transfers.run(agents.import_, host.engine, source, agent_id)
 
 
 def _length(request: Request, settings: Settings) -> int:
@@ -532,12 +509,3 @@ async def export_agent(
         export = await transfers.run(agents.export, agent_id, branch)
         release = held.pop_all().close
     return ExportResponse(export.pieces, agent_id, transfers, release)
-
-
-@admin_router.post("/{agent_id}/release")
-def release_agent(agent_id: StoredId, agents: Agents) -> AgentOut:
-    """Vouch for an imported agent: its blocks serve every prompt of its tenant that begins alike.
-
-    The id is the stored one, which begins with the tenant.
-    """
-    return agents.release(agent_id)
