@@ -10,14 +10,22 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
+from keepwarm import config
+from keepwarm.models.load import load
 from tests.clients.coders.journeys import KINDS, Journey
+from tests.clients.coders.model import FILE
 from tests.clients.coders.page import ENDS, JOURNEY, clients, goes_on, page
-from tests.clients.coders.programs import EVERY, PROGRAMS, QUIET, Place, install
+from tests.clients.coders.programs import CODEX, EVERY, PROGRAMS, QUIET, Place, install
 from tests.clients.coders.sessions import KINDS as SESSION_KINDS
 from tests.clients.coders.sessions import KINDS_OF_SUBAGENTS, write_project
 from tests.clients.coders.walk import Walk
+from tests.clients.conftest import Recorder
+from tests.kit.agent_model import N_CONTEXT, TOKENIZER
 from tests.kit.generated import CLIENTS, CODERS, JOURNEYS, SESSIONS
+from tests.kit.scripted import call, write_scripted
+from tests.server.conftest import serve
 
 NEW_SESSIONS = ("claude", "codex", "opencode", "qwen", "claude-node20")
 SLACK = 16  # tokens that may be computed beside the new ones
@@ -116,6 +124,45 @@ def programs(tmp_path_factory):
         pytest.skip("needs `npm`")
     with tempfile.TemporaryDirectory() as place:
         yield install(Path(place), EVERY.values())
+
+
+NOTES = "The oak has four leaves."
+ANSWER = '{"ok": true}'
+OUTPUT_SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
+
+
+def plain_tokenizer():
+    """The one for long prompts, without tokens of its own for calls, which are scripted."""
+    described = json.loads(TOKENIZER.read_text())
+    added = described["added_tokens"]
+    described["added_tokens"] = [each for each in added if "tool_call" not in each["content"]]
+    return Tokenizer.from_str(json.dumps(described))
+
+
+@pytest.mark.soak
+def test_codex_reads_a_file_before_it_answers_by_a_schema(programs, tmp_path):
+    """The model calls a tool if the server lets it; with the format alone it never could."""
+    folders = [tmp_path / name for name in ("project", "home")]
+    for folder in folders:
+        folder.mkdir()
+    (folders[0] / FILE).write_text(NOTES)
+    (folders[0] / "schema.json").write_text(json.dumps(OUTPUT_SCHEMA))
+    answers = [call(CODEX.tool, **CODEX.call(folders[0])), ANSWER]
+    options = {"n_context": N_CONTEXT, "tokenizer": plain_tokenizer(), "under_grammar": True}
+    settings = config.load({"KEEPWARM_HOME": str(tmp_path / "keepwarm")})
+    model = load(str(write_scripted(tmp_path / "model", answers, **options)), settings)
+    asks = (*CODEX.ask, "--output-schema", "schema.json", "-o", "last.txt", "Is it four?")
+    seen = []
+    with serve(model, settings, around=lambda app: app.add_middleware(Recorder, seen=seen)) as live:
+        CODEX.run(Place(live.url, programs, *folders), "", asks)
+    asked = [str(each.json) for each in seen if each.path == "/v1/responses"]
+    assert [NOTES in each for each in asked] == [False, True]
+    assert (folders[0] / "last.txt").read_text() == ANSWER
 
 
 @pytest.mark.soak
