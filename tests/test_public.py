@@ -14,6 +14,7 @@ import keepwarm
 from keepwarm import errors
 from tests.kit import generated
 from tests.kit.api_page import GROUPS
+from tests.kit.npm import npm_install
 from tests.test_docs import PAGES, blocks
 
 ROOT = Path(__file__).parent.parent
@@ -120,8 +121,6 @@ def test_pyright_passes_on_documented_code(files):
     if shutil.which("npm") is None:
         pytest.skip("needs `npm`")
     with tempfile.TemporaryDirectory() as folder:
-        options = ("--prefix", folder, "--cache", f"{folder}/cache", "--no-audit", "--no-fund")
-        subprocess.run(["npm", "install", *options, PYRIGHT], check=True, capture_output=True)
-        program = Path(folder, "node_modules", ".bin", "pyright")
+        program = npm_install(Path(folder), [PYRIGHT]) / "pyright"
         said = check(program, "--pythonpath", sys.executable, ".", cwd=files)
         assert "0 errors" in said

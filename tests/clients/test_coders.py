@@ -118,12 +118,18 @@ def check_sessions(name, steps):
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory):
-    """They are a gigabyte, too much for files in memory; npm keeps what it has loaded."""
+def folder():
+    """Not in memory: the programs are a gigabyte, and Codex's sandbox has no such files."""
     if shutil.which("npm") is None:
         pytest.skip("needs `npm`")
     with tempfile.TemporaryDirectory() as place:
-        yield install(Path(place), EVERY.values())
+        yield Path(place)
+
+
+@pytest.fixture(scope="module")
+def programs(folder):
+    """npm keeps what it has loaded."""
+    return install(folder, EVERY.values())
 
 
 NOTES = "The oak has four leaves."
@@ -145,24 +151,25 @@ def plain_tokenizer():
 
 
 @pytest.mark.soak
-def test_codex_reads_a_file_before_it_answers_by_a_schema(programs, tmp_path):
+def test_codex_reads_a_file_before_it_answers_by_a_schema(folder):
     """The model calls a tool if the server lets it; with the format alone it never could."""
-    folders = [tmp_path / name for name in ("project", "home")]
-    for folder in folders:
-        folder.mkdir()
-    (folders[0] / FILE).write_text(NOTES)
-    (folders[0] / "schema.json").write_text(json.dumps(OUTPUT_SCHEMA))
-    answers = [call(CODEX.tool, **CODEX.call(folders[0])), ANSWER]
+    place = folder / "codex"
+    project, home = place / "project", place / "home"
+    programs = install(place, [CODEX])
+    project.mkdir()
+    (project / FILE).write_text(NOTES)
+    (project / "schema.json").write_text(json.dumps(OUTPUT_SCHEMA))
+    answers = [call(CODEX.tool, **CODEX.call(project)), ANSWER]
     options = {"n_context": N_CONTEXT, "tokenizer": plain_tokenizer(), "under_grammar": True}
-    settings = config.load({"KEEPWARM_HOME": str(tmp_path / "keepwarm")})
-    model = load(str(write_scripted(tmp_path / "model", answers, **options)), settings)
+    settings = config.load({"KEEPWARM_HOME": str(place / "keepwarm")})
+    model = load(str(write_scripted(place / "model", answers, **options)), settings)
     asks = (*CODEX.ask, "--output-schema", "schema.json", "-o", "last.txt", "Is it four?")
     seen = []
     with serve(model, settings, around=lambda app: app.add_middleware(Recorder, seen=seen)) as live:
-        CODEX.run(Place(live.url, programs, *folders), "", asks)
+        CODEX.run(Place(live.url, programs, project, home), "", asks)
     asked = [str(each.json) for each in seen if each.path == "/v1/responses"]
     assert [NOTES in each for each in asked] == [False, True]
-    assert (folders[0] / "last.txt").read_text() == ANSWER
+    assert (project / "last.txt").read_text() == ANSWER
 
 
 @pytest.mark.soak

@@ -21,6 +21,7 @@ from pydantic import BaseModel
 from keepwarm import config
 from keepwarm.models.load import load
 from tests.clients.conftest import Recorder, Watched
+from tests.kit.npm import npm_install
 from tests.kit.scripted import call, write_scripted
 from tests.server.conftest import serve
 
@@ -328,9 +329,7 @@ def installed_by_npm(packages, program):
     if shutil.which("npm") is None:
         pytest.skip("needs `npm`")
     with tempfile.TemporaryDirectory() as place:
-        options = ("--prefix", place, "--no-audit", "--no-fund", "--silent")
-        subprocess.run(["npm", "install", *options, *packages], check=True, capture_output=True)
-        yield Path(place, "node_modules", ".bin"), shutil.copy(HERE / program, place)
+        yield npm_install(Path(place), packages), shutil.copy(HERE / program, place)
 
 
 @pytest.mark.soak

@@ -21,6 +21,7 @@ from keepwarm.server.http.clients import CLIENTS, ServerInfo
 from tests.clients.coders.model import FILE
 from tests.clients.coders.page import NAMES
 from tests.kit.agent_model import N_CONTEXT
+from tests.kit.npm import npm_install
 
 PATIENCE_S = 600
 PAGE = Path(__file__).parents[3] / "docs" / "clients.md"
@@ -267,8 +268,7 @@ def install(directory: Path, programs: Iterable[Program] = tuple(PROGRAMS.values
     wanted = [package for each in programs for package in (each.package, each.needs) if package]
     missing = [package for package in wanted if not _is_installed(directory, package)]
     if of_npm := [package for package in missing if "==" not in package]:
-        options = ("--prefix", str(directory), "--no-audit", "--no-fund")
-        subprocess.run(["npm", "install", *options, *of_npm], check=True)
+        npm_install(directory, of_npm)
     folder = directory / "node_modules" / ".bin"
     for package in (package for package in missing if "==" in package):
         own = directory / package
