@@ -1,7 +1,8 @@
 """Publishes KV events over ZMQ, and sends again what a subscriber has missed.
 
 A thread compares what the server has with what it has published. So nothing is queued between it
-and the engine, no event is lost, and what other processes do to the store is published too.
+and the engine, no event is lost, and what other processes do to the store is published too: the
+index of the disk has a list of what came and went.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
@@ -18,19 +19,16 @@ from keepwarm.cache.restore.restorer import Restorer
 from keepwarm.cache.store import Store
 from keepwarm.engine.live import Live
 from keepwarm.errors import BadInput
-from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, chain_packed, unpack
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, chain_packed, unpack
 from keepwarm.records.record import Part
 from keepwarm.server.http.limits import is_loopback
-from keepwarm.store.tier import TierStats
+from keepwarm.store.tier import StoredBlock, TierStats
 
 if TYPE_CHECKING:
     from keepwarm.config import Settings
     from keepwarm.server.models.models import Models
 
 Medium: TypeAlias = Literal["GPU", "CPU", "DISK", "EXTERNAL"]
-Change: TypeAlias = tuple[int, ...]
-TIERS: dict[str, Medium] = {"memory": "CPU", "disk": "DISK"}
-LOOKS = 20  # after which a tier is walked though nothing seems to have changed: others delete, too
 MAX_SHARED = 1 << 17  # blocks that are remembered as shared
 
 
@@ -52,20 +50,21 @@ class BlockView:
 
     def __init__(self, restorer: Restorer, live: Live, store: Store) -> None:
         self.restorer, self._live, self._store = restorer, live, store
-        self._walked: dict[str, Blocks] = {}
-        self._changes: dict[str, Change] = {}
+        self._live_blocks: dict[bytes, Blocks] = {}  # by the tokens of a cache
+        self._in_memory: Blocks = {}
+        self._stats = TierStats()
+        self._on_disk: Blocks = {}
+        self._number = 0  # of the last change of the disk
         self._shared: Blocks = {}
-        self._n_looks = 0
 
     def look(self) -> Holdings:
-        self._n_looks += 1
-        stats = self._store.tier_stats()
-        found: Holdings = {"GPU": dict(self._in_live())}
-        for tier, medium in TIERS.items():
-            if tier in stats:
-                found[medium] = self._in_tier(tier, stats[tier])
-        found["EXTERNAL"] = self._in_shared(found)
-        return found
+        """A medium in which nothing has changed is the very same object as before."""
+        came = self._follow_disk()
+        live = {key: block for some in self._in_live() for key, block in some.items()}
+        if (stats := self._store.memory.stats()) != self._stats:
+            self._stats, self._in_memory = stats, self._of_this_model(self._store.memory.walk())
+        shared = self._in_shared(live | self._in_memory | came)
+        return {"GPU": live, "CPU": self._in_memory, "DISK": self._on_disk, "EXTERNAL": shared}
 
     def tokens_of(self, key: BlockKey) -> bytes:
         """The packed token ids of a block, or nothing if it is gone."""
@@ -78,36 +77,50 @@ class BlockView:
     def _part(self) -> Part:
         return Part.DELTA if self.restorer.needs.delta else Part.WINDOW
 
-    def _in_live(self) -> Iterator[tuple[BlockKey, HeldBlock]]:
-        for namespace, packed in self._live.held():
-            if namespace == self.restorer.namespace:
-                for ref in chain_packed(namespace, packed):
-                    if ref.n_tokens == BLOCK_TOKENS:
-                        yield ref.key, HeldBlock(ref.key, ref.parent, ref.number)
+    def _in_live(self) -> Collection[Blocks]:
+        """Tokens of a cache are hashed once."""
+        name, known = self.restorer.namespace, self._live_blocks
+        held = [packed for namespace, packed in self._live.held() if namespace == name]
+        self._live_blocks = {one: known.get(one) or _blocks_of(name, one) for one in held}
+        return self._live_blocks.values()
 
-    def _in_tier(self, tier: str, stats: TierStats) -> Blocks:
-        change = stats.blocks, stats.n_bytes, stats.puts, stats.evicted
-        if self._changes.get(tier) != change or self._n_looks % LOOKS == 0:
-            self._changes[tier] = change
-            self._walked[tier] = {
-                block.key: HeldBlock(block.key, block.parent, block.number)
-                for block in self._store.blocks()[tier]
-                if block.namespace == self.restorer.namespace
-                and block.n_tokens == BLOCK_TOKENS
-                and self._part in block.n_bytes
-            }
-        return self._walked[tier]
+    def _follow_disk(self) -> Blocks:
+        """Blocks that came there since the last look."""
+        self._number, changed = self._store.changes_on_disk(self._number)
+        if changed is None:
+            self._on_disk = self._of_this_model(self._store.blocks()["disk"])
+            return self._on_disk
+        came = self._of_this_model(block for block in changed.values() if block is not None)
+        if changed:
+            left = ((key, block) for key, block in self._on_disk.items() if key not in changed)
+            self._on_disk = dict(left) | came
+        return came
 
-    def _in_shared(self, here: Holdings) -> Blocks:
-        """Blocks of this machine that were put into a shared tier or found there. That another
-        machine, or the place itself, has deleted one since is not known.
+    def _of_this_model(self, blocks: Iterable[StoredBlock]) -> Blocks:
+        """Whole ones that it can restore."""
+        return {
+            block.key: HeldBlock(block.key, block.parent, block.number)
+            for block in blocks
+            if block.namespace == self.restorer.namespace
+            and block.n_tokens == BLOCK_TOKENS
+            and self._part in block.n_bytes
+        }
+
+    def _in_shared(self, used: Blocks) -> Blocks:
+        """Blocks that were put into a shared tier or found there, when they were last used here.
+        That another machine, or the place itself, has deleted one since is not known.
         """
-        known = {key: block for blocks in here.values() for key, block in blocks.items()}
-        for tier in self.restorer.tiers.shared:
-            self._shared |= {key: known[key] for key in tier.have(known.keys() - self._shared)}
-        while len(self._shared) > MAX_SHARED:
-            del self._shared[next(iter(self._shared))]
-        return dict(self._shared)
+        new = used.keys() - self._shared
+        found = {key for tier in self.restorer.tiers.shared for key in tier.have(new)}
+        if found:
+            latest = [*self._shared.items(), *((key, used[key]) for key in found)]
+            self._shared = dict(latest[-MAX_SHARED:])
+        return self._shared
+
+
+def _blocks_of(namespace: Namespace, packed: bytes) -> Blocks:
+    whole = (ref for ref in chain_packed(namespace, packed) if ref.n_tokens == BLOCK_TOKENS)
+    return {ref.key: HeldBlock(ref.key, ref.parent, ref.number) for ref in whole}
 
 
 Event: TypeAlias = list[Any]
@@ -217,6 +230,8 @@ class EventPublisher:
         events: list[Event] = []
         for medium in {**before, **found}:  # a model that is loaded anew may have others
             published, blocks = before.get(medium, {}), found.get(medium, {})
+            if published is blocks:
+                continue
             new = sorted((blocks[key] for key in blocks.keys() - published), key=_number)
             events += (self._stored(block, medium) for block in new)
             gone = sorted(

@@ -102,6 +102,13 @@ class StoredBlock(NamedTuple):
     pinned: bool
 
 
+class Changes(NamedTuple):
+    """Blocks of a disk that came or went; `number` is where the next ones begin."""
+
+    number: int
+    blocks: dict[BlockKey, StoredBlock | None] | None  # None: gone; instead of all: not known
+
+
 @dataclass(frozen=True)
 class TierStats:
     blocks: int = 0

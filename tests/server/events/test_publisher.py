@@ -10,9 +10,10 @@ from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import chain
 from keepwarm.server import kv_events as publisher
 from keepwarm.server.app import create_app
-from keepwarm.server.kv_events import HeldBlock, block_hash
+from keepwarm.server.kv_events import BlockView, HeldBlock, block_hash
 from keepwarm.server.models.host import EngineHost
 from keepwarm.server.models.models import Models
+from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from tests.kit.engines import ask, engine_on
 from tests.kit.redis_server import free_port
 from tests.kit.runs import prompt_of
@@ -80,6 +81,26 @@ def test_a_subscriber_knows_what_the_server_has(models, tmp_path, monkeypatch):
         assert all(not tokens for tokens in subscriber.tokens.values()), (
             "only if they are asked for"
         )
+
+
+def test_the_disk_is_walked_once_and_then_followed(models, tmp_path, monkeypatch):
+    """Through puts and a deletion by this process and another."""
+    walks, plain = [], DiskTier.walk
+    monkeypatch.setattr(DiskTier, "walk", lambda self: walks.append(1) or plain(self))
+    with engine_on(models.of("llama"), tmp_path, environment={}) as engine:
+        view = BlockView(engine.lane_of().restorer, engine.live, engine.store)
+        engine.submit(ask(prompt_of(300), 1)).result()
+        engine.wait_until_saved()
+        (key,) = view.look()["DISK"]
+        assert view.look()["DISK"] is view.look()["DISK"]
+        engine.submit(ask(prompt_of(300, seed=1), 1)).result()
+        engine.wait_until_saved()
+        assert len(view.look()["DISK"]) == 2
+        with closing(DiskTier(engine.store.settings.store, DiskLimits(min_free_bytes=0))) as other:
+            other.delete(key)
+        (left,) = view.look()["DISK"]
+        assert left != key
+    assert len(walks) == 1
 
 
 def test_a_long_history_is_told_anew(models, tmp_path, monkeypatch):

@@ -36,6 +36,7 @@ class Bookkeeping(RuleBasedStateMachine):
         self.pins = set()
         self.reserved = {}
         self.now = 0.0
+        self.followed, self.number = {}, 0
 
     @rule(ref=st.sampled_from(TREE), part=st.sampled_from(Part), n_bytes=st.integers(1, 1000))
     def add(self, ref, part, n_bytes):
@@ -57,6 +58,7 @@ class Bookkeeping(RuleBasedStateMachine):
     def delete(self, key):
         self.index.mark_deleting([key])
         assert self.index.lookups.have([key]) == {}
+        self.changes_lead_to_what_a_walk_finds()
         self.index.delete_marked([key])
         self.w_rows.pop(key, None)
         for part in Part:
@@ -83,6 +85,16 @@ class Bookkeeping(RuleBasedStateMachine):
     def cancel_writes(self):
         self.index.cancel_writes("me")
         self.reserved.clear()
+
+    @invariant()
+    def changes_lead_to_what_a_walk_finds(self):
+        self.number, changed = self.index.lookups.changes(self.number)
+        found = {block.key: block.n_bytes for block in self.index.walk()}
+        if changed is None:
+            assert not self.followed, "only at the beginning"
+            self.followed = dict(found)
+        self.followed |= {key: block and block.n_bytes for key, block in (changed or {}).items()}
+        assert {key: sizes for key, sizes in self.followed.items() if sizes} == found
 
     @invariant()
     def bytes_add_up(self):
@@ -260,3 +272,14 @@ def test_an_error_undoes_the_whole_step(index):
     assert index.lookups.n_bytes() == 0
     index.add(record(ref).header, 10, 1.0)
     assert index.lookups.have([BlockKey(ref.key)])
+
+
+def test_who_is_too_far_behind_is_told_so(index):
+    for number, ref in enumerate(refs_of(3)):
+        index.add(record(ref).header, 10, float(number))
+    number, changed = index.lookups.changes(0)
+    assert changed is None
+    assert index.lookups.changes(number) == (number, {})
+    assert set(index.lookups.changes(number - 2).blocks) == {ref.key for ref in refs_of(3)[1:]}
+    for other in (number - 10, number + 1):  # another index, or long ago
+        assert index.lookups.changes(other) == (number, None)

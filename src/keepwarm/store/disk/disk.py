@@ -50,6 +50,7 @@ from keepwarm.store.marker import claim
 from keepwarm.store.names import OtherFiles, bytes_of, directories, path_of, size_of, strays
 from keepwarm.store.tier import (
     BlockInfo,
+    Changes,
     CheckpointRef,
     Child,
     NamedBlock,
@@ -485,6 +486,10 @@ class DiskTier:
     def walk(self) -> Iterator[StoredBlock]:
         with as_store_errors(self, "list its blocks"):
             yield from self.index.walk()
+
+    def changes(self, since: int) -> Changes:
+        with as_store_errors(self, "list its changes"):
+            return self.index.lookups.changes(since)
 
     @default_on_io_error(lambda: None)
     def touch(self, keys: Collection[BlockKey]) -> None:

@@ -17,7 +17,7 @@ from keepwarm.errors import NewerFormat, StoreFailed
 from keepwarm.files import LOCK_WAIT_S
 from keepwarm.store.tier import is_busy
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 PRAGMAS = (
     "page_size = 8192",  # a row of tokens fits: on smaller pages each needs an overflow page
     "journal_mode = WAL",
@@ -27,8 +27,8 @@ PRAGMAS = (
     "wal_autocheckpoint = 128",  # pages; the log counts towards the limit too
     "journal_size_limit = 1048576",
 )
-# The first generation is random, so that that of an index which was rebuilt is not taken for an
-# earlier one's.
+# The first generation and the first change are random, so that those of an index which was rebuilt
+# are not taken for an earlier one's.
 SCHEMA = """
 CREATE TABLE blocks(
   key BLOB PRIMARY KEY, parent BLOB NOT NULL, namespace BLOB NOT NULL, number INTEGER NOT NULL,
@@ -57,7 +57,13 @@ CREATE TABLE forgotten(
   generation INTEGER NOT NULL, owner TEXT NOT NULL, key BLOB, parent BLOB, n_tokens INTEGER
 );
 INSERT INTO counts VALUES ('generation', (random() & 0xffffffffff) + 1);
+CREATE TABLE changes(number INTEGER PRIMARY KEY, key BLOB NOT NULL);
+INSERT INTO changes VALUES ((random() & 0xffffffffff) + 1, x'');
+CREATE TRIGGER changed AFTER INSERT ON changes BEGIN
+  DELETE FROM changes WHERE number <= NEW.number - 4096;
+END;
 CREATE TRIGGER child_came AFTER INSERT ON blocks BEGIN
+  INSERT INTO changes(key) VALUES (NEW.key);
   UPDATE blocks SET children = children + 1 WHERE key = NEW.parent;
   UPDATE blocks SET
     children = (SELECT count(*) FROM blocks c WHERE c.parent = NEW.key),
@@ -66,16 +72,19 @@ CREATE TRIGGER child_came AFTER INSERT ON blocks BEGIN
   UPDATE counts SET value = value + 1 WHERE name = 'blocks';
 END;
 CREATE TRIGGER child_went AFTER DELETE ON blocks BEGIN
+  INSERT INTO changes(key) VALUES (OLD.key);
   DELETE FROM tokens WHERE parent = OLD.parent AND key = OLD.key;
   UPDATE blocks SET children = children - 1 WHERE key = OLD.parent;
   UPDATE counts SET value = value - OLD.d - OLD.w - OLD.s WHERE name = 'bytes';
   UPDATE counts SET value = value - NOT OLD.deleting WHERE name = 'blocks';
 END;
 CREATE TRIGGER deleting AFTER UPDATE OF deleting ON blocks WHEN NEW.deleting BEGIN
+  INSERT INTO changes(key) VALUES (OLD.key);
   DELETE FROM tokens WHERE parent = OLD.parent AND key = OLD.key;
   UPDATE counts SET value = value - NOT OLD.deleting WHERE name = 'blocks';
 END;
 CREATE TRIGGER size_changed AFTER UPDATE OF d, w, s ON blocks BEGIN
+  INSERT INTO changes(key) VALUES (NEW.key);
   UPDATE counts SET value = value + NEW.d + NEW.w + NEW.s - OLD.d - OLD.w - OLD.s
     WHERE name = 'bytes';
 END;

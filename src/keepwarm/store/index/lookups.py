@@ -17,6 +17,7 @@ from keepwarm.store.tier import (
     NEIGHBOURS,
     TTL_PIN,
     BlockInfo,
+    Changes,
     CheckpointRef,
     Child,
     NamedBlock,
@@ -25,6 +26,7 @@ from keepwarm.store.tier import (
 )
 
 MAX_KEYS = 30_000  # of one query
+STORED = "SELECT key, parent, namespace, number, n_tokens, d, w, s, used, pins"
 
 
 class Leaf(NamedTuple):
@@ -148,22 +150,28 @@ class Lookups:
 
     def walk(self) -> Iterator[StoredBlock]:
         last = b""
-        while True:
-            rows = self._rows(
-                "SELECT key, parent, namespace, number, n_tokens, d, w, s, used, pins "
-                "FROM blocks WHERE deleting = 0 AND key > ? ORDER BY key LIMIT 1000",
-                (last,),
-            )
-            for key, parent, namespace, number, n_tokens, d, w, s, used, pins in rows:
-                sizes = {p: n for p, n in zip(Part, (d, w, s), strict=True) if n}
-                yield StoredBlock(
-                    BlockKey(key), BlockKey(parent),
-                    self.decode_namespace(key, namespace),
-                    number, n_tokens, sizes, used, pins > 0,
-                )  # fmt: skip
-            if not rows:
-                return
+        query = f"{STORED} FROM blocks WHERE deleting = 0 AND key > ? ORDER BY key LIMIT 1000"
+        while rows := self._rows(query, (last,)):
+            yield from map(self._stored, rows)
             last = rows[-1][0]
+
+    def changes(self, since: int) -> Changes:
+        """What any process has put or deleted since a number that was returned before."""
+        rows = self._rows("SELECT number, key FROM changes WHERE number >= ? ORDER BY 1", (since,))
+        if not rows or rows[0][0] != since:
+            return Changes(self._rows("SELECT max(number) FROM changes")[0][0], None)
+        changed: dict[BlockKey, StoredBlock | None] = {BlockKey(key): None for _, key in rows[1:]}
+        for row in self._among(STORED, "deleting = 0 AND key", changed):
+            changed[row[0]] = self._stored(row)
+        return Changes(rows[-1][0], changed)
+
+    def _stored(self, row: tuple[Any, ...]) -> StoredBlock:
+        key, parent, namespace, number, n_tokens, d, w, s, used, pins = row
+        sizes = {p: n for p, n in zip(Part, (d, w, s), strict=True) if n}
+        return StoredBlock(
+            BlockKey(key), BlockKey(parent), self.decode_namespace(key, namespace),
+            number, n_tokens, sizes, used, pins > 0,
+        )  # fmt: skip
 
     def n_bytes(self) -> int:
         """Bytes of all records, reserved ones included."""
