@@ -151,8 +151,9 @@ class State(NamedTuple):
 
 def cuts(calls: Sequence[Call], at: int) -> Iterator[Keeps]:
     """After call `at`: of what was not synced all is kept, as after a kill, or nothing, or some;
-    after a change of names also all but the call before; and after something was said what was
-    written before some earlier change.
+    after a change of names also all but the call before; after the first sync of a new file all
+    but the names of other new ones; and after something was said what was written before some
+    earlier change.
     """
     call = calls[at]
     yield everything
@@ -160,12 +161,20 @@ def cuts(calls: Sequence[Call], at: int) -> Iterator[Keeps]:
         yield lambda number, piece: False
     if call.letter in "RU":
         yield lambda number, piece: number != at - 1
+    if call.letter == "S" and (new := _latest_file(calls, at)) is not None:
+        yield lambda number, piece: calls[number].letter != "O" or number == new
     if call.letter != "S":
         yield lambda number, piece: random.Random(f"{at} {number} {piece}").random() < 0.5
     if is_said(call):
         for before in range(max(0, at - RECENT), at):
             if calls[before].letter in "RU" and calls[before - 1].letter == "W":
                 yield lambda number, piece, before=before: number < before  # type: ignore[misc]
+
+
+def _latest_file(calls: Sequence[Call], at: int) -> int | None:
+    """The call that made the file which call `at` syncs, if none was made since."""
+    made = next((n for n in range(at, -1, -1) if calls[n].letter == "O"), None)
+    return made if made is not None and calls[made].path == calls[at].path else None
 
 
 def is_said(call: Call) -> bool:
