@@ -46,7 +46,7 @@ from keepwarm.records.record import Record
 from keepwarm.store.counts import CountsFile
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.tier import Changes, StoredBlock, Tier, TierStats, as_store_errors
+from keepwarm.store.tier import BlockChanges, StoredBlock, Tier, TierStats, as_store_errors
 from keepwarm.store.tiers import SHARED, Tiers
 
 if TYPE_CHECKING:
@@ -482,9 +482,9 @@ class Store:
         """Every block of every tier, in no order; safe while other threads put and delete."""
         return {name: tier.walk() for name, tier in self._tiers.items()}
 
-    def changes_on_disk(self, since: int) -> Changes:
+    def changes_on_disk(self, since: int) -> BlockChanges:
         """What came and went there since then, of any process."""
-        return self._on_disk.disk.changes(since) if self._on_disk else Changes(0, {})
+        return self._on_disk.disk.changes(since) if self._on_disk else BlockChanges(0, {})
 
     def n_bytes(self, keys: Collection[BlockKey]) -> int:
         """Bytes of these blocks, on disk or only in memory."""

@@ -102,7 +102,7 @@ class StoredBlock(NamedTuple):
     pinned: bool
 
 
-class Changes(NamedTuple):
+class BlockChanges(NamedTuple):
     """Blocks of a disk that came or went; `number` is where the next ones begin."""
 
     number: int

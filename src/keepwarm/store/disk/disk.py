@@ -49,8 +49,8 @@ from keepwarm.store.index.index import Index, note_damage, open_index
 from keepwarm.store.marker import claim
 from keepwarm.store.names import OtherFiles, bytes_of, directories, path_of, size_of, strays
 from keepwarm.store.tier import (
+    BlockChanges,
     BlockInfo,
-    Changes,
     CheckpointRef,
     Child,
     NamedBlock,
@@ -487,7 +487,7 @@ class DiskTier:
         with as_store_errors(self, "list its blocks"):
             yield from self.index.walk()
 
-    def changes(self, since: int) -> Changes:
+    def changes(self, since: int) -> BlockChanges:
         with as_store_errors(self, "list its changes"):
             return self.index.lookups.changes(since)
 

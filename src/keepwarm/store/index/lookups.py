@@ -16,8 +16,8 @@ from keepwarm.store.names import SUFFIXES
 from keepwarm.store.tier import (
     NEIGHBOURS,
     TTL_PIN,
+    BlockChanges,
     BlockInfo,
-    Changes,
     CheckpointRef,
     Child,
     NamedBlock,
@@ -155,15 +155,15 @@ class Lookups:
             yield from map(self._stored, rows)
             last = rows[-1][0]
 
-    def changes(self, since: int) -> Changes:
+    def changes(self, since: int) -> BlockChanges:
         """What any process has put or deleted since a number that was returned before."""
         rows = self._rows("SELECT number, key FROM changes WHERE number >= ? ORDER BY 1", (since,))
         if not rows or rows[0][0] != since:
-            return Changes(self._rows("SELECT max(number) FROM changes")[0][0], None)
+            return BlockChanges(self._rows("SELECT max(number) FROM changes")[0][0], None)
         changed: dict[BlockKey, StoredBlock | None] = {BlockKey(key): None for _, key in rows[1:]}
         for row in self._among(STORED, "deleting = 0 AND key", changed):
             changed[row[0]] = self._stored(row)
-        return Changes(rows[-1][0], changed)
+        return BlockChanges(rows[-1][0], changed)
 
     def _stored(self, row: tuple[Any, ...]) -> StoredBlock:
         key, parent, namespace, number, n_tokens, d, w, s, used, pins = row
