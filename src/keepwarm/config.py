@@ -48,7 +48,7 @@ class Settings:
     kv_bits: int = 0  # quantise keys and values to 2, 4 or 8 bits; 0 keeps them exact
     kv_group_size: int = 64  # of quantised keys and values
     quantized_kv_start: int = 0  # tokens before this position are not quantised
-    speculation: str = "off"  # auto: several tokens a step where that is faster, on a CPU
+    speculation: str = "off"  # auto: several tokens a step where that is faster
     max_kv_size: int = 0  # keep only this many of the last tokens; 0 keeps all
     memory: str = "automatic"  # budgets scaled to the machine; unconstrained: none
     memory_bytes: int = 0  # blocks in memory; 0 is a share of this machine's memory

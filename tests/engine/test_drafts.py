@@ -5,17 +5,20 @@ import random
 import pytest
 
 from keepwarm.cache.restore.restorer import Capture
-from keepwarm.engine import jobs
+from keepwarm.engine import batch as batches
 from keepwarm.engine.batch import Batch
 from keepwarm.engine.drafts import (
     MAX_DRAFT,
     MAX_MATCH,
+    MAX_PROPOSED,
     MIN_MATCH,
+    BatchSize,
     DraftGate,
     HitRates,
     OwnText,
     Proposal,
     RowDrafts,
+    StepCosts,
 )
 from keepwarm.kv import Kind
 from keepwarm.prefix.blocks import BLOCK_TOKENS
@@ -49,19 +52,23 @@ class Oracle:
         self._wrong = wrong
         oracle = self
 
-        class Known(RowDrafts):
-            def __init__(self, tokens, rates):
-                super().__init__(tokens, rates)
+        class Known:
+            def __init__(self, tokens):
                 self.answer, self.n_seen = oracle._answers.get(tuple(tokens), []), 0
 
             def propose(self):
                 return oracle._propose(self.answer[self.n_seen :])
 
-            def saw(self, token):
-                super().saw(token)
+            def append(self, token):
                 self.n_seen += 1
 
-        monkeypatch.setattr(jobs, "RowDrafts", Known)
+        gate = DraftGate.__init__
+
+        def start(own):
+            gate(own)
+            own.source = Known
+
+        monkeypatch.setattr(DraftGate, "__init__", start)
         monkeypatch.setattr(DraftGate, "width", self._width)
 
     def _propose(self, following):
@@ -71,9 +78,16 @@ class Oracle:
         ]
         return Proposal(MIN_MATCH, tokens) if tokens else None
 
-    def _width(self, proposals, context):
-        del context
+    def _width(self, proposals, size):
+        assert len(proposals) == size.n_rows
         return self._random.choice([1, 2, 3, 5, 8, 16]) if any(proposals) else 1
+
+
+@pytest.fixture(params=[False, True], ids=["waits", "runs-ahead"])
+def runs_ahead(request, monkeypatch):
+    """Steps as on a GPU, which are fed before their tokens are known."""
+    monkeypatch.setattr(batches, "works_beside_host", lambda: request.param)
+    return request.param
 
 
 def drafting(model, home):
@@ -100,7 +114,9 @@ def requests_of(prompts, **wishes):
 @pytest.mark.parametrize("n_rows", [1, 4])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_answer_is_the_same_with_drafts(kind, sampling, n_rows, models, tmp_path, monkeypatch):
+def test_an_answer_is_the_same_with_drafts(
+    kind, sampling, n_rows, runs_ahead, models, tmp_path, monkeypatch
+):
     model = models.of("llama" if kind == "quantised" else kind)
     requests = requests_of(PROMPTS[:n_rows], **KINDS[kind], **SAMPLINGS[sampling])
     with engine_on(model, tmp_path / "off") as engine:
@@ -142,7 +158,7 @@ def test_every_architecture_answers_the_same_with_drafts(
     assert all((result.receipt.speculation is not None) == can_draft for result in drafted)
 
 
-def test_an_answer_that_ends_in_a_draft_ends_there(models, tmp_path, monkeypatch):
+def test_an_answer_that_ends_in_a_draft_ends_there(runs_ahead, models, tmp_path, monkeypatch):
     """By its length, a stop token or a stop string: nothing behind it is said or kept."""
     prompt = PROMPTS[0]
     with engine_on(models.of("llama"), tmp_path / "off") as engine:
@@ -214,7 +230,9 @@ def test_a_long_answer_is_kept_at_intervals_whatever_steps_give(models, tmp_path
 
 
 @pytest.mark.parametrize("place", ["_feed_drafts", "accept", "settle"])
-def test_a_step_with_drafts_that_fails_is_the_last_one(place, models, tmp_path, monkeypatch):
+def test_a_step_with_drafts_that_fails_is_the_last_one(
+    place, runs_ahead, models, tmp_path, monkeypatch
+):
     works = getattr(Batch, place)
 
     def fail(batch, *given):
@@ -261,7 +279,7 @@ def test_what_is_proposed_is_what_a_slow_search_finds():
         n = found.n_matched
         assert MIN_MATCH <= n <= MAX_MATCH
         assert any(
-            tokens[end : end + MAX_DRAFT] == list(found.tokens)
+            tokens[end : end + MAX_PROPOSED] == list(found.tokens)
             and tokens[end - n : end] == tokens[len(tokens) - n :]
             for end in ends
         )
@@ -270,14 +288,13 @@ def test_what_is_proposed_is_what_a_slow_search_finds():
 @pytest.fixture
 def gate():
     gate = DraftGate()
-    for _ in range(3):
-        gate.costs.saw(1, 1, 0, 0.010)
+    cost(gate, 1, 0.010)
     return gate
 
 
 def cost(gate, width, seconds, n_rows=1):
     for _ in range(3):
-        gate.costs.saw(n_rows, width, 0, seconds)
+        gate.costs.saw(BatchSize(n_rows, 0), width, seconds)
 
 
 def hits(gate, n_right, n_all):
@@ -286,20 +303,21 @@ def hits(gate, n_right, n_all):
             gate.rates.count(MIN_MATCH, place, i < n_right)
 
 
+ONE_ROW = BatchSize(1, 0)
 DRAFT = Proposal(MIN_MATCH, list(range(MAX_DRAFT)))
 
 
 def test_a_width_that_was_never_tried_is_tried(gate):
-    assert gate.width([DRAFT], 0) == 2
+    assert gate.width([DRAFT], ONE_ROW) == 2
     cost(gate, 2, 0.011)
-    assert gate.width([DRAFT], 0) == 3
+    assert gate.width([DRAFT], ONE_ROW) == 3
 
 
 def test_drafts_that_cost_more_than_they_give_are_not_fed(gate):
     hits(gate, 1, 10)
     for width in (2, 3, 4, 5, 8, 16):
         cost(gate, width, 0.010 * (1 + 0.3 * width))
-    assert gate.width([DRAFT], 0) == 1
+    assert gate.width([DRAFT], ONE_ROW) == 1
 
 
 def test_drafts_that_pay_are_as_long_as_pays_most(gate):
@@ -308,7 +326,7 @@ def test_drafts_that_pay_are_as_long_as_pays_most(gate):
         cost(gate, width, 0.011)
     for width in (8, 16):
         cost(gate, width, 0.050)
-    assert gate.width([DRAFT], 0) == 5
+    assert gate.width([DRAFT], ONE_ROW) == 5
 
 
 def test_rows_without_drafts_do_not_wait_long_for_others(gate):
@@ -318,17 +336,17 @@ def test_rows_without_drafts_do_not_wait_long_for_others(gate):
         cost(gate, 2, 0.014, n_rows)
         for width in (3, 4, 5, 8, 16):
             cost(gate, width, 0.016, n_rows)
-    assert gate.width([DRAFT, DRAFT], 0) == 16
-    assert gate.width([DRAFT, None], 0) == 2
+    assert gate.width([DRAFT, DRAFT], BatchSize(2, 0)) == 16
+    assert gate.width([DRAFT, None], BatchSize(2, 0)) == 2
 
 
 def test_nothing_is_fed_before_a_plain_step_was_measured():
-    assert DraftGate().width([DRAFT], 0) == 1
+    assert DraftGate().width([DRAFT], ONE_ROW) == 1
 
 
 def test_drafts_that_were_not_fed_count_too():
     rates = HitRates()
-    drafts = RowDrafts([1, 2, 3, 4, 5, 6, 1, 2, 3], rates)
+    drafts = RowDrafts(OwnText([1, 2, 3, 4, 5, 6, 1, 2, 3]), rates)
     before = rates.expected(DRAFT, 3)
     for token in (4, 5, 99):
         assert drafts.propose() is not None or token == 99
@@ -338,3 +356,66 @@ def test_drafts_that_were_not_fed_count_too():
     assert rates._seen[MIN_MATCH, 0] == (1, 1)
     assert rates._seen[MIN_MATCH, 1] == (1, 1)
     assert rates._seen[MIN_MATCH, 2] == (0, 1)
+
+
+def test_a_proposal_goes_on_while_its_tokens_come():
+    text = [*range(100), 0, 1, 2]
+    drafts = RowDrafts(OwnText(text), HitRates())
+    first = drafts.propose()
+    assert first == Proposal(3, list(range(3, 3 + MAX_PROPOSED)))
+    drafts.saw(3)
+    assert drafts.propose() == Proposal(4, first.tokens[1:])
+    drafts.saw(77)  # not 4
+    assert drafts.propose() is None
+
+
+def test_a_step_that_runs_ahead_costs_the_time_between_two_ends():
+    """The first after a step that did not is short, and one with other work between is long."""
+    costs, size = StepCosts(), BatchSize(2, 100)
+    for now in (1.0, 2.0, 3.0):
+        costs.saw_end_ahead(size, now, True)
+    assert costs.get(size, 1) is None  # two of three that it takes
+    costs.saw_end_ahead(size, 4.0, True)
+    assert costs.get(size, 1) == 1.0
+    costs.saw(size, 4, 0.5)
+    costs.saw_end_ahead(size, 4.1, True)  # after a step with drafts
+    costs.saw_end_ahead(size, 9.0, False)  # disturbed
+    costs.saw_end_ahead(BatchSize(1, 100), 9.1, True)  # a row has left
+    assert list(costs._times[size.key(1)]) == [1.0, 1.0, 1.0]
+    assert BatchSize(1, 100).key(1) not in costs._times
+
+
+def test_a_batch_that_runs_ahead_waits_for_its_tokens_only_while_a_match_holds(
+    models, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(batches, "works_beside_host", lambda: True)
+    prompt = PROMPTS[0]
+    with engine_on(models.of("llama"), tmp_path / "off") as engine:
+        known = tokens_of(run(engine, [ask(prompt, N)])[0].choices[0])
+    fed = []
+    feed = Batch.feed
+
+    def watch(batch, drafts=None):
+        width = feed(batch, drafts)
+        fed.append("ahead" if drafts is None else width)
+        return width
+
+    monkeypatch.setattr(Batch, "feed", watch)
+    # Nothing is proposed for the first and for the last third.
+    Oracle(monkeypatch, [(prompt, known)], wrong=0.0)
+    found = Oracle._propose
+    monkeypatch.setattr(
+        Oracle,
+        "_propose",
+        lambda own, rest: found(own, rest) if N // 3 < N - len(rest) < 2 * N // 3 else None,
+    )
+    monkeypatch.setattr(DraftGate, "width", lambda gate, drafts, size: 4 if any(drafts) else 1)
+    with drafting(models.of("llama"), tmp_path / "on") as engine:
+        (answer,) = run(engine, [ask(prompt, N)])
+    assert tokens_of(answer.choices[0]) == known
+    wide = [i for i, width in enumerate(fed) if width == 4]
+    assert len(wide) > 2
+    assert wide == list(range(wide[0], wide[-1] + 1))
+    # The first token of an answer is not waited for, nor is the one after the match broke.
+    assert fed[1 : wide[0]] == ["ahead"] * (wide[0] - 1)
+    assert fed[wide[-1] + 2 :] == ["ahead"] * (len(fed) - wide[-1] - 2)

@@ -67,6 +67,11 @@ class Row:
 R = TypeVar("R", bound=Row)
 
 
+def works_beside_host() -> bool:
+    """Whether the device computes while the host goes on."""
+    return bool(mx.default_device() != mx.Device(mx.cpu))
+
+
 @dataclass
 class FedDraft:
     """Tokens that a row was fed behind its current one."""
@@ -95,6 +100,7 @@ class Batch(Generic[R]):
         self._fed: list[FedDraft] = []  # of every row, until they are settled
         self._is_emitted = False  # the current tokens were
         self._has_newcomer = False
+        self.can_run_ahead = works_beside_host()
         self.rows: list[R] = []
 
     def join(self, row: R, caches: kv.Caches, token: mx.array) -> None:
@@ -119,7 +125,7 @@ class Batch(Generic[R]):
 
         On a CPU `feed` returns after the step, and the client waits for a first token.
         """
-        return not self._has_newcomer and mx.default_device() != mx.Device(mx.cpu)
+        return self.can_run_ahead and not self._has_newcomer
 
     def emit(self) -> list[tuple[R, int]]:
         """Every row's current token."""
@@ -129,7 +135,7 @@ class Batch(Generic[R]):
 
     def feed(self, drafts: Mapping[R, Sequence[int]] | None = None) -> int:
         """Run the model on every row's current token, and on the drafts behind them; the number of
-        tokens a row. With drafts, also without any, it is computed when this returns.
+        tokens a row. With drafts it is computed when this returns; on a CPU also without any.
         """
         assert self._tokens is not None
         self._has_newcomer = False
@@ -137,7 +143,7 @@ class Batch(Generic[R]):
             return self._feed_drafts([drafts.get(row, ()) for row in self.rows])
         logits = self._module(self._tokens[:, None], cache=self._caches)
         self._logits = logits[:, -1, :]
-        (mx.async_eval if drafts is None else mx.eval)(self._logits)
+        (mx.async_eval if drafts is None or self.can_run_ahead else mx.eval)(self._logits)
         return 1
 
     def _feed_drafts(self, drafts: Sequence[Sequence[int]]) -> int:

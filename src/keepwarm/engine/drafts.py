@@ -5,7 +5,8 @@ calls. What followed the latest tokens earlier is fed along with the current tok
 tokens that the sampler then picks as well are kept, the others are taken back. So a draft never
 changes an answer, only how many tokens a step gives.
 
-    OwnText      what followed the same tokens earlier in a conversation
+    Source       proposes what may come next in a conversation
+    OwnText      what followed the same tokens earlier in it
     RowDrafts    the drafts of one sequence, and how often they were right
     DraftGate    how long drafts may be, by what steps cost here and how often drafts are right
 """
@@ -13,10 +14,11 @@ changes an answer, only how many tokens a step gives.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
-from typing import NamedTuple
+from statistics import median
+from typing import NamedTuple, Protocol
 
 from keepwarm.prefix.blocks import pack, unpack
 
@@ -25,10 +27,11 @@ TOKEN_BYTES = 4
 MIN_MATCH, MAX_MATCH = 3, 14  # tokens
 MAX_PLACES = 6  # earlier places that are compared, the latest first
 MAX_DRAFT = 15
+MAX_PROPOSED = 64
 WIDTHS = (2, 3, 4, 5, 8, 16)  # tokens a row of one step: the current one and a draft
 MATCHES = (3, 4, 5, 8, 14)  # lengths of matches that are told apart
 CONTEXT_TOKENS = 4096  # contexts that are told apart
-N_TIMES, MIN_TIMES = 5, 3  # the latest, of which the shortest counts: others were disturbed
+N_TIMES, MIN_TIMES = 5, 3  # the latest, of which the median counts
 FORGET_STEPS = 512  # a cost that was not seen for so long is tried again
 MIN_GAIN = 1.03
 MAX_WAIT = 1.5  # what a row without a draft waits for others, in plain steps
@@ -42,6 +45,19 @@ class Proposal(NamedTuple):
 
     n_matched: int
     tokens: Sequence[int]
+
+    def after(self, token: int) -> Proposal | None:
+        """What is left of it once its first token came; None if another came, or too little is."""
+        if token != self.tokens[0] or len(self.tokens) <= MAX_DRAFT:
+            return None
+        return Proposal(min(self.n_matched + 1, MAX_MATCH), self.tokens[1:])
+
+
+class Source(Protocol):
+    def append(self, token: int) -> None:
+        """A token of the conversation."""
+
+    def propose(self) -> Proposal | None: ...
 
 
 class OwnText:
@@ -66,7 +82,7 @@ class OwnText:
         n_matched, following = best
         if not n_matched:
             return None
-        found = text[following : following + MAX_DRAFT * TOKEN_BYTES]
+        found = text[following : following + MAX_PROPOSED * TOKEN_BYTES]
         return Proposal(n_matched, unpack(bytes(found)))
 
     def _n_matched(self, end: int) -> int:
@@ -117,6 +133,16 @@ def _match_class(n_matched: int) -> int:
     return max(length for length in MATCHES if length <= n_matched)
 
 
+class BatchSize(NamedTuple):
+    """What a step of a batch costs depends on it."""
+
+    n_rows: int
+    context: int  # tokens of the longest row
+
+    def key(self, width: int) -> tuple[int, int, int]:
+        return self.n_rows, width, self.context // CONTEXT_TOKENS
+
+
 class StepCosts:
     """Seconds of a step, by rows, tokens a row and context."""
 
@@ -124,20 +150,33 @@ class StepCosts:
         self._times: dict[tuple[int, int, int], deque[float]] = {}
         self._last: dict[tuple[int, int, int], int] = {}
         self._n_steps = 0
+        self._ahead: tuple[int, float] | None = None  # rows and end of the step before, if it was
 
-    def saw(self, n_rows: int, width: int, context: int, seconds: float) -> None:
-        key = n_rows, width, context // CONTEXT_TOKENS
+    def saw(self, size: BatchSize, width: int, seconds: float) -> None:
+        """A step from when its tokens were known until it was computed."""
+        self._ahead = None
+        self._count(size.key(width), seconds)
+
+    def saw_end_ahead(self, size: BatchSize, now: float, is_undisturbed: bool) -> None:
+        """A plain step that ran ahead. It ends while the device computes: what it costs shows in
+        the time between the ends of two, if nothing else ran between them.
+        """
+        before, self._ahead = self._ahead, (size.n_rows, now)
+        if before is not None and before[0] == size.n_rows and is_undisturbed:
+            self._count(size.key(1), now - before[1])
+
+    def _count(self, key: tuple[int, int, int], seconds: float) -> None:
         self._n_steps += 1
         self._times.setdefault(key, deque(maxlen=N_TIMES)).append(seconds)
         self._last[key] = self._n_steps
 
-    def get(self, n_rows: int, width: int, context: int) -> float | None:
+    def get(self, size: BatchSize, width: int) -> float | None:
         """None if it is not known well, or has not been seen for long."""
-        key = n_rows, width, context // CONTEXT_TOKENS
+        key = size.key(width)
         if width > 1 and self._n_steps - self._last.get(key, 0) > FORGET_STEPS:
             self._times.pop(key, None)
         times = self._times.get(key)
-        return min(times) if times and len(times) >= MIN_TIMES else None
+        return median(times) if times and len(times) >= MIN_TIMES else None
 
 
 class DraftGate:
@@ -146,12 +185,12 @@ class DraftGate:
     def __init__(self) -> None:
         self.rates = HitRates()
         self.costs = StepCosts()
+        self.source: Callable[[Sequence[int]], Source] = OwnText  # of a conversation's tokens
         self.is_open = True  # False once a step with drafts has failed
 
-    def width(self, proposals: Sequence[Proposal | None], context: int) -> int:
+    def width(self, proposals: Sequence[Proposal | None], size: BatchSize) -> int:
         """Tokens a row of the step that gives most tokens a second; 1: no drafts."""
-        n_rows = len(proposals)
-        plain = self.costs.get(n_rows, 1, context)
+        n_rows, plain = size.n_rows, self.costs.get(size, 1)
         drafts = [proposal for proposal in proposals if proposal is not None]
         if plain is None or not drafts or not self.is_open:
             return 1
@@ -159,7 +198,7 @@ class DraftGate:
         most = MAX_WAIT * plain if len(drafts) < n_rows else float("inf")
         longest = 1 + max(len(draft.tokens) for draft in drafts)
         for width in (width for width in WIDTHS if width <= max(2, longest)):
-            cost = self.costs.get(n_rows, width, context)
+            cost = self.costs.get(size, width)
             n_tokens = n_rows + sum(self.rates.expected(draft, width - 1) for draft in drafts)
             # What was never tried is tried, if drafts would be right often enough.
             gain = n_tokens / n_rows * plain / (plain if cost is None else cost)
@@ -175,27 +214,29 @@ class RowDrafts:
     those that were fed alone the gate would never learn that longer ones pay.
     """
 
-    def __init__(self, tokens: Sequence[int], rates: HitRates) -> None:
-        self._text = OwnText(tokens)
+    def __init__(self, source: Source, rates: HitRates) -> None:
+        self._source = source
         self._rates = rates
+        self._proposal: Proposal | None = None  # what is left of the latest
         self._watched: Proposal | None = None
         self._n_right = 0  # tokens of it that came
         self.counts: Counter[str] = Counter()  # by DRAFT_COUNTS
 
     def propose(self) -> Proposal | None:
-        proposal = self._text.propose()
+        self._proposal = self._proposal or self._source.propose()
         if self._watched is None:
-            self._watched, self._n_right = proposal, 0
-        return proposal
+            self._watched, self._n_right = self._proposal, 0
+        return self._proposal
 
     def saw(self, token: int) -> None:
         """A token of the answer."""
-        self._text.append(token)
+        self._source.append(token)
+        self._proposal = None if self._proposal is None else self._proposal.after(token)
         watched, place = self._watched, self._n_right
         if watched is None:
             return
         is_right = token == watched.tokens[place]
         self._rates.count(watched.n_matched, place, is_right)
         self._n_right += 1
-        if not is_right or self._n_right == len(watched.tokens):
+        if not is_right or self._n_right == min(MAX_DRAFT, len(watched.tokens)):
             self._watched = None

@@ -16,8 +16,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
-import mlx.core as mx
-
 from keepwarm import blas
 from keepwarm.cache.store import Store
 from keepwarm.concurrency import DeviceLock
@@ -136,10 +134,9 @@ class Engine:
         opened.callback(self.preparer.close)
         self._texts = RecentTexts(recent, self.ledger, self.preparer, self._run_later)
         verdicts = VerdictsFile(settings.home)
-        # NOTE: a GPU is fed before its last tokens are known, so there is nothing to look up yet.
-        drafts = settings.speculation == "auto" and mx.default_device() == mx.Device(mx.cpu)
         self._lanes = Lanes(
-            model, self.store, self.live, probe.layout, verdicts, self.call, drafts=drafts
+            *(model, self.store, self.live, probe.layout, verdicts, self.call),
+            drafts=settings.speculation == "auto",
         )
         self._admission = Admission(self._memory.batch_bytes)
         self._recorder = Recorder(

@@ -95,7 +95,7 @@ class RunningSequence(Row):
         self._infos: list[TokenInfo] = []  # not yet part of an event
         self._pieces: list[Piece] = []
         gate = job.lane.gate if job.lane.can_batch and job.request.speculation else None
-        self._drafts = None if gate is None else RowDrafts(job.tokens, gate.rates)
+        self._drafts = None if gate is None else RowDrafts(gate.source(job.tokens), gate.rates)
 
     @property
     def calls(self) -> list[ToolCall]:

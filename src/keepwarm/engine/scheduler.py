@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from threading import get_ident
@@ -25,6 +25,7 @@ from keepwarm import kv
 from keepwarm.cache.restore.restorer import Capture
 from keepwarm.engine.admission import Admission, kv_bytes
 from keepwarm.engine.batch import Batch
+from keepwarm.engine.drafts import BatchSize, DraftGate
 from keepwarm.engine.jobs import Job, JobStatus, PrefillTask, RunningSequence, make_receipt
 from keepwarm.engine.lane import MIN_SHARED_TOKENS, Lane, WarmPrefix
 from keepwarm.engine.padding import RowSharing
@@ -58,9 +59,12 @@ class Schedule(NamedTuple):
     trial: RowSharing | None  # of which a pass is run instead of a slice
 
     @property
+    def is_decode_alone(self) -> bool:
+        return all(work is None for work in (self.started, self.prefill, self.trial))
+
+    @property
     def is_idle(self) -> bool:
-        works = (self.started, self.prefill, self.trial)
-        return not self.n_rows and all(work is None for work in works)
+        return not self.n_rows and self.is_decode_alone
 
 
 class EndedRow(NamedTuple):
@@ -424,6 +428,7 @@ class Scheduler:
         self.prefilling: deque[PrefillTask] = deque()
         self._batches: dict[Hashable, Batch[RunningSequence]] = {}
         self._untried: RowSharing | None = None  # of rows that could have been fed drafts
+        self._is_undisturbed = False  # nothing but one batch runs in this step
         self._open: dict[Job, None] = {}  # jobs not computed yet; other threads read it
         self._starts, self._slices = KeyRotation(), KeyRotation()
         self._end_durably = end_durably
@@ -495,6 +500,7 @@ class Scheduler:
             self._prefill(schedule.prefill, schedule.slice_tokens, result)
             waited_s = schedule.prefill.prefill.waited_s
         watch = Stopwatch(self._clock)
+        self._is_undisturbed = schedule.is_decode_alone and len(self._batches) == 1
         if self._decode(result):
             self.slice_sizer.record_step(watch.seconds() + waited_s)
         return result
@@ -692,45 +698,73 @@ class Scheduler:
 
     def _decode_batch(self, key: Hashable, batch: Batch[RunningSequence]) -> list[EndedRow]:
         """A token for every sequence of a batch; those that end leave it."""
-        runs_ahead = batch.runs_ahead
+        gate, size = self._gate_of(batch), _size(batch)
+        runs_ahead = batch.runs_ahead and not (gate and any(self._drafts(gate, batch).values()))
         if runs_ahead:
             batch.feed()
-        finished = [row for row, token in batch.emit() if not self._add_token(row, token)]
+            for row in batch.rows:
+                row.count_step(0, 0)
+        emitted, watch = batch.emit(), Stopwatch(self._clock)
+        finished = [row for row, token in emitted if not self._add_token(row, token)]
         is_kept = any(row.job.request.policy.writes for row in finished)
+        width = 1
         if not runs_ahead and (is_kept or len(finished) < len(batch.rows)):
             # else nobody needs the last tokens in the caches
-            finished += self._feed(batch, finished)
+            width, in_drafts = self._feed(gate, batch, finished)
+            finished += in_drafts
         ended = self._leave(key, batch, finished)
         try:
             self._sample(batch)
         except Exception as error:
             LOG.warning("a batch of %d sequences failed", len(batch.rows), exc_info=error)
             self._recover(key, batch, error)
+            return ended
+        if gate is not None and runs_ahead:
+            gate.costs.saw_end_ahead(size, self._clock(), self._is_undisturbed)
+        elif gate is not None and (width > 1 or not batch.can_run_ahead):
+            gate.costs.saw(size, width, watch.seconds())
         return ended
 
-    def _feed(
-        self, batch: Batch[RunningSequence], finished: list[RunningSequence]
-    ) -> list[RunningSequence]:
-        """A step of a batch, with drafts where they pay; the sequences that end in their drafts."""
-        lane, going = batch.rows[0].job.lane, set(batch.rows) - set(finished)
-        gate = lane.gate
-        if gate is None or not lane.sharing.allowed:
-            self._untried = self._untried if gate is None else lane.sharing
-            batch.feed()
-            return []
-        context = max(len(row.tokens) for row in batch.rows)
-        proposals = [row.propose() if row in going else None for row in batch.rows]
-        width = gate.width(proposals, context)
-        drafts = {
+    def _gate_of(self, batch: Batch[RunningSequence]) -> DraftGate | None:
+        """None if the rows get no drafts, or not yet."""
+        lane = batch.rows[0].job.lane
+        if lane.gate is not None and not lane.sharing.allowed:
+            self._untried = lane.sharing
+            return None
+        return lane.gate
+
+    def _drafts(
+        self,
+        gate: DraftGate,
+        batch: Batch[RunningSequence],
+        finished: Collection[RunningSequence] = (),
+    ) -> dict[RunningSequence, Sequence[int]]:
+        """What the rows are fed behind their next tokens, where that pays.
+
+        Before the tokens of a step are known: what they would be, if they are as proposed.
+        """
+        proposals = [None if row in finished else row.propose() for row in batch.rows]
+        width = gate.width(proposals, _size(batch))
+        return {
             row: proposal.tokens[: min(width - 1, row.n_left - 1)]
             for row, proposal in zip(batch.rows, proposals, strict=True)
             if proposal is not None and width > 1
         }
+
+    def _feed(
+        self,
+        gate: DraftGate | None,
+        batch: Batch[RunningSequence],
+        finished: list[RunningSequence],
+    ) -> tuple[int, list[RunningSequence]]:
+        """A step of a batch, with drafts where they pay; the tokens a row that were fed, and the
+        sequences that end in their drafts.
+        """
+        if gate is None:
+            return batch.feed(), []
+        drafts = self._drafts(gate, batch, finished)
         try:
-            watch = Stopwatch(self._clock)
-            width = batch.feed(drafts)
-            gate.costs.saw(len(batch.rows), width, context, watch.seconds())
-            return self._accept(batch)
+            return batch.feed(drafts), self._accept(batch)
         except Exception:
             gate.is_open = gate.is_open and not drafts
             raise
@@ -835,6 +869,10 @@ class Scheduler:
                 row.job.advance(JobStatus.PREFILLING)
             except Exception as error:
                 self._fail(row.job, error)
+
+
+def _size(batch: Batch[RunningSequence]) -> BatchSize:
+    return BatchSize(len(batch.rows), max(len(row.tokens) for row in batch.rows))
 
 
 def _new_batch(lane: Lane) -> Batch[RunningSequence]:

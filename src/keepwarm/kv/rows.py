@@ -3,7 +3,8 @@
 mlx-lm's batch caches have one end for all rows: whoever takes back tokens moves everybody's. Here a
 row begins at slot 0 of a common buffer, new tokens go behind its own end, and attention sees the
 whole buffer under a mask. The buffer grows by whole steps, so that shapes stay the same for many
-tokens: kernels are compiled, and plans made, for shapes.
+tokens: kernels are compiled, and plans made, for shapes. Only one token of one row sees its own
+slots without a mask, as alone: there are faster kernels for that.
 """
 
 from __future__ import annotations
@@ -46,9 +47,13 @@ class RowsKVCache:
 
     def make_mask(
         self, n: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array:
+    ) -> mx.array | None:
         """Which slots each of `n` new tokens of each row attends to, (rows, 1, n, slots)."""
-        del return_array  # it always is one
+        del return_array  # it always is one, if any
+        if self._is_single(n):
+            n_seen = self.ends[0] + 1 - self._first_seen(self.ends[0] + 1)
+            first = n_seen - (window_size or n_seen)
+            return None if first <= 0 else (mx.arange(n_seen) >= first)[None, None, None]
         self._make_room(n)
         n_slots = self._n_slots or self._capacity(n)
         own = mx.array(self.ends)[:, None, None] + mx.arange(n)[None, :, None]
@@ -66,7 +71,18 @@ class RowsKVCache:
         self.values = self._written(self.values, values, slots)
         self.ends = [end + n for end in self.ends]
         self.offset = self.offset + n
+        if self._is_single(n):
+            seen = slice(self._first_seen(self.ends[0]), self.ends[0])
+            return tuple(_map(x, lambda y: y[:, :, seen]) for x in (self.keys, self.values))
         return self.keys, self.values
+
+    def _is_single(self, n: int) -> bool:
+        """One token of one row: it attends to all that it is given."""
+        return n == 1 and len(self.ends) == 1
+
+    def _first_seen(self, end: int) -> int:
+        """The first slot that a row which ends there needs."""
+        return max(0, end - self.window) if self.window else 0
 
     def _packed(self, new: mx.array) -> Buffer:
         """New tokens as the buffer holds them."""
@@ -110,7 +126,7 @@ class RowsKVCache:
     def extract(self, row: int) -> Single:
         """One row as a cache of its own."""
         single, end = self._single(), self.ends[row]
-        start = max(0, end - self.window) if self.window else 0
+        start = self._first_seen(end)
         if self.keys is not None and self.values is not None and end:
             single.keys, single.values = (
                 _map(x, lambda y: mx.contiguous(y[row : row + 1, :, start:end]))

@@ -1,0 +1,362 @@
+"""Rows that end where they end, and several tokens a step: what they cost and what they give.
+
+`python -m benchmarks.rows --json FILE` takes under three minutes on an H200; `--tiny` checks on any
+machine that it runs. Three parts, the most telling first:
+
+    plain      a token a row: our rows against mlx-lm's batches (and one row alone), pipelined
+    verify     several tokens a row, of which all but the first are taken back
+    answers    whole answers through the engine, with and without drafts in turn. The model is
+               scripted, so that the next token is known, and each drafted one is right with a
+               probability of its own; then tokens with and without drafts, beside a batch and alone
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from benchmarks.decode import Report, median_ms, note
+from benchmarks.shapes import SHAPES, build, make_tokenizer
+from keepwarm import config, kv
+from keepwarm.cache.store import Budgets, Store
+from keepwarm.engine.drafts import MAX_DRAFT, MIN_MATCH, OwnText, Proposal, Source
+from keepwarm.engine.engine import Engine
+from keepwarm.models import row_products
+from keepwarm.models.load import Model
+from keepwarm.text.request import Delta, Request, Result, Sampling
+
+PLAIN_ROWS = (1, 4, 8, 16, 2, 32, 64)
+VERIFY_ROWS = (1, 4, 8)
+WIDTHS = (1, 2, 3, 5, 8)
+ANSWER_ROWS = (1, 4, 8)
+GOALS = {0.6: (1.05, 1.6, 1.8), 0.8: (1.6, 2.4, 2.8), None: (0.98, 0.98, 0.98)}  # by rows
+MAX_GB = 60  # of keys and values
+STEPS = 8
+MEMORY_BYTES = 8 << 30  # so that only first answers wait for their prompts
+STRIDE = 7919  # from a token of the scripted text to the next
+
+
+# Steps of caches
+
+
+class Caches:
+    """Batches of random keys and values; rows of two lengths, as in use."""
+
+    def __init__(self, model: Any, shape: Mapping[str, Any], context: int) -> None:
+        self.model = model
+        self.context = context
+        self._heads, self._size = shape["num_key_value_heads"], shape["head_dim"]
+        self.dtype = mx.bfloat16 if mx.default_device() == mx.gpu else mx.float32
+
+    def gigabytes(self, n_rows: int) -> float:
+        row = sum(self._n_kept(cache) for cache in kv.make_caches(self.model))
+        return float(2 * n_rows * row * self._heads * self._size * self.dtype.size / 1e9)
+
+    def _n_kept(self, cache: Any) -> int:
+        return min(self.context, getattr(cache, "max_size", None) or self.context)
+
+    def one(self, n_tokens: int) -> kv.Caches:
+        caches = kv.make_caches(self.model)
+        for cache in caches:
+            shape = (1, self._heads, n_tokens, self._size)
+            keys, values = (mx.random.normal(shape).astype(self.dtype) for _ in range(2))
+            cache.update_and_fetch(keys, values)
+        return kv.evaluate(caches)
+
+    def batch(self, n_rows: int, *, own_ends: bool) -> kv.Caches:
+        """Copies of two rows."""
+        rows = [self.one(self.context - n) for n in range(min(2, n_rows))]
+        batch = kv.merge(rows, own_ends=own_ends)
+        kv.filter_rows(batch, [i % len(rows) for i in range(n_rows)])
+        return kv.evaluate(batch)
+
+
+def pipelined_ms(model: Any, caches: kv.Caches, n_rows: int) -> tuple[float, float]:
+    """A step as the engine runs them, and what of it the host took to build and enqueue."""
+
+    def step(tokens: mx.array) -> mx.array:
+        following = mx.argmax(model(tokens, cache=caches)[:, -1:], axis=-1)
+        mx.async_eval(following)
+        return following
+
+    tokens = step(mx.ones((n_rows, 1), mx.int32))
+    times, host = [], []
+    for _ in range(STEPS + 3):
+        began = time.perf_counter()
+        following = step(tokens)
+        host.append(1000 * (time.perf_counter() - began))
+        tokens.tolist()
+        tokens = following
+        times.append(1000 * (time.perf_counter() - began))
+    mx.eval(tokens)
+    return round(median(times[3:]), 2), round(median(host[3:]), 2)
+
+
+def plain_times(caches: Caches, n_rows: int) -> dict[str, Any]:
+    """Milliseconds of a step and of the host, by class, twice in turn: the faster one counts."""
+    if caches.gigabytes(n_rows) > MAX_GB:
+        return {"skipped": f"{caches.gigabytes(n_rows):.0f} GB of keys and values"}
+    makers = {
+        "mlx-lm": partial(caches.batch, n_rows, own_ends=False),
+        "rows": partial(caches.batch, n_rows, own_ends=True),
+    }
+    if n_rows == 1:
+        makers["alone"] = partial(caches.one, caches.context)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in makers}
+    for name in [*makers, *reversed(makers)]:
+        times[name].append(pipelined_ms(caches.model, makers[name](), n_rows))
+        mx.clear_cache()
+    best = {name: min(found) for name, found in times.items()}
+    base = best.get("alone", best["mlx-lm"])[0]
+    found: dict[str, Any] = {"ms": {name: ms for name, (ms, _) in best.items()}}
+    found["host ms"] = {name: host for name, (_, host) in best.items()}
+    found["rows, times as fast"] = round(base / best["rows"][0], 2)
+    note(f"plain, context {caches.context}, rows {n_rows}", found)
+    return found
+
+
+def verify_times(caches: Caches, n_rows: int) -> dict[str, Any]:
+    """Milliseconds of a step by tokens a row; all but one of them are taken back."""
+    batch = caches.batch(n_rows, own_ends=True)
+
+    def step(width: int) -> None:
+        mx.eval(mx.argmax(caches.model(mx.ones((n_rows, width), mx.int32), cache=batch), axis=-1))
+        kv.trim(batch, [width - 1] * n_rows)
+
+    found = {width: round(median_ms(partial(step, width)), 2) for width in WIDTHS}
+    ratios = {width: round(ms / found[1], 2) for width, ms in found.items()}
+    mx.clear_cache()
+    note(f"verify, context {caches.context}, rows {n_rows}, ms", found)
+    return {"ms": found, "times one": ratios}
+
+
+# Answers
+
+
+class ScriptedModel:
+    """A model whose every step costs what it costs, and whose next token is known."""
+
+    def __init__(self, module: Any, n_vocab: int) -> None:
+        self._module = module
+        self._n_vocab = n_vocab
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __call__(self, tokens: mx.array, cache: Any = None, **given: Any) -> mx.array:
+        logits = self._module(tokens, cache=cache, **given)
+        following = (tokens.astype(mx.int32) + STRIDE) % self._n_vocab
+        high = mx.full((*tokens.shape, 1), 1e4, logits.dtype)
+        return mx.put_along_axis(logits, following[..., None], high, axis=-1)
+
+
+class KnownText:
+    """Drafts of a text that is known; each token is right with a probability of its own."""
+
+    def __init__(self, text: Sequence[int], right: float) -> None:
+        self._text = text
+        self._right = right
+        self._n_seen = 0
+        self._dice = np.random.default_rng(len(text))
+
+    def append(self, token: int) -> None:
+        del token
+        self._n_seen += 1
+
+    def propose(self) -> Proposal | None:
+        following = self._text[self._n_seen : self._n_seen + MAX_DRAFT]
+        is_right = self._dice.random(len(following)) < self._right
+        tokens = [t if right else t ^ 1 for t, right in zip(following, is_right, strict=True)]
+        return Proposal(MIN_MATCH, tokens) if tokens else None
+
+
+class Answers:
+    """Whole answers of a model, through an engine with and one without drafts."""
+
+    def __init__(self, model: Model, folder: Path, n_prompt: int, n_tokens: int) -> None:
+        self.model = model
+        self.n_vocab = model.config["vocab_size"]
+        self.scripted = replace(model, module=ScriptedModel(model.module, self.n_vocab))
+        self._folder = folder
+        self._n_prompt = n_prompt
+        self._n_tokens = n_tokens
+
+    @contextmanager
+    def engine(self, model: Model, speculation: str) -> Iterator[Engine]:
+        """Its rows may share a batch, which was tried before."""
+        settings = config.load({"KEEPWARM_HOME": str(self._folder)}, speculation=speculation)
+        budgets = Budgets(memory_bytes=MEMORY_BYTES, disk=False)
+        with (
+            Store(budgets=budgets, settings=settings) as store,
+            Engine(model, store, settings=settings) as engine,
+        ):
+            sharing = engine.lane_of().sharing
+            while not sharing.is_decided:
+                engine.call(sharing.step).result()
+            yield engine
+
+    def requests(self, n_rows: int) -> list[Request]:
+        dice = np.random.default_rng(n_rows)
+        return [
+            Request(
+                prompt=dice.integers(10, self.n_vocab - 10, self._n_prompt).tolist(),
+                sampling=Sampling(max_tokens=self._n_tokens, temperature=0),
+            )
+            for _ in range(n_rows)
+        ]
+
+    def speed(self, n_rows: int) -> dict[str, Any]:
+        """Times as fast with drafts as without, by how often a drafted token is right."""
+        found: dict[str, Any] = {}
+        requests = self.requests(n_rows)
+        with self.engine(self.scripted, "off") as plain, self.engine(self.scripted, "auto") as fast:
+            run(plain, requests)
+            off = [rate_of(plain, requests)]
+            for right, goals in GOALS.items():
+                _set_source(fast, OwnText if right is None else partial(self._known_text, right))
+                n_steps, n_accepted = _n_steps(run(fast, requests))  # the gate learns
+                on = rate_of(fast, requests)
+                off.append(rate_of(plain, requests))
+                name = "nothing to draft" if right is None else f"right {right}"
+                found[name] = {
+                    "times": round(2 * on / (off[-1] + off[-2]), 2),
+                    "goal": goals[ANSWER_ROWS.index(n_rows)],
+                    "tokens/s": round(on),
+                    "tokens a step, while learning": round(1 + n_accepted / n_steps, 2),
+                }
+                note(f"answers, rows {n_rows}, {name}", found[name])
+        found["off, tokens/s"] = note(f"answers, rows {n_rows}, off", [round(x) for x in off])
+        return found
+
+    def _known_text(self, right: float, prompt: Sequence[int]) -> KnownText:
+        numbers = range(1, self._n_tokens + 1)
+        return KnownText([(prompt[-1] + STRIDE * i) % self.n_vocab for i in numbers], right)
+
+    def agreement(self) -> dict[str, Any]:
+        """Tokens of the unscripted model before the first that differs."""
+        requests = self.requests(4)
+        with self.engine(self.model, "off") as plain, self.engine(self.model, "auto") as fast:
+            together, again = (_tokens(run(plain, requests)) for _ in range(2))
+            known = {
+                tuple(r.prompt or ()): text for r, text in zip(requests, together, strict=True)
+            }
+            _set_source(fast, lambda prompt: KnownText(known[tuple(prompt)], 0.8))
+            run(fast, requests)
+            drafted = run(fast, requests)
+            alone = [result for request in requests for result in run(plain, [request])]
+        found = {
+            "with drafts and without": _agree(_tokens(drafted), together),
+            "alone and in a batch of 4": _agree(_tokens(alone), together),
+            "the same again": _agree(again, together),
+            "accepted": _n_steps(drafted)[1],
+        }
+        note("agreement", found)
+        return found
+
+
+def _set_source(engine: Engine, source: Callable[[Sequence[int]], Source]) -> None:
+    gate = engine.lane_of().gate
+    assert gate is not None
+    gate.source = source
+
+
+def run(engine: Engine, requests: Sequence[Request]) -> list[Result]:
+    answers = [engine.submit(request) for request in requests]
+    return [answer.result() for answer in answers]
+
+
+def rate_of(engine: Engine, requests: Sequence[Request]) -> float:
+    """Tokens a second while all rows decode: from the last one's first token to the first end."""
+    answers = [engine.submit(request) for request in requests]
+    for answer in answers:
+        next(event for event in answer if isinstance(event, Delta))
+    began, n_before = time.perf_counter(), engine.ledger.counters()["generated_tokens"]
+    with ThreadPoolExecutor(len(answers)) as readers:
+        reading = [readers.submit(answer.result) for answer in answers]
+        wait(reading, return_when=FIRST_COMPLETED)
+        seconds = time.perf_counter() - began
+        n_tokens = engine.ledger.counters()["generated_tokens"] - n_before
+    return float(n_tokens / seconds)
+
+
+def _n_steps(results: Sequence[Result]) -> tuple[int, int]:
+    """Of all rows, and the drafted tokens that were accepted in them."""
+    counts = [result.receipt.speculation or {} for result in results]
+    return sum(c["steps"] for c in counts), sum(c["accepted"] for c in counts)
+
+
+def _tokens(results: Sequence[Result]) -> list[list[int]]:
+    return [[info.token for info in result.choices[0].tokens] for result in results]
+
+
+def _agree(ones: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> str:
+    n_same = sum(
+        next(
+            (i for i, pair in enumerate(zip(*both, strict=True)) if len(set(pair)) > 1),
+            len(both[0]),
+        )
+        for both in zip(ones, others, strict=True)
+    )
+    return f"{n_same} of {sum(map(len, others))}"
+
+
+# The program
+
+
+def measure(report: Report, folder: Path, shapes: Sequence[str], contexts: Sequence[int]) -> None:
+    models: dict[str, Model] = {}
+
+    def start(shape: str) -> str:
+        model = build(shape, folder)
+        row_products.speed_up(model.module, folder)
+        models[shape] = replace(model, tokenizer=make_tokenizer(shape, folder / f"{shape}-words"))
+        return "ready"
+
+    for shape in shapes:
+        report.stage(f"{shape}: model", partial(start, shape))
+    first = models[shapes[0]]
+    is_small = first.n_context <= 8192
+    answers = Answers(first, folder, *((40, 40) if is_small else (1024, 128)))
+    for n_rows in ANSWER_ROWS:
+        report.stage(f"{shapes[0]}: answers", partial(answers.speed, n_rows), n_rows)
+    report.stage(f"{shapes[0]}: agreement", answers.agreement)
+    for context in contexts:
+        steps = {s: Caches(model.module, SHAPES[s], context) for s, model in models.items()}
+        for shape, caches in steps.items():
+            for n_rows in VERIFY_ROWS:
+                name = f"{shape}: verify, context {context}"
+                report.stage(name, partial(verify_times, caches, n_rows), n_rows)
+            for n_rows in PLAIN_ROWS:
+                name = f"{shape}: plain, context {context}"
+                report.stage(name, partial(plain_times, caches, n_rows), n_rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.rows", description=__doc__)
+    parser.add_argument("--shapes", default="llama-8b,gemma-3-12b", help="the first one answers")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes: a check that it runs")
+    parser.add_argument("--budget", type=float, default=170.0, help="seconds; later stages wait")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(arguments)
+    shapes = "tiny,tiny-windows" if given.tiny else given.shapes
+    report = Report(given.json, given.budget)
+    with tempfile.TemporaryDirectory() as folder:
+        contexts = (64,) if given.tiny else (1024, 8192)
+        measure(report, Path(folder), shapes.split(","), contexts)
+    print("failed stages:", report.failed or "none", flush=True)
+
+
+if __name__ == "__main__":
+    main()
