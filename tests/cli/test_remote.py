@@ -80,9 +80,9 @@ def test_rm_deletes_what_is_wanted_and_never_all_by_accident(remote, place):
     assert [row["class"] for row in rows(remote)] == [CLASSES[1]]
     with closing(RemoteTier(open_backend(place), CLASSES[1])) as tier:
         assert tier.health.wait_until_tried(SOON)
-        tier.tell(NAMESPACE, "a conversation", b"its past answers")
+        tier.tell(NAMESPACE, "a conversation", b"its past answers", REFS[0])
     assert remote("verify") == "3 of 3 records are intact.\n"
-    assert remote("rm", "--all") == "Deleted 4 records.\n"
+    assert remote("rm", "--all") == "Deleted 5 records.\n"
     assert rows(remote) == []
 
 

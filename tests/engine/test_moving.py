@@ -1,9 +1,12 @@
 """A conversation that moves between machines has the tokens it would have on one."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import pytest
 
+from keepwarm.remote.addresses import open_backend
+from keepwarm.remote.janitor import walk as walk_place
+from keepwarm.remote.records import parse_last
 from keepwarm.text.request import Request, Sampling
 from tests.engine.test_shared import machine
 
@@ -29,7 +32,7 @@ def place(tmp_path):
     return made
 
 
-def say(engine, messages):
+def say(engine, messages, agent=None):
     """One turn: the tokens of its prompt, and the messages after it. The answer is spelled letter
     by letter, as no text is tokenised.
     """
@@ -37,7 +40,7 @@ def say(engine, messages):
         zip(engine.model.tokenizer.convert_tokens_to_ids(["t", "h"]), (96, 100), strict=True)
     )
     sampling = Sampling(max_tokens=6, temperature=2, seed=len(messages), logit_bias=bias)
-    answer = engine.submit(Request(messages=messages, sampling=sampling))
+    answer = engine.submit(Request(messages=messages, sampling=sampling, agent=agent))
     text = answer.result().choices[0].text
     return answer.prepared.tokens, [*messages, {"role": "assistant", "content": text}]
 
@@ -64,3 +67,24 @@ def test_a_walk_over_three_machines_has_the_tokens_of_one(models, tmp_path, plac
     with ExitStack() as opened:  # else it proves nothing
         apart = [opened.enter_context(machine(model, tmp_path / name)) for name in "de"]
         assert walk(apart, [0, 1], 4) != expected[:4]
+
+
+def test_a_conversation_that_is_deleted_leaves_no_answers_there(models, tmp_path, place):
+    """Those of every turn go, and another conversation's stay."""
+
+    def told():
+        with closing(open_backend(place.as_uri())) as there:
+            words = [parse_last(one.name) for one in walk_place(there)]
+        return sum(word.part is None for word in words)
+
+    with machine(models.of("llama"), tmp_path / "a", place.as_uri()) as engine:
+        for agent in ("coder", "other"):
+            messages = []
+            for turn in range(3):
+                messages = [*messages, {"role": "user", "content": f"{agent}'s {turn}. question"}]
+                _, messages = say(engine, messages, agent)
+        engine.wait_until_saved()
+        assert told() == 12, "with what names them"
+        engine.forget("coder")
+        assert engine.store.unreached() == []
+        assert told() == 6

@@ -125,8 +125,8 @@ def _stored_answers(lane: Lane) -> StoredAnswers:
     def elsewhere(texts: Sequence[str]) -> list[list[KnownSpan]]:
         return [spans for told in restorer.answers_to(texts) if (spans := _decode_spans(told))]
 
-    def share(text: str, spans: Sequence[KnownSpan]) -> Future[None] | None:
-        return restorer.share_answers(text, partial(_encode_spans, spans))
+    def share(text: str, spans: Sequence[KnownSpan], tokens: Sequence[int]) -> Future[None] | None:
+        return restorer.share_answers(text, partial(_encode_spans, spans), tokens)
 
     return StoredAnswers(follow, elsewhere, share)
 

@@ -20,7 +20,7 @@ from keepwarm.prefix.blocks import BlockKey, Namespace, block_key
 from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import Part
 from keepwarm.remote.addresses import open_backend
-from keepwarm.remote.backend import Backend, Listed
+from keepwarm.remote.backend import Backend, Listed, at_most
 from keepwarm.remote.handshake import STORE_META
 from keepwarm.remote.records import RemoteNames, RemoteRecord, list_classes, parse_last, read_header
 from keepwarm.remote.tier import RemoteTier
@@ -30,6 +30,7 @@ from keepwarm.store.tier import NamedBlock
 LOG = logging.getLogger(__name__)
 CALL_S = 10.0  # nobody waits for it
 AT_ONCE = 256  # names deleted in one call
+MAX_NAME = 1 << 10  # bytes
 RETRY_S = 2.0  # how often tiers are looked at that could not be reached
 
 Keep: TypeAlias = Collection[BlockKey]
@@ -207,8 +208,22 @@ class _Folder:
             has_windows = any(_is_window(one) for blobs in listed.values() for one in blobs)
             for block in blocks:
                 names += self._names_of(block, has_windows or block.key not in listed)
+        names = [*self._told_of(doomed, listed), *names]
         for start in range(0, len(names), AT_ONCE):
             self._backend.delete(names[start : start + AT_ONCE], CALL_S)
+
+    def _told_of(
+        self, doomed: Iterable[BlockKey], listed: Mapping[BlockKey, Sequence[Listed]]
+    ) -> Iterator[str]:
+        """What is told of answers that end in these blocks, before what names it."""
+        pointers = {self._names.of_pointer(self._namespace, self._parent, key) for key in doomed}
+        if not self._backend.in_batches:
+            pointers &= {one.name for blobs in listed.values() for one in blobs}
+        for pointer in pointers:
+            found = self._backend.read(pointer, at_most(MAX_NAME), CALL_S, n_bytes=MAX_NAME)
+            name = bytes(found or b"").decode(errors="replace")
+            if self._names.is_of_answers(self._namespace, name):
+                yield from (name, pointer)
 
     def _listed(self) -> dict[BlockKey, list[Listed]]:
         """Records, by block."""

@@ -12,8 +12,9 @@ Beside the records lie token ids of past answers, for conversations that move to
 
     <compute class>/<namespace>/<digest of the prompt's text>/001.<key>.a.0
 
-They are masked with that text: who has not the whole prompt cannot read the answers to it, also
-where a conversation was deleted meanwhile.
+Their name lies beside the block that the answer ends in, so that they are deleted with that:
+
+    <compute class>/<namespace>/<parent>/256.<key>.a.0
 
 The compute class is what numbers depend on besides the namespace, such as backend and version of
 MLX. Machines of different classes compute slightly different keys and values, so that an answer
@@ -27,7 +28,7 @@ import re
 import struct
 from base64 import b64decode
 from collections.abc import Sequence
-from hashlib import blake2b, shake_256
+from hashlib import blake2b
 from hmac import compare_digest
 from io import BytesIO
 from typing import NamedTuple
@@ -45,7 +46,7 @@ from keepwarm.records.record import (
     check_identity,
     open_record,
 )
-from keepwarm.remote.backend import Backend, Listed, new_memory
+from keepwarm.remote.backend import NAME, Backend, Listed, new_memory
 from keepwarm.remote.compression import decode_record, find_start, undo_code
 
 CLASSES = "classes"
@@ -127,6 +128,16 @@ class RemoteNames:
         digest.update(text.encode("utf-8", "surrogatepass"))
         return self.folder(namespace, BlockKey(digest.digest()))
 
+    def of_pointer(self, namespace: Namespace, parent: BlockKey, key: BlockKey) -> str:
+        """For the name of what is told, after all names that look-ups want."""
+        return f"{self.folder(namespace, parent)}/{self.stem(BLOCK_TOKENS, key)}{ANSWERS}.0"
+
+    def is_of_answers(self, namespace: Namespace, name: str) -> bool:
+        """Whether it may be one of these: strangers may have written it."""
+        word, folder = parse_last(name), f"{self._compute_class}/{namespace.hex()}/"
+        is_told = word is not None and word.part is None
+        return is_told and name.startswith(folder) and NAME.fullmatch(name) is not None
+
     def folder(self, namespace: Namespace, parent: BlockKey, compute_class: str = "") -> str:
         return f"{compute_class or self._compute_class}/{namespace.hex()}/{parent.hex()}"
 
@@ -147,13 +158,6 @@ class RemoteNames:
         return RemoteRecord(
             namespace, parent, key, part, n_tokens, w_rows, listed.n_bytes, compute_class
         )
-
-
-def mask(namespace: Namespace, name: str, text: str, data: bytes) -> bytes:
-    """Hide data under a name from everybody who has not the text; twice is the data again."""
-    stream = shake_256(namespace + name.encode() + b"\0" + text.encode("utf-8", "surrogatepass"))
-    both = int.from_bytes(data) ^ int.from_bytes(stream.digest(len(data)))
-    return both.to_bytes(len(data))
 
 
 def list_classes(backend: Backend, timeout_s: float) -> list[str]:

@@ -19,7 +19,7 @@ from threading import Thread
 
 from keepwarm.concurrency import CallDeadline, CallError, SingleFlight
 from keepwarm.errors import BadRecord, KeepwarmError, NewerFormat
-from keepwarm.prefix.blocks import BlockKey, Namespace
+from keepwarm.prefix.blocks import BlockKey, BlockRef, Namespace
 from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import (
     Header,
@@ -42,7 +42,6 @@ from keepwarm.remote.records import (
     RemoteRecord,
     decode_named,
     list_classes,
-    mask,
 )
 from keepwarm.store.index.database import Database
 from keepwarm.store.memory import MemoryTier
@@ -186,36 +185,41 @@ class RemoteTier:
             deadline = CallDeadline(ANSWERS_S, self._clock)
             places = [FolderRange(self._names.answers_to(namespace, text), "") for text in texts]
             lists = self.backend.look(places, deadline.left_s())
-            named = [
-                (text, one.name) for text, some in zip(texts, lists, strict=True) for one in some
-            ]
+            named = [one.name for some in lists for one in some]
             read: list[bytes] = []
             with suppress(CallError):  # what was read until then will do
-                for one in named[:MAX_TOLD]:
-                    read.append(self._told(namespace, *one, deadline))
+                for name in named[:MAX_TOLD]:
+                    read.append(self._told(name, deadline))
             return [answers for answers in read if answers]
 
         found = self.health.call("asked", ask) if texts else None
         return found if found and self._is_noted(namespace) else []
 
-    def _told(self, namespace: Namespace, text: str, name: str, deadline: CallDeadline) -> bytes:
+    def _told(self, name: str, deadline: CallDeadline) -> bytes:
         """Empty if it is not what a machine of this fleet has put there."""
         found = self.backend.read(name, at_most(ANSWERS_BYTES), deadline.left_s())
         try:
             data = found and (self._fleet_key.checked(name, found) if self._fleet_key else found)
             plain = self.cipher.open(name.encode(), data) if data and self.cipher else data
-            return mask(namespace, name, text, bytes(plain or b""))
+            return bytes(plain or b"")
         except BadRecord:
             return b""
 
-    def tell(self, namespace: Namespace, text: str, answers: bytes) -> None:
-        """Put what is known of the answers in a conversation. Never fails."""
+    def tell(self, namespace: Namespace, text: str, answers: bytes, end: BlockRef) -> None:
+        """Put what is known of the answers in a conversation, the last of which ends with a block.
+        Never fails.
+        """
         name = self._names.of_answers(namespace, text, answers)
-        masked = mask(namespace, name, text, answers)
-        data = self.cipher.seal(name.encode(), masked) if self.cipher else masked
+        pointer = self._names.of_pointer(namespace, end.parent, end.key)
+        data = self.cipher.seal(name.encode(), answers) if self.cipher else answers
         pieces = [data, self._fleet_key.mac(name, [data])] if self._fleet_key else [data]
+
+        def put() -> None:
+            self.backend.put(pointer, [name.encode()], ANSWERS_S)
+            self.backend.put(name, pieces, ANSWERS_S)
+
         if self.is_writable:
-            self.health.call("written", lambda: self.backend.put(name, pieces, ANSWERS_S))
+            self.health.call("written", put)
 
     def load_s(self, n_bytes: int) -> float:
         return self.speed.load_s(n_bytes)

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
 
-from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, Namespace, block_key
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, Namespace, block_key, chain
 from keepwarm.records.record import Header, Part, Record
 from keepwarm.remote.tier import RemoteTier
 from keepwarm.store.disk.write_budget import WriteBudget
@@ -84,17 +84,23 @@ class Uploader:
         return tried
 
     def tell(
-        self, namespace: Namespace, text: str, answers: Callable[[], bytes]
+        self,
+        namespace: Namespace,
+        text: str,
+        answers: Callable[[], bytes],
+        tokens: Sequence[int],
     ) -> Future[None] | None:
-        """Tell other machines what answers a conversation has; from any thread, without waiting.
-        Done when they can know, or None if that may take long: nobody should wait then.
+        """Tell other machines what answers a conversation of these tokens has; from any thread,
+        without waiting. Done when they can know, or None if that may take long: nobody should wait
+        then.
         """
         usable = [tier for tier in self._shared if not tier.is_open]
 
         def tell() -> None:
             told = answers()
+            *_, end = chain(namespace, tokens)
             for tier in usable if self._fits(len(told)) else ():
-                tier.tell(namespace, text, told)
+                tier.tell(namespace, text, told, end)
 
         with self._changed:
             if self._closing or not usable:

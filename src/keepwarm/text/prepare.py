@@ -266,7 +266,7 @@ class Preparer:
         span, stored = self.splicer.remember(*made), prepared.stored
         if span is None or stored is None or not prepared.request.policy.to_disk:
             return None
-        return stored.share(prompt.text, [*prompt.spans, span])
+        return stored.share(prompt.text, [*prompt.spans, span], tokens)
 
     def forget(self) -> None:
         """Forget all texts: answers, and tokens of what was prepared."""

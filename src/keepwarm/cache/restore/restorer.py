@@ -401,11 +401,14 @@ class Restorer:
         refs = list(chain(self.namespace, tokens)) if self.uploader is not None else []
         return self.uploader.offer(self.namespace, refs) if self.uploader and refs else None
 
-    def share_answers(self, text: str, answers: Callable[[], bytes]) -> Future[None] | None:
-        """Tell other machines the tokens of a conversation's answers, the one to this text last;
-        done when they can know. None if nobody should wait for that.
+    def share_answers(
+        self, text: str, answers: Callable[[], bytes], tokens: Sequence[int]
+    ) -> Future[None] | None:
+        """Tell other machines the answers of a conversation that has these tokens, the one to this
+        text last; done when they can know. None if nobody should wait for that.
         """
-        return self.uploader.tell(self.namespace, text, answers) if self.uploader else None
+        told = self.uploader and self.uploader.tell(self.namespace, text, answers, tokens)
+        return told or None
 
     def answers_to(self, texts: Sequence[str]) -> Iterator[bytes]:
         """What other machines have told of these texts; on the caller's thread."""
