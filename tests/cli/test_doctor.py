@@ -7,8 +7,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from keepwarm import __version__, blas, config
-from keepwarm.cli.break_even import break_even, describe, remembered_costs
-from keepwarm.cli.doctor import MeasuredRemote, _tiers_page
+from keepwarm.cli.doctor import _tiers_page
 from keepwarm.device.machine import Machine, _advice_on_blas
 from keepwarm.engine.padding import KnownVerdict, Verdict, VerdictsFile
 from keepwarm.remote.handshake import PLAIN, STORE_META
@@ -63,21 +62,6 @@ def test_shared_tiers_are_measured(report):
     assert "No such file" in missing["problem"]
 
 
-def test_the_break_even_of_each_is_stated_for_the_model(report):
-    """Measured, because the model had computed nothing; after that it is remembered."""
-    home, found = report
-    settings = config.load({}, home=home, model=str(home / "tiny"))
-    costs = remembered_costs(settings)
-    assert costs.size.token_bytes > 0
-    *usable, missing = found["remotes"]
-    assert (missing["break_even"], missing["break_even_tokens"]) == ("", None)
-    for there in usable:
-        said = {name: there.pop(name) for name in ("break_even", "break_even_tokens")}
-        assert said["break_even_tokens"] == break_even(costs, RemoteReport(**there))
-        assert said["break_even"] == describe(costs, RemoteReport(**there))
-        assert "tokens/s of tiny" in said["break_even"]
-
-
 @pytest.mark.parametrize(
     ("mark", "key", "problem"),
     [
@@ -102,9 +86,9 @@ def test_a_tier_that_would_be_refused_is_not_measured(tmp_path, mark, key, probl
 def test_a_report_names_no_host():
     usable = RemoteReport("redis://cache.internal", 0.001, 2e8, put_bytes_per_s=1e8)
     gone = RemoteReport("s3://bucket", problem="no answer from cache.internal")
-    page = _tiers_page([MeasuredRemote(usable, 256, "loading wins"), MeasuredRemote(gone)])
+    page = _tiers_page([usable, gone])
     assert page == (
-        "\n- Shared tier, redis: 1.0 ms, reads 200 MB/s, writes 100 MB/s: loading wins\n"
+        "\n- Shared tier, redis: 1.0 ms, reads 200 MB/s, writes 100 MB/s\n"
         "- Shared tier, s3: not usable\n"
     )
     assert _tiers_page([]) == ""

@@ -26,7 +26,6 @@ from keepwarm.agents.shares import AgentLimits
 from keepwarm.cache.identity import identity_of
 from keepwarm.cache.restore.forgetting import Forget, Forgetting
 from keepwarm.cache.restore.loading import Reader, RestoreFailures
-from keepwarm.cache.restore.points import PointSizes
 from keepwarm.cache.restore.rates import RatesFile
 from keepwarm.cache.restore.records import block_of
 from keepwarm.cache.restore.restorer import Restorer, UnverifiedBlocks
@@ -342,7 +341,7 @@ class Store:
         )
         restorer = self.make_restorer(identity, layout, revision_of(path))
         everyones = namespace(replace(identity, salt="", origin=""))
-        restorer.rates = self._rates.of(everyones, PointSizes(layout).to_load(str(source)))
+        restorer.rates = self._rates.of(everyones)
         return AttachedModel(model, identity, restorer, kv_options, self)
 
     def make_restorer(self, identity: Identity, layout: kv.Layout, revision: str = "") -> Restorer:

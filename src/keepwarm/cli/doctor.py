@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,11 +20,10 @@ from rich.table import Table
 
 from keepwarm import config
 from keepwarm.cli.options import check_parents
-from keepwarm.errors import BadInput, KeepwarmError
+from keepwarm.errors import BadInput
 from keepwarm.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
-    from keepwarm.cli.break_even import ModelCosts
     from keepwarm.device.machine import Machine
     from keepwarm.engine.answer import Answer
     from keepwarm.engine.engine import Engine
@@ -54,78 +52,28 @@ def doctor(
         raise BadInput("--quick shortens --report; name the page to write with --report FILE.")
     from keepwarm.device.machine import snapshot  # imports MLX
     from keepwarm.engine.padding import VerdictsFile
+    from keepwarm.remote.opening import measure_remotes
 
     settings = config.load()
     machine = snapshot(settings)
     file = str(config.find_folders(os.environ).config)
     alone = [known.model for known in VerdictsFile(settings.home).alone()]
-    remotes = _measure_remotes(settings)
+    remotes = measure_remotes(settings)
     if json:
         found = {"config": file, "models": str(settings.models), "not_batched": alone}
-        print(dumps(as_json(machine) | found | {"remotes": [one.as_json() for one in remotes]}))
+        print(dumps(as_json(machine) | found | {"remotes": [one._asdict() for one in remotes]}))
     else:
         places = {"Configuration": file, "Models": str(settings.models)}
         Console().print(_table(machine, alone, places, remotes))
 
 
-class MeasuredRemote(NamedTuple):
-    """A shared tier, and from how many tokens on it is faster than computing."""
-
-    report: RemoteReport
-    break_even: int | None = None
-    verdict: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            **self.report._asdict(),
-            "break_even_tokens": self.break_even,
-            "break_even": self.verdict,
-        }
-
-    @property
-    def speed(self) -> str:
-        """Without its address, which is nobody else's business."""
-        _, latency_s, read, problem, put = self.report
-        if problem:
-            return "not usable"
-        written = f"writes {format_rate(put)}" if put else "is full or read-only"
-        rates = f"{latency_s * 1000:.1f} ms, reads {format_rate(read)}, {written}"
-        return f"{rates}: {self.verdict}" if self.verdict else rates
-
-    def __str__(self) -> str:
-        why = f": {self.report.problem}" if self.report.problem else ""
-        return f"{self.report.address}, {self.speed}{why}"
-
-
-def _measure_remotes(settings: config.Settings) -> list[MeasuredRemote]:
-    from keepwarm.cli.break_even import break_even, describe
-    from keepwarm.remote.opening import measure_remotes
-
-    reports = measure_remotes(settings)
-    costs = _costs(settings) if any(not report.problem for report in reports) else None
-    return [
-        MeasuredRemote(report)
-        if costs is None or report.problem
-        else MeasuredRemote(report, break_even(costs, report), describe(costs, report))
-        for report in reports
-    ]
-
-
-def _costs(settings: config.Settings) -> ModelCosts | None:
-    """Of the model of the settings: as the engine remembers them, or measured; None if the model
-    is not here, or does not fit."""
-    from keepwarm.cli.break_even import is_here, remembered_costs
-
-    known = remembered_costs(settings)
-    if known is None and is_here(settings):
-        from keepwarm.engine.compilation import measure_model
-
-        try:
-            measure_model(settings)
-        except KeepwarmError as error:
-            print(f"{settings.model} could not be measured: {error}", file=sys.stderr)
-        known = remembered_costs(settings)
-    return known
+def _speed(remote: RemoteReport) -> str:
+    if remote.problem:
+        return "not usable"
+    put = remote.put_bytes_per_s
+    written = f"writes {format_rate(put)}" if put else "is full or read-only"
+    read = format_rate(remote.bytes_per_s)
+    return f"{remote.latency_s * 1000:.1f} ms, reads {read}, {written}"
 
 
 class Lengths(NamedTuple):
@@ -151,9 +99,10 @@ class Figures(NamedTuple):
 def _write_report(path: Path, quick: bool) -> None:
     check_parents(path)
     from keepwarm.device.machine import snapshot
+    from keepwarm.remote.opening import measure_remotes
 
     settings = config.load()
-    remotes = _measure_remotes(settings)
+    remotes = measure_remotes(settings)
     figures = _measure_engine(replace(settings, remote=""), QUICK if quick else FULL)
     command = f"keepwarm doctor --report {path.name}{' --quick' * quick}"
     about = f"{Path(settings.model).name}, medians: `{command}`\n"
@@ -249,9 +198,10 @@ def _figures_page(figures: Figures) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _tiers_page(remotes: list[MeasuredRemote]) -> str:
-    kinds = [urlsplit(remote.report.address).scheme for remote in remotes]
-    lines = [f"- Shared tier, {k}: {r.speed}\n" for k, r in zip(kinds, remotes, strict=True)]
+def _tiers_page(remotes: list[RemoteReport]) -> str:
+    """Without addresses, which are nobody else's business."""
+    kinds = [urlsplit(remote.address).scheme for remote in remotes]
+    lines = [f"- Shared tier, {k}: {_speed(r)}\n" for k, r in zip(kinds, remotes, strict=True)]
     return "".join(["\n", *lines]) if lines else ""
 
 
@@ -275,7 +225,7 @@ def as_json(machine: Machine) -> dict[str, Any]:
 
 
 def _table(
-    machine: Machine, alone: list[str], places: dict[str, str], remotes: list[MeasuredRemote]
+    machine: Machine, alone: list[str], places: dict[str, str], remotes: list[RemoteReport]
 ) -> Table:
     """`alone` are the models whose rows differ in a batch."""
     table = Table("", "", show_header=False, box=None)
@@ -284,7 +234,8 @@ def _table(
     if alone:
         table.add_row("[bold]Not batched[/bold]", ", ".join(alone))
     for remote in remotes:
-        table.add_row("[bold]Shared tier[/bold]", str(remote))
+        why = f": {remote.problem}" if remote.problem else ""
+        table.add_row("[bold]Shared tier[/bold]", f"{remote.address}, {_speed(remote)}{why}")
     return table
 
 

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import count
 
-from keepwarm.cache.store import Budgets, Store
+from keepwarm.cache.store import Store
 from keepwarm.config import Settings
 from keepwarm.device import kernels
 from keepwarm.engine.admission import EngineConfig
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import KeepwarmError
-from keepwarm.models.load import Model, load
+from keepwarm.models.load import Model
 from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import Format, Request, Sampling
 
@@ -28,7 +27,6 @@ LOG = logging.getLogger(__name__)
 # Tokens. For quantised weights there is a kernel for up to 16, one for up to 32, one for more.
 TINY, SHORT, MEDIUM, LONG = 12, 20, 300, 2600  # the last is more than one slice
 ANSWER = 4
-MEASURED = (300, 300, 600)  # tokens; the first also compiles kernels
 Report = Callable[[str], None]
 
 
@@ -124,18 +122,3 @@ class TrialRequests:
         n_tokens = min(n_tokens, self._engine.model.n_context - 12 * ANSWER)
         first = next(self._firsts)
         return [first, *(1 + i % 100 for i in range(n_tokens - 1))]
-
-
-def measure_model(settings: Settings) -> None:
-    """Load the model of the settings and compute short prompts; what they cost is remembered."""
-    settings = replace(settings, remote="")
-    model = load(settings.model, settings)
-    budgets = Budgets(memory_bytes=None, disk=False)
-    with (
-        Store(budgets=budgets, settings=settings) as store,
-        Engine(model, store, settings=settings) as engine,
-    ):
-        for n_tokens in MEASURED:
-            prompt = [1 + i % 100 for i in range(min(n_tokens, model.n_context - 1))]
-            nothing = Sampling(max_tokens=0)
-            engine.submit(Request(prompt=prompt, sampling=nothing, policy=Policy.NO_STORE)).result()

@@ -25,7 +25,7 @@ from keepwarm.remote.handshake import MARK_S, check_kind, read_mark
 from keepwarm.remote.health import RemoteSpeed, time_blobs, try_backend
 from keepwarm.remote.janitor import RemoteLimits
 from keepwarm.remote.records import FleetKey
-from keepwarm.remote.tier import ASK_S, BATCH_CALLS, MAX_ASK_SHARE, RemoteTier
+from keepwarm.remote.tier import RemoteTier
 from keepwarm.remote.uploader import Uploader
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.disk.tombstones import Tombstones
@@ -44,10 +44,6 @@ class RemoteReport(NamedTuple):
     bytes_per_s: float = 0.0  # read
     problem: str = ""
     put_bytes_per_s: float = 0.0  # 0: it is full or read-only
-
-    def is_asked(self, computing_s: float) -> bool:
-        """Whether a question is worth its time: two round trips, and as much to connect."""
-        return 2 * BATCH_CALLS * self.latency_s <= max(ASK_S, MAX_ASK_SHARE * computing_s)
 
 
 TRIALS = 5  # of a measurement

@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from itertools import count, pairwise, takewhile
 from typing import NamedTuple
 
-from keepwarm.cache.restore.rates import LoadSize
 from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import LayerSpec, Layout
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey
 from keepwarm.store.eviction import LAST_KEPT, NEAR, Checkpoint, find_surplus
 
 SPARSE_SHARE = 0.25  # of the bytes that a prompt takes anyway, for its sparse points
-USUAL_TOKENS = 4096  # of a prompt
 NO_KEY = BlockKey(b"")
 
 
@@ -40,12 +38,6 @@ class PointSizes:
         """Bytes of the states and window rows at one point."""
         kept = (leaf for leaf in self.layout.leaves() if leaf.kind is not Kind.DELTA)
         return sum(_bytes(leaf, n_tokens) for leaf in kept)
-
-    def to_load(self, source: str) -> LoadSize:
-        """What is loaded for a prompt of this model; `source` names it."""
-        fixed = (leaf for leaf in self.layout.leaves() if not _grows(leaf))
-        n_fixed = sum(_bytes(leaf, USUAL_TOKENS) for leaf in fixed)
-        return LoadSize(source, self.rows(USUAL_TOKENS) / USUAL_TOKENS, n_fixed)
 
 
 def _grows(leaf: LayerSpec) -> bool:

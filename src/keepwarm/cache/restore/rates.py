@@ -194,24 +194,12 @@ class PrefillTimes:
         return known if known or is_known else None
 
 
-class LoadSize(NamedTuple):
-    """What is loaded for a prompt of a model."""
-
-    source: str  # the path or id of its weights
-    token_bytes: float  # rows that every token adds
-    point_bytes: int  # states and window rows, of the last tokens only
-
-    def n_bytes(self, n_tokens: int) -> float:
-        return self.token_bytes * n_tokens + self.point_bytes
-
-
 @dataclass
 class Rates:
     load_bytes_per_s: float = 2e9  # rather too high: what is never loaded is never measured
     prefill_tokens_per_s: float = 50.0  # until slices have been measured
     measured: bool = False  # else defaults
     slices: SliceCosts = field(default_factory=SliceCosts)
-    size: LoadSize | None = None
 
     def saw_load(self, n_bytes: int, seconds: float) -> None:
         self.load_bytes_per_s = 0.7 * self.load_bytes_per_s + 0.3 * n_bytes / max(seconds, 1e-6)
@@ -233,8 +221,7 @@ class Rates:
 
     @classmethod
     def from_json(cls, known: Mapping[str, Any]) -> Rates:
-        slices, size = SliceCosts(known["slices"]), known["size"]
-        return cls(**{**known, "slices": slices, "size": LoadSize(*size) if size else None})
+        return cls(**{**known, "slices": SliceCosts(known["slices"])})
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "slices": self.slices.slices}
@@ -247,17 +234,11 @@ class RatesFile:
         self._file = StateFile(home / MACHINE, "rates", _rates_from_json, _rates_to_json)
         self._rates = self._file.read()
 
-    def of(self, namespace: Namespace, size: LoadSize | None = None) -> Rates:
+    def of(self, namespace: Namespace) -> Rates:
         """The one that was asked for last is saved last."""
         name = namespace.hex()
-        rates = self._rates[name] = self._rates.pop(name, Rates())
-        rates.size = size or rates.size
-        return rates
-
-    def latest(self, source: str) -> Rates | None:
-        """The rates of a model as it was used last, if they were measured."""
-        known = (r for r in self._rates.values() if r.measured and r.size)
-        return next((r for r in reversed([*known]) if r.size and r.size.source == source), None)
+        self._rates[name] = self._rates.pop(name, Rates())
+        return self._rates[name]
 
     def save(self) -> None:
         measured = {name: rates for name, rates in self._rates.items() if rates.measured}
