@@ -26,7 +26,7 @@ chat: install
 
 demo: install
 	$(BIN)/keepwarm pull smollm2
-	$(BIN)/keepwarm demo
+	$(BIN)/python -m benchmarks.demo
 
 test: tools
 	PYTHONDONTWRITEBYTECODE= MLX_DISABLE_COMPILE=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS)

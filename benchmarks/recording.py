@@ -1,4 +1,4 @@
-"""Records `keepwarm demo` as an animated picture: python -m benchmarks.recording [FILE]
+"""Records `benchmarks.demo` as an animated picture: python -m benchmarks.recording [FILE]
 
 The demo runs as it is; each line appears when it was printed, faster by `SPEED`. Colours follow
 the scheme of the reader.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FILE = Path(__file__).parents[1] / "docs" / "images" / "demo.svg"
-COMMAND = "keepwarm demo"
+COMMAND = "python -m benchmarks.demo"
 SPEED = 6
 PAUSE_S = 8.0  # at the end, before it begins again
 COLUMNS = 80
@@ -90,7 +90,7 @@ def _kind(text: str) -> str:
 
 def main(file: Path) -> None:
     lines = [Line(0.0, f"$ {COMMAND}")]
-    for line in record([sys.executable, "-m", *COMMAND.split()]):
+    for line in record([sys.executable, *COMMAND.split()[1:]]):
         print(line.text, flush=True)
         lines.append(line)
     file.write_text(drawn(lines, SPEED), encoding="utf-8")

@@ -28,7 +28,6 @@ VERBS = (
     "pull",
     "models",
     "doctor",
-    "demo",
     "cache",
     "remote",
 )

@@ -1,4 +1,6 @@
-"""`keepwarm demo`: three agents share a handbook, and their process is killed and restarted.
+"""Three agents share a handbook, and their process is killed and restarted:
+
+    python -m benchmarks.demo        # or make demo; about two minutes
 
 Every turn is run twice, with the cache off and on. Where both prompts have the same tokens the
 answers must be equal. An answer sent back unchanged would keep the tokens it was generated as with
@@ -79,10 +81,7 @@ Message: TypeAlias = dict[str, str]
 
 
 def demo() -> None:
-    """Run three agents, kill their process, resume them.
-
-    Compares cold and warm answers; takes about two minutes.
-    """
+    """Run three agents, kill their process, resume them; compare cold and warm answers."""
     with tempfile.TemporaryDirectory(prefix="keepwarm-demo-") as folder:
         agents = AgentProcess(config.load().model, Path(folder))
         try:
@@ -331,3 +330,7 @@ def _summary(reply: DemoReply) -> str:
     tiers = " and ".join(tier for tier, n in reply.reused.items() if n)
     rest = f", rest {tiers}" if tiers else ""
     return f"{reply.first_s:6.2f} s {reply.n_computed:,} of {reply.n_prompt:,} new{rest}"
+
+
+if __name__ == "__main__":
+    demo()

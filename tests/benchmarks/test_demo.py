@@ -1,10 +1,12 @@
-"""`keepwarm demo`: no arguments, a process that is really killed, answers that stay the same."""
+"""`benchmarks.demo`: a process that is really killed, and answers that stay the same."""
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-
-from keepwarm.cli.demo import (
+from benchmarks.demo import (
     BAR,
     EIGHTHS,
     FIRST,
@@ -16,7 +18,8 @@ from keepwarm.cli.demo import (
     cut_off,
     lines,
 )
-from tests.cli import keepwarm
+
+from tests.cli import environment
 from tests.kit.checkpoints import write_checkpoint
 
 
@@ -25,9 +28,17 @@ def shown(tmp_path_factory):
     """The whole demo, with a tiny model as the default model."""
     model = write_checkpoint(tmp_path_factory.mktemp("model"), n_context=16384)
     home = tmp_path_factory.mktemp("home")
-    run = keepwarm("demo", home=home, COLUMNS="80", KEEPWARM_MODEL=str(model))
-    assert run.returncode == 0, run.stderr.decode()
-    return run.stdout.decode()
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.demo"],
+        cwd=Path(__file__).parents[2],
+        env=environment(home, COLUMNS="80", KEEPWARM_MODEL=str(model)),
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
 
 
 def test_every_turn_is_drawn_without_and_with_the_cache(shown):
