@@ -535,26 +535,6 @@ def test_an_ephemeral_agent_has_no_bytes_on_disk(disk_store):
     assert not holds_tokens(disk_store.disk.root, tokens)
 
 
-def test_prefixes_are_pinned_shown_and_deleted(disk_store):
-    """Of what they share with an agent or with another prefix, nothing goes."""
-    shared = tokens_of(512, seed=1)
-    mine, theirs = shared + tokens_of(700, seed=2), shared + tokens_of(300, seed=3)
-    for tokens in (mine, theirs):
-        keep(disk_store, tokens)
-    turn(disk_store, "a", shared[:256])
-    by_length = {prefix.n_tokens: prefix.id for prefix in disk_store.prefixes.all()}
-    assert disk_store.tokens_of(disk_store.prefixes.show(by_length[1212])) == mine
-    disk_store.prefixes.pin(by_length[1212])
-    assert [each.n_tokens for each in disk_store.prefixes.all() if each.pinned] == [1212]
-    before = disk_store.disk.index.forgotten.generation()
-    assert disk_store.prefixes.delete(by_length[1212]) == 3
-    assert disk_store.disk.index.forgotten.generation() == before + 1
-    assert not holds_tokens(disk_store.disk.root, mine[512:])
-    assert disk_store.tokens_of(disk_store.prefixes.show(by_length[812])) == theirs
-    disk_store.prefixes.delete(by_length[812])
-    assert [stored.number for stored in disk_store.disk.walk()] == [0]
-
-
 def test_clearing_leaves_nothing(disk_store):
     tokens = tokens_of(700)
     turn(disk_store, "a", tokens)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from keepwarm.agents.agent import Branch
 from keepwarm.agents.agent_store import AgentStore
 from keepwarm.agents.bundle import MANIFEST, Manifest, manifest_in, write_archive
 from keepwarm.agents.rewriting import prefix_blocks, prefix_records, trimmed
@@ -86,32 +87,6 @@ def test_what_is_not_there_is_refused(wanted, says, disk_store):
         disk_store.find("a", **wanted)
 
 
-def test_a_prompt_without_a_name_is_listed_and_travels(disk_store, other, tmp_path):
-    named, anonymous = tokens_of(600), tokens_of(520, seed=1)
-    turn(disk_store, "a", named)
-    for ref in chain(NAME, anonymous):
-        disk_store.disk.put(record(ref, namespace=NAME))
-    (prefix,) = disk_store.prefixes.all()
-    assert prefix.n_tokens == 520
-    assert prefix.n_bytes > 3 * 1024
-    disk_store.export_agent(prefix.id, tmp_path / "p.kw")
-    made = other.import_agent(tmp_path / "p.kw", IDENTITY)
-    assert (made.id, other.tokens_of(made)) == ("p", anonymous)
-    disk_store.export_agent(disk_store.find(prefix.id, 300), tmp_path / "q.kw")
-    assert other.import_agent(tmp_path / "q.kw", IDENTITY).n_tokens == 300
-    assert list(other.prefixes.all()) == []
-
-
-def test_a_prefix_is_found_by_the_first_four_digits_of_its_id(disk_store):
-    for ref in chain(NAME, tokens_of(300)):
-        disk_store.disk.put(record(ref, namespace=NAME))
-    (prefix,) = disk_store.prefixes.all()
-    assert disk_store.find(prefix.id[:5]).n_tokens == 300
-    for unknown in (prefix.id[:4], "@", "@zzzzzzzz", "@0123456789ab"):
-        with pytest.raises(BadInput, match="prefixes match"):
-            disk_store.find(unknown)
-
-
 def test_checkpoints_inside_blocks_travel(disk_store):
     """Those of this conversation, in every block; not those of others that part from it."""
     tokens = tokens_of(700)
@@ -143,15 +118,6 @@ def test_a_block_that_goes_while_it_is_exported_is_missed(disk_store):
     disk_store.disk.delete(agent.blocks[0])
     with pytest.raises(BadCacheFile, match="evicted or deleted meanwhile"):
         list(export.pieces)
-
-
-def test_a_prefix_whose_beginning_is_gone_is_not_exported(disk_store):
-    refs = list(chain(NAME, tokens_of(600)))
-    for ref in refs[1:]:
-        disk_store.disk.put(record(ref, namespace=NAME))
-    (prefix,) = disk_store.prefixes.all()
-    with pytest.raises(BadInput, match="is incomplete"):
-        disk_store.find(prefix.id)
 
 
 def test_work_is_told_as_it_is_done(disk_store, other, tmp_path):
@@ -279,16 +245,15 @@ def test_an_imported_prefix_goes_on_there(
     assert_goes_on(restorer, model, n_restored, n_prompt)
 
 
-def test_a_prefix_of_states_alone_is_listed_and_travels(tiny_model, away, tmp_path):
+def test_an_agent_of_states_alone_travels(tiny_model, away, tmp_path):
     """Blocks that hold nothing say their tokens, so that whoever looks finds the whole prompt."""
     model = tiny_model("mamba2")
     home, file = Store(tmp_path / "home", BUDGETS), tmp_path / "a.kw"
     restorer = home.make_restorer(IDENTITY, probe(model, make_prompt_cache(model)))
     restorer.open(PROMPT).finish(PROMPT, prefill(model, make_prompt_cache(model), PROMPT))
     home.flush()
-    (prefix,) = home.on_disk.prefixes.all()
-    assert prefix.n_tokens == len(PROMPT)
-    home.on_disk.export_agent(prefix.id, file)
+    home.on_disk.agents.create("a", Branch.of(restorer.namespace, PROMPT))
+    home.on_disk.export_agent("a", file)
     home.close()
     made = away.on_disk.import_agent(file, IDENTITY)
     assert away.on_disk.tokens_of(made) == PROMPT

@@ -11,7 +11,6 @@ import sqlite3
 import subprocess
 import time
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -51,7 +50,7 @@ def cache_json(home, *arguments, code=0):
 
 
 def store(home):
-    return Path(cache(home, "path").strip())
+    return home / "store"
 
 
 def test_path_stats_and_ls_agree(home):
@@ -78,9 +77,9 @@ def test_figures_have_words_for_names(home, verb):
 
 
 def test_pin_quota_fork_and_rewind(home):
-    assert cache_json(home, "pin", "coder")["pinned"]
-    assert not cache_json(home, "unpin", "coder")["pinned"]
-    assert cache_json(home, "quota", "coder", "1000000")["quota_bytes"] == 1000000
+    assert cache_json(home, "set", "coder", "--pin")["pinned"]
+    changed = cache_json(home, "set", "coder", "--unpin", "--quota", "1000000")
+    assert (changed["pinned"], changed["quota_bytes"]) == (False, 1000000)
     assert cache_json(home, "fork", "coder", "branch")["forked_from"] == "coder"
     assert cache_json(home, "rewind", "branch", "0")["n_tokens"] == 0
     assert cache_json(home, "rm", "branch")["removed_blocks"] == 0, "all of it is coder's"
@@ -279,18 +278,6 @@ def test_labels_retention_and_several_forks(home):
         cache(home, "rm", name)
 
 
-def test_a_prefix_is_shown_pinned_and_removed(home):
-    run(home, "a lazy dog " * 120)
-    prefix = cache_json(home, "ls", "--prefixes")[0]
-    assert prefix["model"] == str(home / "model")
-    assert cache_json(home, "show", prefix["id"])["n_tokens"] == prefix["n_tokens"]
-    cache(home, "pin", prefix["id"])
-    assert cache_json(home, "ls", "--prefixes")[0]["pinned"]
-    cache(home, "unpin", prefix["id"])
-    assert cache_json(home, "rm", prefix["id"])["removed_blocks"] > 0
-    assert prefix["id"] not in [row["id"] for row in cache_json(home, "ls", "--prefixes")]
-
-
 def test_clear_asks_first(home, tmp_path):
     shutil.copytree(home / "store", tmp_path / "store")
     cache(tmp_path, "clear", code=1)
@@ -318,12 +305,12 @@ def test_an_agent_is_shown_with_dates_names_and_sizes(main_here, home):
     assert before["size"] == format_bytes(kept["n_bytes"])
     assert before["retention"] == "kept until evicted or deleted"
     told("set", "coder", "--retention", 3 * 86400, "--label", "team=core")
-    told("quota", "coder", "2G")
+    told("set", "coder", "--quota", "2G")
     after = shown()
     assert after["retention"] == "deleted when unused for 3 days"
     assert (after["labels"], after["quota"]) == ("team=core", format_bytes(2 << 30))
     told("set", "coder", "--retention", "0", "--label", "team=")
-    told("quota", "coder", "0")
+    told("set", "coder", "--quota", "0")
 
 
 def test_an_existing_file_is_replaced_only_by_force(main_here, home, tmp_path):
@@ -374,18 +361,13 @@ def test_an_export_that_is_stopped_leaves_nothing(main_here, monkeypatch, home, 
 
 @pytest.mark.parametrize("size", ["2X", "-1", "much"])
 def test_a_quota_that_is_no_size_is_one_sentence(main_here, home, size):
-    code, _, err = main_here("cache", "quota", "coder", "--", size, home=home)
+    code, _, err = main_here("cache", "set", "coder", "--quota", size, home=home)
     assert (code, err) == (2, f"{size!r} is not a size; write it as 2G, 500MB or in bytes.\n")
 
 
-def test_any_prefix_travels_in_one_file(home, tmp_path):
-    """An agent's first tokens, a turn, or an unnamed prefix."""
+def test_first_tokens_or_turns_of_an_agent_travel_in_one_file(home, tmp_path):
     run(home, "a long way to go for a story " * 60, "--agent", "part")
-    run(home, "said by nobody in particular " * 60)
     n_tokens = cache_json(home, "show", "part")["n_tokens"]
-    (prefix, *_) = cache_json(home, "ls", "--prefixes")
-    assert prefix["id"].startswith("@")
-    assert prefix["id"] in cache(home, "ls", "--prefixes")
     away = tmp_path / "away"
     away.mkdir()
     (away / "model").symlink_to(home / "model")
@@ -394,9 +376,8 @@ def test_any_prefix_travels_in_one_file(home, tmp_path):
         -(-n_tokens // 256)
     )
     assert cache_json(home, "export", "part", bundle, "--tokens", "300", "--force")["records"] == 2
-    cache(home, "export", prefix["id"], bundle, "--force")
     made = cache_json(away, "import", bundle, "--model", str(away / "model"))
-    assert (made["id"], made["n_tokens"]) == ("a", prefix["n_tokens"])
+    assert (made["id"], made["n_tokens"]) == ("part", 300)
     done = keepwarm_here("cache", "export", "part", str(tmp_path / "x"), "--turn", "7", home=home)
     assert (done.returncode, b"there is no turn 7" in done.stderr) == (2, True)
     cache(home, "rm", "part")

@@ -12,7 +12,7 @@ import pytest
 
 from keepwarm.agents.agent import Branch
 from keepwarm.agents.agents import Agents
-from keepwarm.agents.prefixes import TtlPins
+from keepwarm.agents.shares import TtlPins
 from keepwarm.engine import recorder
 from keepwarm.files import STALE_AFTER_S, replacing, write_atomically
 from keepwarm.prefix.blocks import chain

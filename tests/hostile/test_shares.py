@@ -11,8 +11,7 @@ from starlette.responses import Response
 from keepwarm import config
 from keepwarm.agents.agent import Branch
 from keepwarm.agents.agent_store import AgentStore
-from keepwarm.agents.prefixes import TtlPins
-from keepwarm.agents.shares import RECOUNT_S, AgentLimits, AgentShares
+from keepwarm.agents.shares import RECOUNT_S, AgentLimits, AgentShares, TtlPins
 from keepwarm.errors import BadInput
 from keepwarm.models.load import load
 from keepwarm.prefix.blocks import chain

@@ -239,12 +239,8 @@ def test_blocks_that_were_evicted_here_are_deleted_there(store, place):
     assert shared(place) == [False] * 3
 
 
-def test_clearing_a_store_and_deleting_a_prefix_do_so_too(store, place):
-    store.agents.fork("coder", "fork")
+def test_clearing_a_store_does_so_too(store, place):
     store.agents.delete("coder")
-    store.disk.files.remove(store.agents._path("fork"))  # then they belong to nobody
-    (prefix,) = store.prefixes.all()
-    assert store.prefixes.delete(prefix.id) == 3
     assert at_once(store) == []
     assert shared(place) == [False] * 3
     store.disk.put(record(REFS[0]))

@@ -5,7 +5,7 @@ import uuid
 
 import httpx
 
-from keepwarm.agents.prefixes import TtlPins
+from keepwarm.agents.shares import TtlPins
 from keepwarm.store.disk.disk import INDEX_ROOM
 from tests.kit.waiting import wait_until
 

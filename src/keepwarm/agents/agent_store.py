@@ -24,9 +24,8 @@ from keepwarm.agents.bundle import (
     export_bundle,
     import_bundle,
 )
-from keepwarm.agents.prefixes import PREFIX_SIGN, StoredPrefixes, TtlPins
 from keepwarm.agents.reachability import used_by
-from keepwarm.agents.shares import AgentLimits
+from keepwarm.agents.shares import AgentLimits, TtlPins
 from keepwarm.agents.signing import NO_KEYS, BundleKeys, SigningKey
 from keepwarm.agents.texts import AgentTurn
 from keepwarm.config import Settings
@@ -91,7 +90,6 @@ class AgentStore:
                 "name another directory as KEEPWARM_STORE."
             ) from error
         self.agents = Agents(self.disk, retention_s=retention_s)
-        self.prefixes = StoredPrefixes(self.disk, self.agents)
         self.tombstones = Tombstones(self.disk)
         self.ttl_pins = TtlPins(self.disk)
         self.wear = WriteBudget(self.disk.root, writes_per_day)
@@ -193,11 +191,10 @@ class AgentStore:
         turn: int | None = None,
         branch: int | None = None,
     ) -> Agent:
-        """An agent as it stands in its head or in another branch, or a prefix by its id (`@…`);
-        cut to its first tokens or turns if asked.
+        """An agent as it stands in its head or in another branch, cut to its first tokens or turns
+        if asked.
         """
-        is_prefix = name.startswith(PREFIX_SIGN)
-        agent = (self.prefixes if is_prefix else self.agents).show(name).on(branch)
+        agent = self.agents.show(name).on(branch)
         if turn is not None:
             if not 0 < turn <= len(agent.turns):
                 raise BadInput(f"{name!r} has {len(agent.turns)} turns; there is no turn {turn}.")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Self
 
 from keepwarm.config import Settings
 from keepwarm.errors import BadInput
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, chain, pack
+from keepwarm.store.disk.disk import DiskTier
+from keepwarm.store.tier import TTL_PIN
 from keepwarm.units import format_bytes
 
 PROTECTED = 2  # pins and quotas of all keys together take one part in so many of the store
+DEFAULT_TTL_S = 300.0
 RECOUNT_S = 600.0  # other processes may have deleted agents since they were counted
 
 
@@ -97,3 +101,72 @@ class AgentShares:
         tenant_of = self._limits.tenant_of
         tenant = tenant_of(agent_id)
         return [each for each in self._protected.items() if tenant_of(each[0]) == tenant]
+
+
+class _PinnedBlock(NamedTuple):
+    until: float
+    n_bytes: int
+
+
+def _n_bytes(pinned: Mapping[BlockKey, _PinnedBlock]) -> int:
+    return sum(block.n_bytes for block in pinned.values())
+
+
+class TtlPins:
+    """Pins with a TTL: a client asked to keep a prompt up to some token for some time.
+
+    The expiry time is part of the pin's owner name, so that any process can end expired pins.
+    """
+
+    def __init__(self, disk: DiskTier, clock: Callable[[], float] = time.time) -> None:
+        self._disk = disk
+        self._clock = clock
+        self._pinned: dict[str, dict[BlockKey, _PinnedBlock]] = {}  # by this process, for a tenant
+        self.max_bytes: int | None = None  # that those of one tenant may protect
+
+    def pin(
+        self,
+        namespace: Namespace,
+        tokens: Sequence[int],
+        n_tokens: int,
+        ttl_s: float | None,
+        tenant: str = "",
+    ) -> None:
+        """Keep the blocks of the first `n_tokens`, unless the tenant's are too many already;
+        pinning again extends the time.
+
+        The block that holds the last of them is pinned, which protects all its ancestors. So is
+        one that ends exactly there, if it is stored: on state models it has the checkpoint.
+        """
+        refs = list(chain(namespace, tokens))
+        last = (n_tokens - 1) // BLOCK_TOKENS
+        if not 0 <= last < len(refs):
+            return
+        start = last * BLOCK_TOKENS
+        ending = block_key(namespace, refs[last].parent, pack(tokens[start:n_tokens]))
+        until = self._clock() + (DEFAULT_TTL_S if ttl_s is None else ttl_s)
+        kept = {*(ref.key for ref in refs[: last + 1]), *self._disk.have([ending])}
+        if not self._fit(tenant, kept, until):
+            return
+        for key in kept & {refs[last].key, ending}:
+            self._disk.pin(key, f"{TTL_PIN}{until:.0f}")
+
+    def _fit(self, tenant: str, keys: set[BlockKey], until: float) -> bool:
+        if self.max_bytes is None:
+            return True
+        now, before = self._clock(), self._pinned.get(tenant, {})
+        pinned = {key: block for key, block in before.items() if block.until > now}
+        for key, info in self._disk.have(keys).items():
+            since = pinned[key].until if key in pinned else until
+            pinned[key] = _PinnedBlock(max(until, since), info.n_bytes)
+        if _n_bytes(pinned) > self.max_bytes:  # perhaps with blocks that were deleted
+            known = self._disk.have(pinned)
+            pinned = {key: block for key, block in pinned.items() if key in known}
+        if _n_bytes(pinned) > self.max_bytes:
+            return False
+        self._pinned[tenant] = pinned
+        return True
+
+    def expire(self) -> int:
+        """End expired pins; how many there were. Eviction also does this."""
+        return self._disk.index.expire_ttl_pins(self._clock())

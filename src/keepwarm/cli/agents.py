@@ -29,9 +29,6 @@ WORDS = {
 
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 AgentId: TypeAlias = Annotated[str, typer.Argument(metavar="AGENT", help="The agent's id.")]
-AnyId: TypeAlias = Annotated[
-    str, typer.Argument(metavar="AGENT", help="Agent id, or prefix id (@ and digits).")
-]
 BranchNumber: TypeAlias = Annotated[
     int | None, typer.Option("--branch", help="Number of a branch, instead of the head.")
 ]
@@ -68,8 +65,8 @@ def delete_shared(store: AgentStore) -> dict[str, list[str]]:
 
 
 @app.command()
-def show(agent: AnyId, branch: BranchNumber = None, as_json: AsJson = False) -> None:
-    """Show one agent or prefix.
+def show(agent: AgentId, branch: BranchNumber = None, as_json: AsJson = False) -> None:
+    """Show one agent.
 
     Its model, turns, branches, size, dates, pin, quota and retention.
     """
@@ -78,39 +75,21 @@ def show(agent: AnyId, branch: BranchNumber = None, as_json: AsJson = False) -> 
         print_agent(store, found, as_json, n_bytes=n_bytes_of(store, found))
 
 
-@app.command()
-def pin(agent: AnyId, branch: BranchNumber = None, as_json: AsJson = False) -> None:
-    """Protect an agent or a prefix from eviction.
-
-    For an agent, this pins the blocks of its head, or of --branch.
-    """
-    _pin(agent, True, branch, as_json)
-
-
-@app.command()
-def unpin(agent: AnyId, branch: BranchNumber = None, as_json: AsJson = False) -> None:
-    """Allow the blocks of an agent or a prefix to be evicted."""
-    _pin(agent, False, branch, as_json)
-
-
-def _pin(name: str, pinned: bool, branch: int | None, as_json: bool) -> None:
-    with open_store() as store:
-        if _is_prefix(name):
-            store.prefixes.pin(name, pinned)
-            print_fields({"prefix": name, "pinned": pinned}, as_json)
-        else:
-            print_agent(store, store.agents.pin(name, pinned, branch), as_json)
-
-
-def _is_prefix(name: str) -> bool:
-    from keepwarm.agents.prefixes import PREFIX_SIGN
-
-    return name.startswith(PREFIX_SIGN)
-
-
 @app.command("set")
 def set_(
     agent: AgentId,
+    *,
+    pin: Annotated[
+        bool | None,
+        typer.Option("--pin/--unpin", help="Protect its head, or --branch, from eviction."),
+    ] = None,
+    branch: BranchNumber = None,
+    quota: Annotated[
+        str | None,
+        typer.Option(
+            "--quota", metavar="SIZE", help="Bytes that others cannot evict, as 2G; 0: none."
+        ),
+    ] = None,
     label: Annotated[
         list[str] | None,
         typer.Option("--label", metavar="KEY=VALUE", help="Set a label; KEY= removes it."),
@@ -122,17 +101,27 @@ def set_(
             "--retention", help="Delete it after this many seconds without use; 0: never."
         ),
     ] = None,
-    *,
     as_json: AsJson = False,
 ) -> None:
-    """Change an agent's labels, note or retention."""
+    """Change an agent's pin, quota, labels, note or retention."""
     labels = dict(_label(text) for text in label or ()) | ({} if note is None else {"note": note})
-    changes = {} if retention is None else {"retention_s": retention or None}
+    changes: dict[str, Any] = {} if retention is None else {"retention_s": retention or None}
+    if quota is not None:
+        changes["quota_bytes"] = _size(quota) or None
     with open_store() as store:
+        if pin is not None:
+            store.agents.pin(agent, pin, branch)
         metadata = {**store.agents.show(agent).metadata, **labels}
         kept = {key: value for key, value in metadata.items() if value}
         changed = store.agents.update(agent, metadata=kept, **changes)
         print_agent(store, changed, as_json)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise BadInput(f"{text!r} is not a size; write it as 2G, 500MB or in bytes.") from error
 
 
 def _label(text: str) -> tuple[str, str]:
@@ -140,24 +129,6 @@ def _label(text: str) -> tuple[str, str]:
     if not sign or not key:
         raise BadInput(f"--label is {text!r}; write it as KEY=VALUE.")
     return key, value
-
-
-@app.command()
-def quota(
-    agent: AgentId,
-    size: Annotated[
-        str, typer.Argument(metavar="SIZE", help="As 2G or 500MB; 0 removes the quota.")
-    ],
-    as_json: AsJson = False,
-) -> None:
-    """Reserve bytes for an agent that other agents cannot evict."""
-    try:
-        n_bytes = parse_bytes(size)
-    except ValueError as error:
-        raise BadInput(f"{size!r} is not a size; write it as 2G, 500MB or in bytes.") from error
-    with open_store() as store:
-        changed = store.agents.update(agent, quota_bytes=n_bytes or None)
-        print_agent(store, changed, as_json)
 
 
 @app.command()
@@ -200,14 +171,14 @@ def rewind(
 
 
 @app.command("rm")
-def remove(agent: AnyId, as_json: AsJson = False) -> None:
-    """Delete an agent or a prefix.
+def remove(agent: AgentId, as_json: AsJson = False) -> None:
+    """Delete an agent.
 
     Every block that no other agent uses is deleted with it, from shared tiers too. One that does
     not answer is named, and cleared later.
     """
     with open_store() as store, shown("deleting") as line:
-        n_blocks = (store.prefixes if _is_prefix(agent) else store.agents).delete(agent, line.count)
+        n_blocks = store.agents.delete(agent, line.count)
         shared = delete_shared(store)
     print_fields({"agent": agent, "removed_blocks": n_blocks} | shared, as_json)
 
@@ -273,7 +244,7 @@ def _shown(store: AgentStore, agent: Agent) -> dict[str, str | int]:
     labels = ", ".join(f"{key}={value}" for key, value in agent.metadata.items())
     unused = agent.retention_s and f"deleted when unused for {agent.retention_s / 86400:g} days"
     return {
-        "agent": agent.id or "none, a prefix",
+        "agent": agent.id,
         "model": agent.head.model or "unknown",
         "turns": len(agent.turns),
         "tokens": agent.n_tokens,

@@ -18,7 +18,7 @@ from rich.table import Table
 from keepwarm import config
 from keepwarm.cli import agents
 from keepwarm.cli.agents import (
-    AnyId,
+    AgentId,
     AsJson,
     BranchNumber,
     delete_shared,
@@ -47,22 +47,12 @@ app.add_typer(agents.app)
 
 
 @app.command("ls")
-def list_agents(
-    prefixes: Annotated[
-        bool, typer.Option("--prefixes", help="List prefixes that belong to no agent.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
+def list_agents(as_json: AsJson = False) -> None:
     """List agents."""
     with open_store() as store:
-        if prefixes:
-            rows = [prefix._asdict() for prefix in store.prefixes.all()]
-        else:
-            rows = [_summary(store, agent) for agent in store.agents.all()]
+        rows = [_summary(store, agent) for agent in store.agents.all()]
     if as_json:
         print(json.dumps(rows))
-    elif prefixes:
-        Console().print(_prefix_table(rows) if rows else "No unnamed prefixes stored.")
     elif rows:
         Console().print(_agent_table(rows))
     else:
@@ -73,24 +63,10 @@ def _agent_table(rows: list[dict[str, Any]]) -> Table:
     table = Table("agent", "model", "turns", "tokens", "size", "pinned", "imported", "used")
     for row in rows:
         marks = ("yes" if row[mark] else "" for mark in ("pinned", "imported"))
-        table.add_row(row["id"], row["model"], str(row["turns"]), *_size(row), *marks, _when(row))
+        size, used = format_bytes(row["n_bytes"]), format_date(row["used"])
+        counts = (str(row["turns"]), str(row["n_tokens"]), size)
+        table.add_row(row["id"], row["model"], *counts, *marks, used)
     return table
-
-
-def _prefix_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("prefix", "model", "tokens", "size", "pinned", "used")
-    for row in rows:
-        pinned = "yes" if row["pinned"] else ""
-        table.add_row(row["id"], row["model"], *_size(row), pinned, _when(row))
-    return table
-
-
-def _size(row: dict[str, Any]) -> tuple[str, str]:
-    return str(row["n_tokens"]), format_bytes(row["n_bytes"])
-
-
-def _when(row: dict[str, Any]) -> str:
-    return format_date(row["used"])
 
 
 @app.command()
@@ -108,13 +84,6 @@ def stats(as_json: AsJson = False) -> None:
         return
     kept = {name: stored[name] for name in ("blocks", "n_bytes", "max_bytes")}
     print_fields(kept | texts | figures | written, as_json)
-
-
-@app.command()
-def path(as_json: AsJson = False) -> None:
-    """Print the store's path."""
-    store = str(config.load().store)
-    print(json.dumps({"path": store}) if as_json else store)
 
 
 @app.command()
@@ -172,7 +141,7 @@ def verify(
 
 @app.command()
 def export(
-    agent: AnyId,
+    agent: AgentId,
     file: Annotated[Path, typer.Argument(help="The file to write.")],
     tokens: Annotated[
         int | None, typer.Option("--tokens", help="Export only the first N tokens.")
@@ -190,7 +159,7 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write an agent or a prefix to a file.
+    """Write an agent to a file.
 
     Another machine can import it; --format writes it for other programs.
     """
@@ -331,7 +300,7 @@ def _export_prompt_file(
     file: Path,
     what: tuple[str, int | None, int | None, int | None],
 ) -> int:
-    """Write an agent or a prefix as a prompt-cache file; the number of tokens."""
+    """Write an agent as a prompt-cache file; the number of tokens."""
     from keepwarm.cache.store import Store
     from keepwarm.cli.prompt_files import FORMATS, export_prompt_file
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from keepwarm.errors import BadRecord
 from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockKey, Namespace
@@ -27,16 +27,6 @@ from keepwarm.store.tier import (
 
 MAX_KEYS = 30_000  # of one query
 STORED = "SELECT key, parent, namespace, number, n_tokens, d, w, s, used, pins"
-
-
-class Leaf(NamedTuple):
-    """A block without descendants."""
-
-    key: BlockKey
-    namespace: Namespace
-    number: int
-    n_tokens: int
-    used: float
 
 
 class Lookups:
@@ -109,15 +99,6 @@ class Lookups:
             "SELECT key FROM down LIMIT ?"
         )
         return [BlockKey(row[0]) for row in self._rows(query, (key, limit))]
-
-    def leaves(self) -> list[Leaf]:
-        """Blocks without descendants, the last used first."""
-        query = (
-            "SELECT key, namespace, number, n_tokens, used FROM blocks "
-            "WHERE children = 0 AND deleting = 0 ORDER BY used DESC, key"
-        )
-        decode = self.decode_namespace
-        return [Leaf(BlockKey(k), decode(k, name), *rest) for k, name, *rest in self._rows(query)]
 
     def superseded(self, key: BlockKey) -> list[BlockKey]:
         """Shorter siblings that this block can replace: it has their rows, they have no state."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from keepwarm.agents.prefixes import TtlPins
+from keepwarm.agents.shares import TtlPins
 from keepwarm.prefix.blocks import chain
 from keepwarm.records.record import Part
 from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
