@@ -104,6 +104,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="run the long tests too")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than processors: a third of the time a test waits for a process, disk or clock."""
+    return len(blas.cpus()) + 1
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     # A job in the background of a shell ignores Ctrl-C, and so would every command it starts.

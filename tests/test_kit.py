@@ -3,6 +3,7 @@
 import copy
 import re
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -12,15 +13,40 @@ from mlx_lm.models.cache import ConcatenateKVCache, make_prompt_cache
 
 from tests.kit.compare import TIE, assert_differs, assert_same, gaps
 from tests.kit.models import ARCHITECTURES, LAYER_KINDS, tiny
-from tests.kit.runs import FedCounter, Job, Run, batched, cold, continue_from, prefill, prompt_of
+from tests.kit.runs import (
+    STEP,
+    FedCounter,
+    Job,
+    Run,
+    batched,
+    cold,
+    continue_from,
+    prefill,
+    prompt_of,
+)
 
 N = 8
 PROMPT = prompt_of(90, seed=1)  # longer than two windows or chunks of 32
 OTHER = prompt_of(90, seed=2)
 CUT = 64
 
-every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
 every_kind = pytest.mark.parametrize("name", LAYER_KINDS)
+# These are about the kit and mlx-lm alone, which seldom change.
+every_architecture = pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.soak] * (n not in LAYER_KINDS)) for n in ARCHITECTURES],
+)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model):
+    """The cold run of a model over a prompt, computed once for all that is compared with it."""
+
+    @cache
+    def run(name, prompt, step):
+        return cold(tiny_model(name), list(prompt), N, step=step)
+
+    return lambda name, prompt, step=STEP: run(name, tuple(prompt), step)
 
 
 @every_architecture
@@ -58,10 +84,10 @@ def test_models_are_fp32_untied_equal_at_every_build_and_evaluated(name):
 
 
 @every_kind
-def test_continuing_from_a_copied_cache_is_bit_equal_on_equal_slices(name, tiny_model):
+def test_continuing_from_a_copied_cache_is_bit_equal_on_equal_slices(name, tiny_model, alone):
     """And the donor of a copy is untouched, so it serves twice."""
     model = tiny_model(name)
-    reference = cold(model, PROMPT, N, step=16)
+    reference = alone(name, PROMPT, 16)
     donor = prefill(model, make_prompt_cache(model), PROMPT[:CUT], step=16)
     for _ in range(2):
         warm = continue_from(model, copy.deepcopy(donor), PROMPT[CUT:], N, step=16)
@@ -70,12 +96,12 @@ def test_continuing_from_a_copied_cache_is_bit_equal_on_equal_slices(name, tiny_
 
 @every_kind
 @pytest.mark.parametrize("cut", [1, 50])
-def test_continuing_on_other_slices_is_the_same_within_tolerance(name, cut, tiny_model):
+def test_continuing_on_other_slices_is_the_same_within_tolerance(name, cut, tiny_model, alone):
     """Slices are no part of the answer."""
     model = tiny_model(name)
     cache = prefill(model, make_prompt_cache(model), PROMPT[:cut], step=20)
     warm = continue_from(model, cache, PROMPT[cut:], N, step=7)
-    assert assert_same(cold(model, PROMPT, N), warm).n_steps > 0
+    assert assert_same(alone(name, PROMPT), warm).n_steps > 0
 
 
 @every_kind
@@ -84,13 +110,13 @@ def test_continuing_on_other_slices_is_the_same_within_tolerance(name, cut, tiny
     [OTHER[:CUT], PROMPT[: CUT - 1], PROMPT[1 : CUT + 1], [*PROMPT[: CUT - 1], OTHER[CUT - 1]]],
     ids=["wrong cache", "one token short", "shifted by one", "last token wrong"],
 )
-def test_a_wrong_cache_is_seen(name, held, tiny_model):
+def test_a_wrong_cache_is_seen(name, held, tiny_model, alone):
     """Controls: a comparison that cannot fail proves nothing."""
     model = tiny_model(name)
     cache = prefill(model, make_prompt_cache(model), held)
     warm = continue_from(model, cache, PROMPT[CUT:], N)
     with pytest.raises(AssertionError, match="Δlogprob"):
-        assert_same(cold(model, PROMPT, N), warm)
+        assert_same(alone(name, PROMPT), warm)
 
 
 def test_concatenate_cache_serves_a_whole_model(tiny_model):
@@ -107,17 +133,17 @@ def _prefilled(model, prompt, **how):
 
 
 @every_kind
-def test_rows_prefilled_alone_keep_their_cold_runs_in_a_batch(name, tiny_model):
+def test_rows_prefilled_alone_keep_their_cold_runs_in_a_batch(name, tiny_model, alone):
     """Left-padded, injected and late-joined rows, each as if it were alone."""
     model = tiny_model(name)
     prompts = [PROMPT, PROMPT[:20], OTHER, OTHER[:50]]
     jobs = [_prefilled(model, p, joins_at=4 * (p is prompts[3])) for p in prompts]
     for prompt, run in zip(prompts, batched(model, jobs), strict=True):
-        assert_same(cold(model, prompt, N, step=16), run)
+        assert_same(alone(name, prompt, 16), run)
 
 
 @every_kind
-def test_rows_prefilled_together_get_their_cold_runs(name, tiny_model):
+def test_rows_prefilled_together_get_their_cold_runs(name, tiny_model, alone):
     """BatchGenerator pads the prompts on the right, and rolls the padding away."""
     model = tiny_model(name)
     cache = prefill(model, make_prompt_cache(model), OTHER[:CUT])
@@ -125,7 +151,7 @@ def test_rows_prefilled_together_get_their_cold_runs(name, tiny_model):
     jobs = [Job(PROMPT, N), Job(PROMPT[:20], N), injected, Job(OTHER[:50], N, joins_at=4)]
     runs = batched(model, jobs, step=16)
     for run, prompt in zip(runs, [PROMPT, PROMPT[:20], OTHER, OTHER[:50]], strict=True):
-        assert_same(cold(model, prompt, N), run)
+        assert_same(alone(name, prompt), run)
 
 
 @every_kind
@@ -138,13 +164,13 @@ def test_a_cache_taken_out_of_a_batch_goes_on_alone(name, tiny_model):
 
 
 @every_kind
-def test_a_wrong_cache_is_seen_in_a_batch(name, tiny_model):
+def test_a_wrong_cache_is_seen_in_a_batch(name, tiny_model, alone):
     """Control: the neighbour's cache, injected under this prompt's name."""
     model = tiny_model(name)
     wrong = prefill(model, make_prompt_cache(model), OTHER[:CUT])
     job = Job(PROMPT[CUT:], N, PROMPT[:CUT], wrong)
     run, _ = batched(model, [job, _prefilled(model, OTHER)])
-    assert_differs(cold(model, PROMPT, N), run)
+    assert_differs(alone(name, PROMPT), run)
 
 
 def test_fed_counter_counts_what_one_sequence_was_fed(tiny_model):

@@ -29,3 +29,12 @@ def test_the_suite_runs_on_every_system_and_on_the_oldest_and_newest_python():
         assert jobs[name]["strategy"]["matrix"]["python"] == [said[0], said[-1]]
         assert ".ci/run" in [step.get("run") for step in jobs[name]["steps"]]
     assert project["requires-python"] == f">={said[0]}"
+
+
+def test_the_long_tests_run_every_night():
+    workflow = yaml.safe_load((WORKFLOWS / "soak.yml").read_text())
+    (when,) = workflow[True]["schedule"]  # YAML reads the word `on` as true
+    assert re.fullmatch(r"\d+ \d+ \* \* \*", when["cron"])
+    (job,) = workflow["jobs"].values()
+    assert ".ci/run soak" in [step.get("run") for step in job["steps"]]
+    assert "make soak" in (ROOT / ".ci" / "run").read_text()

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from benchmarks.attacks import ATTACKS
 from benchmarks.fairness import ALL, APIS, Models, Outcome, Times, measure
 
@@ -36,6 +37,7 @@ def test_every_attack_posts_json_or_gets():
         assert isinstance(json.loads(posted), dict) if posted else attack.method == "GET", name
 
 
+@pytest.mark.soak
 def test_an_attack_is_measured_on_a_server_of_its_own(tmp_path):
     """Not whether the limits hold: a machine that is busy says nothing about that."""
     models = Models(write_checkpoint(tmp_path / "own"), write_checkpoint(tmp_path / "other"))

@@ -24,7 +24,7 @@ from keepwarm.kv import Kind
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.text.request import KVOptions
 from tests.kit.engines import ask, engine_on, held, tokens_of
-from tests.kit.models import ARCHITECTURES, WINDOW
+from tests.kit.models import CACHE_KINDS, WINDOW
 from tests.kit.runs import prompt_of
 from tests.kit.waiting import wait_until
 
@@ -137,8 +137,8 @@ def test_an_answer_is_the_same_with_drafts(
     assert later.receipt.recomputed <= 2  # the last token is fed again, and the new one
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_architecture_answers_the_same_with_drafts(
+@pytest.mark.parametrize("architecture", CACHE_KINDS)
+def test_every_kind_of_cache_answers_the_same_with_drafts(
     architecture, models, tmp_path, monkeypatch
 ):
     """Those with states, or caches without a batched form, get none."""
