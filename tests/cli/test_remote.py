@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from keepwarm.agents.agent import Branch
 from keepwarm.agents.agent_store import AgentStore
 from keepwarm.cli.main import command_line
+from keepwarm.errors import BadInput, Unreachable
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.records import RemoteNames, RemoteRecord
@@ -21,12 +22,13 @@ from tests.store.kit import NAMESPACE, record, refs_of, tokens_of
 SOON = 30.0
 CLASSES = "cpu-mlx-0.1", "metal-mlx-0.1"
 REFS = refs_of(3)
+POLICIES = {"redis": "allkeys-lru", "redis with LFU": "allkeys-lfu"}
 
 
 @pytest.fixture(params=["directory", "redis"])
 def place(request, tmp_path):
-    if request.param == "redis":
-        with redis_server(tmp_path) as server:
+    if request.param != "directory":
+        with redis_server(tmp_path, "--maxmemory-policy", POLICIES[request.param]) as server:
             yield server.url
     else:
         (tmp_path / "place").mkdir()
@@ -48,8 +50,9 @@ def remote(place, tmp_path, monkeypatch):
         branch = Branch.of(NAMESPACE, tokens_of(3 * BLOCK_TOKENS), model="tiny")
         store.agents.create("coder", branch)
 
-    def run(*arguments, code=0):
-        done = CliRunner().invoke(command_line(["remote", "cache"]), ["remote", *arguments])
+    def run(*arguments, code=0, catch=True):
+        verbs = command_line(["remote", "cache"])
+        done = CliRunner().invoke(verbs, ["remote", *arguments], catch_exceptions=catch)
         assert done.exit_code == code, done.output
         return done.output
 
@@ -84,6 +87,23 @@ def test_rm_deletes_what_is_wanted_and_never_all_by_accident(remote, place):
     assert remote("verify") == "3 of 3 records are intact.\n"
     assert remote("rm", "--all") == "Deleted 5 records.\n"
     assert rows(remote) == []
+
+
+@pytest.mark.parametrize("place", ["redis with LFU"], indirect=True)
+def test_ages_that_are_not_told_are_not_taken_for_any(remote):
+    assert {(row["oldest"], row["newest"]) for row in rows(remote)} == {(None, None)}
+    assert "unknown" in remote("ls")
+    assert remote("verify") == "6 of 6 records are intact.\n"
+    with pytest.raises(BadInput, match="leave --older-than out"):
+        remote("rm", "--older-than", "1", catch=False)
+
+
+@pytest.mark.parametrize("place", ["redis"], indirect=True)
+def test_a_user_who_may_not_ask_for_sizes_is_told_so(remote, place):
+    with closing(open_backend(place)) as backend:
+        backend._call([[b"ACL", b"SETUSER", b"default", b"-memory"]], SOON)
+    with pytest.raises(Unreachable, match="NOPERM"):
+        remote("verify", catch=False)
 
 
 def test_verify_names_what_is_damaged(remote, place):

@@ -35,7 +35,7 @@ def bucket_that(answers):
             self.rfile.read(int(self.headers.get("content-length", 0)))
             answers(self)
 
-        do_GET = do_PUT = do_HEAD = do_POST = handle_one
+        do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = handle_one
 
         def log_message(self, *_):
             pass
@@ -106,6 +106,19 @@ def test_many_are_deleted_in_one_request():
     with bucket_that(answer(200, f"<DeleteResult>{keys}</DeleteResult>".encode())) as (blobs, seen):
         blobs.delete(names, SOON)
     assert [(method, path) for method, path, _ in seen] == [("POST", "/bucket?delete")]
+
+
+def test_a_server_without_that_request_is_asked_one_by_one():
+    def refuse(one):
+        answer(501 if one.command == "POST" else 204)(one)
+
+    with bucket_that(refuse) as (blobs, seen):
+        blobs.delete(["a/1.d", "a/2.d"], SOON)
+    paths = {(method, path) for method, path, _ in seen[1:]}
+    assert paths == {("DELETE", f"/bucket/pre/fix/a/{number}.d") for number in (1, 2)}
+    with bucket_that(answer(503)) as (blobs, seen), pytest.raises(CallError, match="503"):
+        blobs.delete(["a/1.d", "a/2.d"], SOON)
+    assert {method for method, *_ in seen} == {"POST"}, "a store that has no time gets no more work"
 
 
 def test_a_janitor_lists_by_pages(bucket, monkeypatch):

@@ -46,7 +46,13 @@ class Wanted(NamedTuple):
     days: float
 
     def takes(self, one: Found) -> bool:
-        is_old = time.time() - one.held.listed.used >= self.days * DAY_S
+        used = one.held.listed.used
+        if self.days and not used:
+            raise BadInput(
+                "A shared tier does not tell when its records were last used, as Redis with an LFU "
+                "policy; leave --older-than out."
+            )
+        is_old = time.time() - used >= self.days * DAY_S
         return is_old and all(
             wanted in ("", has) for wanted, has in zip(self[:3], one, strict=False)
         )
@@ -90,7 +96,7 @@ def _opened(address: str) -> Iterator[Backend]:
         try:
             yield backend
         except CallError as error:
-            raise Unreachable(f"The shared tier {address} does not answer: {error}") from error
+            raise Unreachable(f"The shared tier {address} cannot be asked: {error}") from error
 
 
 @app.command("ls")
@@ -120,7 +126,8 @@ def list_records(
         table = Table("model", "class", "tenant", "records", "size", "first use", "last use")
         for row in (row for row in rows if row["tier"] == tier):
             names = (row[name] for name in ("model", "class", "tenant"))
-            dates = (format_date(row[name])[:10] for name in ("oldest", "newest"))
+            ages = (row[name] for name in ("oldest", "newest"))
+            dates = (format_date(age)[:10] if age else "unknown" for age in ages)
             table.add_row(*names, f"{row['records']:,}", format_bytes(row["n_bytes"]), *dates)
         Console().print(tier, table)
     if not rows:
@@ -128,9 +135,9 @@ def list_records(
 
 
 def _row(names: tuple[str, ...], listed: list[Listed]) -> dict[str, Any]:
-    used = [one.used for one in listed]
+    used = [one.used for one in listed if one.used]
     sizes = {"records": len(listed), "n_bytes": sum(one.n_bytes for one in listed)}
-    ages = {"oldest": min(used), "newest": max(used)}
+    ages = {"oldest": min(used, default=None), "newest": max(used, default=None)}
     return dict(zip(("tier", "model", "class", "tenant"), names, strict=True)) | sizes | ages
 
 

@@ -168,11 +168,9 @@ def _fill(memory: memoryview, file: int, start: int) -> None:
 def _look(folder: str, stem: str, path: Path) -> list[Listed]:
     """A folder may have thousands of names, and only these are worth a call each for their size."""
     with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-        with os.scandir(path) as entries:
-            names = {entry.name for entry in entries}
-        own = {name for name in names if name.startswith(stem)}
-        others = nsmallest(BESIDE, names - own)
-        chosen = [*own, *others]
+        names = os.listdir(path)  # noqa: PTH208  entries of a scan cost more than the names
+        own = [name for name in names if name.startswith(stem)]
+        chosen = dict.fromkeys([*own, *nsmallest(BESIDE, names)])
         return [Listed(f"{folder}/{name}", _size_of(path / name) or 0) for name in chosen]
     return []
 

@@ -177,9 +177,13 @@ class RedisBackend(Backend):
         words = (b"MEMORY", b"USAGE"), (b"OBJECT", b"IDLETIME")
         commands = [[*two, _key(name)] for name in names for two in words]
         replies = self._exchange(commands, deadline, None) if commands else []
-        figures = [one if isinstance(one, int) else 0 for one in replies]  # gone, or not known
-        found = zip(names, figures[::2], figures[1::2], strict=True)
-        return [Listed(name, n_bytes, time.time() - idle_s) for name, n_bytes, idle_s in found]
+        found: list[Listed] = []
+        for name, n_bytes, idle_s in zip(names, replies[::2], replies[1::2], strict=True):
+            if isinstance(n_bytes, CallError):
+                raise n_bytes
+            used = time.time() - idle_s if isinstance(idle_s, int) else 0.0  # LFU does not tell
+            found += [Listed(name, n_bytes, used)] if isinstance(n_bytes, int) else []  # else gone
+        return found
 
     def _all_members(self, key: bytes, deadline: CallDeadline) -> list[Reply]:
         """In pages: a server answers nobody else while it makes a reply."""

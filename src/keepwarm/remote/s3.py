@@ -27,6 +27,8 @@ from keepwarm.errors import BadInput
 from keepwarm.remote.backend import Backend, FolderRange, Listed, Take, check_name
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     from obstore import GetOptions, PutMode
     from obstore.store import S3Config
 
@@ -72,6 +74,7 @@ class S3Backend(Backend):
     def __init__(self, address: S3Address, secret: str = "") -> None:
         """Without `key_id` in the address, credentials are those that AWS's tools use."""
         self._store = open_store(address, secret)
+        self._one_by_one = open_store(address, secret, disable_bulk_delete=True)
         self._workers = AbandonableExecutor(MAX_CALLS)
 
     def sizes(self, names: Sequence[str], timeout_s: float) -> list[int | None]:
@@ -120,7 +123,7 @@ class S3Backend(Backend):
         """Nothing: a bucket knows when an object was put, and to change that is to put it again."""
 
     def delete(self, names: Sequence[str], timeout_s: float) -> None:
-        """In one request: no question waits behind it."""
+        """In one request, if it knows that: no question waits behind it."""
         paths = [check_name(name) for name in names]
         self._run([lambda: self._delete(paths)], timeout_s)
 
@@ -173,8 +176,12 @@ class S3Backend(Backend):
         return True
 
     def _delete(self, paths: Sequence[str]) -> None:
-        with suppress(FileNotFoundError), _blob_errors():
-            obstore.delete(self._store, paths)
+        try:
+            _delete(self._store, paths)
+        except CallError as error:
+            if THROTTLED.search(str(error)):
+                raise
+            _delete(self._one_by_one, paths)  # not every server has DeleteObjects
 
     def _look(self, folder: str, stem: str) -> list[Listed]:
         """One page. Where more lie before what is wanted, a second one begins there."""
@@ -191,6 +198,11 @@ class S3Backend(Backend):
                 for page in islice(pages, n_pages)
                 for one in page
             ]
+
+
+def _delete(store: S3Store, paths: Sequence[str]) -> None:
+    with suppress(FileNotFoundError), _blob_errors():
+        obstore.delete(store, paths)
 
 
 def _patiently(work: Callable[[], T]) -> T:
@@ -215,10 +227,10 @@ def _blob_errors() -> Iterator[None]:
         raise CallError(message[:MAX_MESSAGE]) from error
 
 
-def open_store(address: S3Address, secret: str) -> S3Store:
+def open_store(address: S3Address, secret: str, **options: Unpack[S3Config]) -> S3Store:
     endpoint = address.endpoint or os.environ.get("AWS_ENDPOINT_URL", "")
     is_plain = endpoint.startswith("http://")  # then only a signature protects what is put
-    config: S3Config = {"unsigned_payload": not is_plain}
+    config: S3Config = {"unsigned_payload": not is_plain, **options}
     if endpoint:
         config["endpoint"] = endpoint
     if address.region:
