@@ -23,6 +23,13 @@ def installed() -> tuple[str, ...]:
     return tuple(sorted(name for name in names if _is_installed(name)))
 
 
+def leave_out_torch() -> None:
+    """For a process of our own: transformers imports torch where it is installed, which takes
+    seconds, and nothing here uses it. A module that is None counts as not installed.
+    """
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+
+
 def check() -> None:
     """Raise NoBackend where builds have overwritten each other; MLX may load all the same."""
     builds = installed() if sys.platform == "linux" else ()

@@ -83,11 +83,26 @@ def check_clients(printed, home):
     assert f"ANTHROPIC_BASE_URL={address(printed)}" in done.stdout.decode()
 
 
+def write_torch(folder):
+    """A torch that is installed and cannot be imported."""
+    for path, text in {
+        "torch/__init__.py": "raise RuntimeError('torch is imported')",
+        "torch-2.9.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: torch\nVersion: 2.9.0\n",
+    }.items():
+        (folder / path).parent.mkdir(parents=True)
+        (folder / path).write_text(text)
+    return str(folder)
+
+
 def test_what_is_printed_works_and_a_signal_ends_it_in_order(checkpoint, tmp_path):
-    """A running answer finishes, nothing else is logged, and its prompt is warm afterwards."""
+    """A running answer finishes, nothing else is logged, and its prompt is warm afterwards.
+
+    Neither the server nor its preparing process imports torch, which transformers does.
+    """
     import openai
 
-    with served(checkpoint, tmp_path, KEEPWARM_DRAIN_S="5") as (process, printed):
+    more = {"KEEPWARM_DRAIN_S": "5", "PYTHONPATH": write_torch(tmp_path / "installed")}
+    with served(checkpoint, tmp_path, **more) as (process, printed):
         check_links(printed)
         check_clients(printed, tmp_path)
         first = run_line(printed)

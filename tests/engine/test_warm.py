@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from keepwarm.cache.store import Budgets
+from keepwarm.engine import warm
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.warm import WarmedConversation, Warmer
 from keepwarm.text.request import Breakpoint, KVOptions, Request, Sampling
@@ -263,7 +264,15 @@ def test_closing_waits_for_the_conversation_that_is_loaded(models, tmp_path):
         closing.join()
 
 
-def test_the_vocabulary_is_read_for_the_first_structured_answer(models, tmp_path):
+@pytest.mark.parametrize("after_s", [0.0, 3600.0])
+def test_the_vocabulary_is_read_some_time_after_the_start(models, tmp_path, monkeypatch, after_s):
+    """Not at once: all threads wait meanwhile, and with them the first requests."""
+    monkeypatch.setattr(warm, "VOCABULARY_AFTER_S", after_s)
     with engine_on(models.of("llama"), tmp_path) as engine:
-        Warmer(engine).run()
-        assert not engine.preparer._grammars.load()  # it was read before
+        warmer = Warmer(engine).run_in_background()
+        warmer.wait()
+        if after_s:
+            assert engine.preparer.load()  # it was not read
+        else:
+            wait_until(lambda: engine.preparer._grammars._vocabulary is not None)
+        warmer.close()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -419,6 +420,30 @@ def test_a_process_that_ends_is_started_again(process):
     process._process.kill()
     process._process.wait()
     assert run(process, tasks.report)[0] == "built"
+
+
+def test_what_only_some_tasks_need_is_loaded_when_asked_for_and_by_the_next_process_too():
+    process = SandboxProcess().give(tasks.Loads())
+    assert run(process, tasks.report)[0].n_loads == 0
+    process.load()
+    process.load()
+    assert run(process, tasks.report)[0].n_loads == 1
+    process._process.kill()
+    process._process.wait()
+    assert run(process, tasks.report)[0].n_loads == 1
+    process.close()
+
+
+def test_only_a_grammar_has_the_process_read_the_vocabulary(model):
+    """So that a server is ready sooner; what long texts need of it is known by then."""
+    preparer = Preparer(model, N_VOCAB, RecentPrompts(), sandbox=new_process())
+    preparer.wait_until_ready()
+    assert "_reach" in vars(preparer._limits)
+    knows = partial(run, preparer._sandbox._process, tasks.knows_vocabulary)
+    assert not knows()
+    preparer.prepare(chat("hi", format=Format(json=True)))
+    assert knows()
+    preparer.close()
 
 
 @pytest.mark.parametrize("python", ["/bin/false", "/no/such/file"])

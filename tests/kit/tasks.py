@@ -26,8 +26,30 @@ class Slow:
         return "built"
 
 
+@dataclass
+class Loaded:
+    """Counts."""
+
+    n_loads: int = 0
+
+    def load(self) -> None:
+        self.n_loads += 1
+
+
+@dataclass(frozen=True)
+class Loads:
+    """One with something to load."""
+
+    def build(self) -> Loaded:
+        return Loaded()
+
+
 def report(tools: Any, _channel: Any, *given: Any) -> tuple[Any, ...]:
     return tools, given, os.getpid()
+
+
+def knows_vocabulary(tools: Any, _channel: Any) -> bool:
+    return tools.grammars._vocabulary is not None
 
 
 def modules(_tools: Any, _channel: Any) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from keepwarm import config
+from keepwarm import backend, config
 from keepwarm.cli.options import first_key
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def serve(
 
 def _serve(settings: Settings) -> None:
     usual = gc.get_threshold()
+    backend.leave_out_torch()
     gc.set_threshold(*RARELY)  # what is imported and loaded stays; traversing it takes time
     from keepwarm.server.http.limits import check_binding
     from keepwarm.server.models.models import check_models

@@ -1,5 +1,5 @@
-"""Warming at start: the vocabulary is read for grammars, then conversations that will likely
-continue are loaded from disk into memory.
+"""Warming at start: conversations that will likely continue are loaded from disk into memory; later
+the vocabulary is read for grammars.
 
 Pinned agents and TTL pins first, then the other agents; within both the most recently used first.
 The warmer's thread reads the files, so that they are in the page cache; the engine's thread then
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from heapq import nlargest
 from typing import NamedTuple, Self
@@ -32,6 +33,7 @@ from keepwarm.text.request import KVOptions
 LOG = logging.getLogger(__name__)
 MAX_TTL_PINS = 64  # the most recently used
 POLL_S = 0.05  # while the engine is busy
+VOCABULARY_AFTER_S = 10.0  # reading it keeps all threads waiting, also those of the first requests
 
 
 class WarmedConversation(NamedTuple):
@@ -54,6 +56,7 @@ class Warmer:
         self._left_bytes = engine.live.max_bytes // 2 if budget_bytes is None else budget_bytes
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
+        self._has_run = threading.Event()
         self.warmed: list[WarmedConversation] = []
 
     def run_in_background(self) -> Self:
@@ -62,25 +65,21 @@ class Warmer:
         return self
 
     def run(self) -> list[WarmedConversation]:
-        """Warm as many conversations as fit; these, in order. First what reads the vocabulary."""
+        """Warm as many conversations as fit; these, in order."""
         self._wait_until_idle()
-        try:
-            self._engine.preparer.load()
-        except Exception:  # the first request that needs it says what is wrong
-            LOG.exception("the vocabulary could not be read")
         for restorer, agent in self._candidates():
             self._warm(restorer, agent)
         return self.warmed
 
     def wait(self) -> None:
         """Return once it has run."""
-        if self._thread is not None:
-            self._thread.join()
+        self._has_run.wait()
 
     def close(self) -> None:
         """Stop after the current conversation."""
         self._closed.set()
-        self.wait()
+        if self._thread is not None:
+            self._thread.join()
 
     def _run_quietly(self) -> None:
         try:
@@ -91,6 +90,18 @@ class Warmer:
             LOG.debug("warming stopped before its end")
         except KeepwarmError as error:
             LOG.warning("warming ended early: %s", error)
+        finally:
+            self._has_run.set()
+        self._read_vocabulary()
+
+    def _read_vocabulary(self) -> None:
+        self._closed.wait(VOCABULARY_AFTER_S)
+        with suppress(Stopping):
+            self._wait_until_idle()
+            try:
+                self._engine.preparer.load()
+            except Exception:  # the first request that needs it says what is wrong
+                LOG.exception("the vocabulary could not be read")
 
     def _candidates(self) -> list[tuple[Restorer, Agent]]:
         """Stored conversations of this model, the likeliest to continue first."""

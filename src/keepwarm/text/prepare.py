@@ -274,13 +274,19 @@ class Preparer:
         self.token_cache.clear()
         self._answers.clear()
 
-    def load(self) -> None:
-        """Read the vocabulary for what the first structured answer, or long text, needs of it."""
-        self._grammars.load()
-        self._limits.load()
+    def load(self) -> bool:
+        """Read the vocabulary for what the first structured answer needs of it; False if it was
+        before.
+
+        It keeps all threads waiting: half a second, or longer for a large vocabulary.
+        """
+        if self._sandbox is not None:
+            self._sandbox.load()  # meanwhile
+        return self._grammars.load()
 
     def wait_until_ready(self) -> None:
         """Return once long prompts can be prepared."""
+        self._limits.load()
         if self._sandbox is not None:
             self._sandbox.wait_until_ready()
 
@@ -362,7 +368,7 @@ class Preparer:
 
     def _trial(self, deadline: PrepareDeadline) -> Trial:
         def trial(grammar: str) -> None:
-            if self._grammars.load():  # which is not the request's time
+            if self.load():  # which is not the request's time
                 deadline.begin_again()
             with suppress(ProcessGone):
                 if self._sandbox is not None:

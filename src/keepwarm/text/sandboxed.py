@@ -43,6 +43,10 @@ class _Renderer(NamedTuple):
     known: _AskingTokenCache
     grammars: Grammars
 
+    def load(self) -> None:
+        """Read the vocabulary, which only grammars need."""
+        self.grammars.load()
+
 
 class _RenderTask(NamedTuple):
     request: Request
@@ -82,7 +86,6 @@ class SandboxRecipe:
         with suppress(BadInput):
             prompter.render(_FIRST)  # compiles the template, which every fork would do
         grammars = Grammars(self.tokenizer, self.n_vocab, self.stop_tokens)
-        grammars.load()
         return _Renderer(prompter, splicer, known, grammars)
 
 
@@ -152,6 +155,10 @@ class Sandbox:
         """So that the first request does not wait for it; one that fails is of no use to any."""
         with suppress(ProcessGone):
             self._process.wait_until_ready(PrepareDeadline())
+
+    def load(self) -> None:
+        """Have it read the vocabulary, before the next grammar is tried out."""
+        self._process.load()
 
     def render(
         self,

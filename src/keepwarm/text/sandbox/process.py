@@ -21,6 +21,7 @@ from keepwarm.errors import EngineFailed, KeepwarmError
 from keepwarm.text.sandbox.deadline import PrepareDeadline
 from keepwarm.text.sandbox.worker import (
     KILL,
+    LOAD,
     MESSAGE,
     RECIPE,
     START,
@@ -55,6 +56,7 @@ class SandboxProcess:
         self._pickled: bytes | None = None
         self._closed = False
         self._has_worked = False
+        self._is_loaded = False  # or is told to load, before any later task
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -77,6 +79,13 @@ class SandboxProcess:
                 except OSError:  # the first task starts another, with the recipe
                     self._end()
         return self
+
+    def load(self) -> None:
+        """Have it load what only some tasks need; once is enough."""
+        with self._lock:
+            if not self._is_loaded:
+                self._is_loaded = True
+                self._tell(LOAD)
 
     def run(
         self,
@@ -178,11 +187,14 @@ class SandboxProcess:
 
     def _kill(self, number: int) -> None:
         with self._lock:
-            if self._control is not None:
-                try:
-                    self._control.send(MESSAGE.pack(KILL, number))
-                except OSError:
-                    LOG.debug("the preparing process has ended already")
+            self._tell(KILL, number)
+
+    def _tell(self, what: bytes, number: int = 0) -> None:
+        if self._control is not None:
+            try:
+                self._control.send(MESSAGE.pack(what, number))
+            except OSError:
+                LOG.debug("the preparing process has ended already")
 
     def _connect(self) -> socket.socket:
         if self._closed:
@@ -226,6 +238,8 @@ class SandboxProcess:
                 socket.send_fds(self._control, [MESSAGE.pack(RECIPE, 0)], [file.fileno()])
             except OSError:
                 LOG.debug("the preparing process has ended already")
+        if self._is_loaded:
+            self._tell(LOAD)
 
     def _end(self) -> None:
         _end(self._control, self._process)

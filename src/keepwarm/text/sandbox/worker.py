@@ -4,8 +4,8 @@ A fork takes milliseconds and can be killed at any time without losing the token
 has no threads and never imports MLX. It ends when the server does.
 
 On the control socket come messages of `MESSAGE.size` bytes: first the recipe, as an open file; then
-tasks, each with a socket to its child, or the order to kill one. One byte goes back: ready for
-tasks.
+tasks, each with a socket to its child, or the order to kill one, or to load what only some tasks
+need. One byte goes back: ready for tasks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from struct import Struct
 from typing import Any, NamedTuple, Protocol
 
 MESSAGE = Struct("<cQ")  # what to do, and the task's number
-RECIPE, START, KILL, READY = b"r", b"s", b"k", b"y"
+RECIPE, START, KILL, LOAD, READY = b"r", b"s", b"k", b"l", b"y"
 LENGTH = Struct("<Q")
 NICE = 5  # what answers is more urgent than what prepares
 MAX_MEMORY = 4 << 30
@@ -78,7 +78,7 @@ class Recipe(Protocol):
     """What the parent sends first."""
 
     def build(self) -> Any:
-        """What every task gets."""
+        """What every task gets; its `load` takes long, and only some tasks need it."""
 
 
 def main(control_file: int, *modules: str) -> None:
@@ -152,6 +152,8 @@ def _obey(control: socket.socket, children: dict[int, int], tools: Any) -> bool:
     if kind == START:
         with socket.socket(fileno=links[0]) as link:
             children[task] = os.fork() or _work(control, link, tools)
+    elif kind == LOAD:
+        tools.load()
     elif task in children:
         os.kill(children[task], signal.SIGKILL)  # not yet reaped, so the number is still its own
     return True
