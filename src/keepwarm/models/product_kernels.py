@@ -14,7 +14,7 @@ from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 
 TILE_ROWS = 8  # of the tensor kernel
 TILES = (1, 2, 4)
-ALIKE_ROWS = (2, 4, 7)
+ALIKE_ROWS = (4, 7)
 DTYPES = (mx.bfloat16, mx.float16)
 GROUPS = (32, 64, 128)
 Quantized: TypeAlias = QuantizedEmbedding | QuantizedLinear
@@ -377,7 +377,7 @@ class AlikeKernel(RowKernel):
     name = "keepwarm_alike"
     source = ALIKE
     bits = (4,)
-    row_counts = range(2, ALIKE_ROWS[-1] + 1)
+    row_counts = range(3, ALIKE_ROWS[-1] + 1)
     is_exact = True
     outputs_of_block = Kernel.warps
 

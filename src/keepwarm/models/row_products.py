@@ -3,9 +3,9 @@
 mlx-lm's models give MLX a batch of n sequences as n matrices of one row, and on CUDA that costs n
 times one row. Which way is better depends on the number of rows:
 
-- One row: always MLX's own way. A kernel of ours costs the host more for each call than one of
-  MLX, and a step of one row is over before the host has enqueued the next.
-- 2 to 7 rows: a kernel that computes each row bit for bit as MLX computes one, and reads the
+- One row or two: always MLX's own way. A kernel of ours costs the host more for each call than one
+  of MLX, and such a step is over before the host has enqueued the next.
+- 3 to 7 rows: a kernel that computes each row bit for bit as MLX computes one, and reads the
   weights once for all. It is used only if its results here are equal to MLX's.
 - 8 to 32 rows: a kernel on tensor cores. From eight rows on MLX's results are not those of one row
   anyway; those of this kernel are as exact, and do not depend on the number of rows.
@@ -38,9 +38,9 @@ from keepwarm.models.product_kernels import AlikeKernel, Quantized, RowKernel, T
 from keepwarm.state_file import MACHINE, StateFile
 
 LOG = logging.getLogger(__name__)
-TRIAL = 2  # raise it if kernels or the measurement change
+TRIAL = 3  # raise it if kernels or the measurement change
 # From each of these on, up to the next, one kernel is used. It gains least at the fewest rows.
-ROW_COUNTS = (2, 3, 5, 8, 9, 17, 33)
+ROW_COUNTS = (3, 5, 8, 9, 17, 33)
 MATRIX_ROWS = 8  # from here on MLX multiplies a matrix on CUDA, below it one row after the other
 MARGIN = 0.95  # of the time of `plain`: another way has to be faster than this
 ROUNDS = 6
