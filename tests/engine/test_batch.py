@@ -78,6 +78,22 @@ def test_rows_come_and_go(tiny_model, architecture):
     assert len(gone) == 7
 
 
+def test_logprobs_of_all_rows_come_to_the_host_together(tiny_model):
+    """After each copy the engine's thread waits for its turn among all that run Python."""
+    batch: Batch[Row] = Batch(tiny_model("llama"))
+    rows = [join(batch, tiny_model("llama"), prompt_of(5 + seed, seed)) for seed in range(3)]
+    for row in rows[:2]:
+        row.top_logprobs = 3
+    feed(batch)
+    assert not batch.sample()
+    (first, second), silent = [row._logprobs for row in rows[:2]], rows[2]._logprobs
+    assert first[0] is second[0]
+    assert silent is None
+    told = {row: row.append(token) for row, token in batch.emit()}
+    assert [told[row].top[0].token for row in rows[:2]] == [told[row].token for row in rows[:2]]
+    assert not told[rows[2]].top
+
+
 def test_a_lone_row_keeps_its_caches(tiny_model):
     """Nothing is copied or padded while there is no neighbour."""
     module = tiny_model("llama")

@@ -293,7 +293,7 @@ def test_logprobs_are_a_log_softmax_in_fp32():
 
 
 def test_the_likeliest_tokens_come_best_first():
-    row = mx.log(mx.array([0.1, 0.4, 0.2, 0.2, 0.1]))
+    row = np.log(np.array([0.1, 0.4, 0.2, 0.2, 0.1], np.float32))
     info = token_info(row, 4, 3)
     assert info.token == 4
     assert info.logprob == pytest.approx(math.log(0.1))
@@ -305,7 +305,7 @@ def test_the_likeliest_tokens_come_best_first():
 
 
 def test_a_logprob_is_always_a_number_that_json_knows():
-    info = token_info(mx.array([0.0, -mx.inf, -mx.inf]), 1, 2)
+    info = token_info(np.array([0.0, -np.inf, -np.inf], np.float32), 1, 2)
     assert info == TokenInfo(1, -9999.0, (TopLogprob(0, 0.0), TopLogprob(1, -9999.0)))
 
 

@@ -1,6 +1,7 @@
 """One key's agents, pins and lists leave another key its disk and its threads."""
 
 import asyncio
+import time
 from collections import Counter
 from contextlib import contextmanager
 
@@ -12,13 +13,19 @@ from keepwarm import config
 from keepwarm.agents.agent import Branch
 from keepwarm.agents.agent_store import AgentStore
 from keepwarm.agents.shares import RECOUNT_S, AgentLimits, AgentShares, TtlPins
-from keepwarm.errors import BadInput
+from keepwarm.errors import BadInput, Busy
 from keepwarm.models.load import load
 from keepwarm.prefix.blocks import chain
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.server.http.keys import ApiKeys
 from keepwarm.server.http.limits import Limits
-from keepwarm.server.http.permits import MANAGEMENT_THREADS, PrepareLimiter, prepare_threads
+from keepwarm.server.http.permits import (
+    MANAGEMENT_OF_ONE_KEY,
+    MANAGEMENT_THREADS,
+    PrepareLimiter,
+    prepare_threads,
+)
+from keepwarm.server.http.problems import REFUSAL_S, problem_of, respond
 from keepwarm.store.disk.disk import DiskLimits
 from tests.contract.test_tiers import Minutes
 from tests.kit.checkpoints import write_checkpoint
@@ -281,10 +288,10 @@ def test_lists_of_one_key_leave_threads_to_another(tmp_path):
     async def scenario(app):
         n_asked = 2 * MANAGEMENT_THREADS
         asked = [asyncio.create_task(get(app, "/v1/slow", "attacker")) for _ in range(n_asked)]
-        while entered.total() < MANAGEMENT_THREADS // 2:
+        while entered.total() < MANAGEMENT_OF_ONE_KEY:
             await asyncio.sleep(0)
         assert (await get(app, "/v1/agents", "victim")).status_code == 200
-        assert sorted(entered.values()) == [1, MANAGEMENT_THREADS // 2]
+        assert sorted(entered.values()) == [1, MANAGEMENT_OF_ONE_KEY]
         begin.set()
         while entered.total() < n_asked + 1:  # the streams that have begun hold nothing
             await asyncio.sleep(0)
@@ -314,10 +321,46 @@ def test_lists_are_metered_by_key_and_leave_requests_for_tokens_alone(tmp_path, 
         assert (await get(app, "/metrics", "attacker")).status_code == 200
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            assert (await client.post("/v1/x", headers=ATTACKER)).status_code == 200
+            asked_for = await client.post("/v1/completions", json={}, headers=ATTACKER)
+            assert asked_for.status_code == 200
         released.set()
         return sorted(done.status_code for done in await asyncio.gather(*asked))
 
     with prepare_threads() as threads:
         app = behind_limits(answer, tmp_path, threads, **limit)
         assert asyncio.run(asyncio.wait_for(scenario(app), 60)) == [200, 200, 200, 429, 429]
+
+
+def test_a_refusal_waits_and_holds_no_permit_meanwhile(tmp_path):
+    """A client that tries again at once costs the event loop little."""
+    n_asked, entered = 2 * MANAGEMENT_THREADS, 0
+
+    async def refuse(scope, receive, send):
+        nonlocal entered
+        entered += 1
+        await respond(scope, problem_of(Busy("Too many.")))(scope, receive, send)
+
+    async def post(client):
+        began = time.monotonic()
+        answer = await client.post("/v1/responses", json={}, headers=ATTACKER)
+        return answer.status_code, time.monotonic() - began >= REFUSAL_S
+
+    async def scenario(app):
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            asked = [asyncio.create_task(post(client)) for _ in range(n_asked)]
+            while entered < n_asked:
+                await asyncio.sleep(0)
+            assert sum(task.done() for task in asked) < n_asked - 1  # one after another otherwise
+            assert set(await asyncio.gather(*asked)) == {(429, True)}
+
+    with prepare_threads() as threads:
+        app = behind_limits(refuse, tmp_path, threads)
+        asyncio.run(asyncio.wait_for(scenario(app), 60))
+
+
+def test_which_model_blocks_are_of_is_read_once(store):
+    known = store.identity_of(NAME)
+    for path in (store.disk.root / "models").iterdir():
+        path.unlink()  # a list of thousands of agents would read it for each
+    assert store.identity_of(NAME) == known

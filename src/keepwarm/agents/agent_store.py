@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -50,6 +51,7 @@ from keepwarm.store.marker import unlock
 from keepwarm.store.names import bytes_under
 from keepwarm.store.tier import as_store_errors
 
+MAX_IDENTITIES = 256  # that are remembered
 UNVERIFIED = "unverified blocks of {}"  # noted in the index, for a namespace
 PINS_MADE = "pins made"  # noted in the index once agents' pins are in it
 
@@ -89,6 +91,7 @@ class AgentStore:
                 f"The store {root} cannot be used ({error.strerror}); "
                 "name another directory as KEEPWARM_STORE."
             ) from error
+        self._registered = lru_cache(MAX_IDENTITIES)(self._read_registered)
         self.agents = Agents(self.disk, retention_s=retention_s)
         self.tombstones = Tombstones(self.disk)
         self.ttl_pins = TtlPins(self.disk)
@@ -136,8 +139,8 @@ class AgentStore:
     def identity_of(self, name: Namespace) -> Identity:
         return self._registered(name)[0]
 
-    def _registered(self, name: Namespace) -> tuple[Identity, str]:
-        """A model and its revision."""
+    def _read_registered(self, name: Namespace) -> tuple[Identity, str]:
+        """A model and its revision; these never change."""
         try:
             fields = json.loads(read_file(self.disk, self._identity_path(name)))
             revision = fields.pop("revision", "")

@@ -7,6 +7,7 @@ a sealed store). It names blocks and copies none, so a fork or a rewind costs a 
 from __future__ import annotations
 
 import heapq
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -106,16 +107,22 @@ class Agents:
         """Where file names are hidden, all."""
         if self._disk.cipher is not None:
             prefix, after = "", ""
-        found = sorted(self._directory.glob(f"{prefix}*.json"), key=attrgetter("stem"))
-        for path in found:
-            if path.stem <= after:
-                continue
+        for agent_id in sorted(self._recorded_ids(prefix, after)):
+            path = self._directory / f"{agent_id}.json"
             try:
                 yield path, self._read(path)
             except FileNotFoundError:
                 continue  # deleted by another process
             except UNREADABLE as error:
                 yield path, error
+
+    def _recorded_ids(self, prefix: str, after: str) -> Iterator[str]:
+        """From the names of files alone; there may be thousands for a page of twenty."""
+        with suppress(FileNotFoundError), os.scandir(self._directory) as files:
+            for file in files:
+                agent_id = file.name.removesuffix(".json")
+                if agent_id != file.name and agent_id.startswith(prefix) and agent_id > after:
+                    yield agent_id
 
     def show(self, agent_id: str) -> Agent:
         path = self._path(agent_id)

@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 import mlx.core as mx
 
 from keepwarm import kv
-from keepwarm.engine.sampling import Sampler, logprobs_of, sample, token_info
+from keepwarm.engine.sampling import HostLogprobs, Sampler, sample, token_info
 from keepwarm.text.request import TokenInfo
 
 
@@ -37,12 +37,12 @@ class Row:
         self.tokens = list(tokens)
         self.sampler = sampler
         self.top_logprobs = top_logprobs
-        self.logprobs: mx.array | None = None  # of the current token, if requested
+        self._logprobs: tuple[HostLogprobs, int] | None = None  # and which of its rows
         self.pending: int | None = None  # sampled before its batch failed, and not fed
 
     def sample_first(self, logits: mx.array) -> mx.array:
         """The first token, from the logits (1, vocabulary) after the prompt."""
-        self.set_logprobs(logits)
+        _set_logprobs([self], logits)
         if self.pending is not None:
             token_id, self.pending = self.pending, None
             return mx.array([token_id], dtype=mx.uint32)
@@ -51,17 +51,18 @@ class Row:
         mx.async_eval(token)
         return token
 
-    def set_logprobs(self, logits: mx.array) -> None:
-        """Remember the distribution that the current token comes from, if requested."""
-        self.logprobs = None if self.top_logprobs is None else logprobs_of(logits)[0]
+    def set_logprobs(self, logprobs: HostLogprobs, index: int) -> None:
+        """Remember the distribution that the current token comes from."""
+        self._logprobs = logprobs, index
 
     def append(self, token: int) -> TokenInfo:
         """Make the emitted token part of the sequence; it goes into the cache."""
         self.tokens.append(token)
         self.sampler.accept(token)
-        if self.logprobs is None:
+        if self._logprobs is None:
             return TokenInfo(token)
-        return token_info(self.logprobs, token, self.top_logprobs)
+        logprobs, index = self._logprobs
+        return token_info(logprobs.rows[index], token, self.top_logprobs)
 
 
 R = TypeVar("R", bound=Row)
@@ -233,8 +234,7 @@ class Batch(Generic[R]):
     ) -> mx.array:
         """A token for each of these rows, by its own rules, from its logits."""
         rows = [self.rows[i] for i in indices]
-        for i, row in enumerate(rows):
-            row.set_logprobs(logits[i : i + 1])
+        _set_logprobs(rows, logits)
         if not all(row.sampler.is_plain for row in rows):
             pairs = enumerate(rows)
             logits = mx.concatenate([_adjust(row, logits[i : i + 1], failed) for i, row in pairs])
@@ -265,6 +265,15 @@ class Batch(Generic[R]):
     def _extract(self, index: int) -> kv.Caches:
         caches = kv.extract(self._caches, index) if self._merged else self._caches
         return kv.evaluate(caches)
+
+
+def _set_logprobs(rows: Sequence[Row], logits: mx.array) -> None:
+    """Have the rows that report logprobs remember where they come from."""
+    asked = [i for i, row in enumerate(rows) if row.top_logprobs is not None]
+    if asked:
+        logprobs = HostLogprobs(logits[mx.array(asked)])
+        for place, i in enumerate(asked):
+            rows[i].set_logprobs(logprobs, place)
 
 
 def _adjust(row: R, logits: mx.array, failed: dict[R, Exception]) -> mx.array:

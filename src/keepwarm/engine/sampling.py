@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -136,11 +137,24 @@ def logprobs_of(logits: mx.array) -> mx.array:
     return scores - mx.logsumexp(scores, axis=-1, keepdims=True)
 
 
-def token_info(logprobs_row: mx.array, token: int, top: int | None) -> TokenInfo:
-    """A token with its log-probability and those of the `top` likeliest; evaluates the array."""
+class HostLogprobs:
+    """Log-probabilities of several rows, copied to the host together when the first is needed:
+    after every copy this thread waits for its turn among the threads that run Python.
+    """
+
+    def __init__(self, logits: mx.array) -> None:
+        self._lazy = logprobs_of(logits)
+
+    @cached_property
+    def rows(self) -> NDArray[np.float32]:
+        return np.array(self._lazy)
+
+
+def token_info(logprobs_row: NDArray[np.float32], token: int, top: int | None) -> TokenInfo:
+    """A token with its log-probability and those of the `top` likeliest."""
     if top is None:
         return TokenInfo(token)
-    row = np.maximum(np.array(logprobs_row), ZERO_LOGPROB)
+    row = np.maximum(logprobs_row, ZERO_LOGPROB)
     likeliest = _likeliest(row, min(top, row.size))
     return TokenInfo(
         token, float(row[token]), tuple(TopLogprob(i, float(row[i])) for i in likeliest)
@@ -158,9 +172,10 @@ class PromptScores:
         """The next tokens; row i of the logits (rows, vocabulary) is what token i comes from."""
         if not tokens:  # a slice of the last token alone, which nothing follows
             return
-        logprobs = logprobs_of(logits[: len(tokens)])
-        mx.eval(logprobs)
-        self.tokens += [token_info(logprobs[i], token, self._top) for i, token in enumerate(tokens)]
+        rows = HostLogprobs(logits[: len(tokens)]).rows
+        self.tokens += [
+            token_info(row, token, self._top) for row, token in zip(rows, tokens, strict=True)
+        ]
 
 
 def _likeliest(row: NDArray[np.float32], n_tokens: int) -> list[int]:

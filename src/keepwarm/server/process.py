@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -37,6 +38,7 @@ AFTER_DRAIN_S = 2  # for the last frames of streams that the drain cut short
 BACKLOG = 256  # connections that the system, and one turn of the loop, accept ahead
 SEND_BUFFER_BYTES = 256 << 10
 SPARE_CONNECTIONS = 768  # besides those of running requests
+SWITCH_S = 0.0005  # that a thread may run Python while the engine or the loop wants to
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -79,6 +81,7 @@ def serve(
     Meanwhile `start` loads the model; what it raises ends the server and is raised here. A second
     signal kills the process; only what is not yet on disk is lost.
     """
+    sys.setswitchinterval(SWITCH_S)
     log_to_stderr(settings)
     for number in STOP_SIGNALS:  # until the server runs and has handlers of its own
         signal.signal(number, _end_at_once)

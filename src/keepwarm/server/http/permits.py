@@ -32,7 +32,7 @@ from keepwarm.text.sandbox.deadline import PrepareDeadline
 T = TypeVar("T")
 
 LONG_BODY = 64 << 10  # bytes
-MANAGEMENT_THREADS = 16
+MANAGEMENT_THREADS, MANAGEMENT_OF_ONE_KEY = 16, 2  # these share one interpreter with all answers
 UNMANAGED = UNTIMED | {METRICS_PATH}
 PATHS = frozenset(
     {
@@ -223,7 +223,7 @@ class PrepareLimiter:
         self._timeout_s = settings.prepare_timeout_s
         at_once, each = _n_at_once(), max(1, (os.cpu_count() or 2) // 2)
         self._short, self._long = FairSemaphore(at_once, each), FairSemaphore(at_once, each)
-        self._managing = FairSemaphore(MANAGEMENT_THREADS, MANAGEMENT_THREADS // 2)
+        self._managing = FairSemaphore(MANAGEMENT_THREADS, MANAGEMENT_OF_ONE_KEY)
 
     @property
     def n_held(self) -> int:

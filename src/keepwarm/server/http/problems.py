@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -43,6 +44,7 @@ CODES: Sequence[tuple[type[errors.KeepwarmError], str]] = (
     (errors.Stopping, "shutting_down"),
     (errors.StillLoading, "model_loading"),
 )
+REFUSAL_S = 0.25  # before a 429: clients that try again at once keep the event loop from others
 RETRY_AFTER_S = {503: 5.0, 504: 5.0}  # the model is being replaced, or the server is overloaded
 UNEXPECTED = "The server failed on this request; see its log. Other requests are not affected."
 
@@ -205,7 +207,12 @@ class ProblemResponse(Response):
         self._problem = problem
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope.setdefault("state", {})["problem"] = self._problem
+        state = scope.setdefault("state", {})
+        state["problem"] = self._problem
+        if self._problem.status == 429:
+            if "slot" in state:
+                state["slot"].end()
+            await asyncio.sleep(REFUSAL_S)
         await super().__call__(scope, receive, send)
 
 
