@@ -31,7 +31,7 @@ from benchmarks.decode import Report, median_ms, note
 from benchmarks.shapes import SHAPES, build, make_tokenizer
 from keepwarm import config, kv
 from keepwarm.cache.store import Budgets, Store
-from keepwarm.engine.drafts import MAX_DRAFT, MIN_MATCH, OwnText, Proposal, Source
+from keepwarm.engine.drafts import MAX_DRAFT, MIN_MATCH, Others, Proposal, SeenTexts, Source
 from keepwarm.engine.engine import Engine
 from keepwarm.models import row_products
 from keepwarm.models.load import Model
@@ -225,7 +225,7 @@ class Answers:
             run(plain, requests)
             off = [rate_of(plain, requests)]
             for right, goals in GOALS.items():
-                _set_source(fast, OwnText if right is None else partial(self._known_text, right))
+                _set_source(fast, SeenTexts if right is None else partial(self._known_text, right))
                 n_steps, n_accepted = _n_steps(run(fast, requests))  # the gate learns
                 on = rate_of(fast, requests)
                 off.append(rate_of(plain, requests))
@@ -240,7 +240,7 @@ class Answers:
         found["off, tokens/s"] = note(f"answers, rows {n_rows}, off", [round(x) for x in off])
         return found
 
-    def _known_text(self, right: float, prompt: Sequence[int]) -> KnownText:
+    def _known_text(self, right: float, prompt: Sequence[int], _: Others) -> KnownText:
         numbers = range(1, self._n_tokens + 1)
         return KnownText([(prompt[-1] + STRIDE * i) % self.n_vocab for i in numbers], right)
 
@@ -252,7 +252,7 @@ class Answers:
             known = {
                 tuple(r.prompt or ()): text for r, text in zip(requests, together, strict=True)
             }
-            _set_source(fast, lambda prompt: KnownText(known[tuple(prompt)], 0.8))
+            _set_source(fast, lambda prompt, _: KnownText(known[tuple(prompt)], 0.8))
             run(fast, requests)
             drafted = run(fast, requests)
             alone = [result for request in requests for result in run(plain, [request])]
@@ -266,7 +266,7 @@ class Answers:
         return found
 
 
-def _set_source(engine: Engine, source: Callable[[Sequence[int]], Source]) -> None:
+def _set_source(engine: Engine, source: Callable[[Sequence[int], Others], Source]) -> None:
     gate = engine.lane_of().gate
     assert gate is not None
     gate.source = source

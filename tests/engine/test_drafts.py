@@ -10,18 +10,21 @@ from keepwarm.engine.batch import Batch
 from keepwarm.engine.drafts import (
     MAX_DRAFT,
     MAX_MATCH,
+    MAX_OTHER_TOKENS,
     MAX_PROPOSED,
     MIN_MATCH,
     BatchSize,
     DraftGate,
     HitRates,
-    OwnText,
     Proposal,
     RowDrafts,
+    SeenTexts,
     StepCosts,
 )
 from keepwarm.kv import Kind
-from keepwarm.prefix.blocks import BLOCK_TOKENS
+from keepwarm.prefix.blocks import BLOCK_TOKENS, as_text
+from keepwarm.prefix.policy import Policy
+from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.text.request import KVOptions
 from tests.kit.engines import ask, engine_on, held, tokens_of
 from tests.kit.models import CACHE_KINDS, WINDOW
@@ -53,7 +56,7 @@ class Oracle:
         oracle = self
 
         class Known:
-            def __init__(self, tokens):
+            def __init__(self, tokens, others):
                 self.answer, self.n_seen = oracle._answers.get(tuple(tokens), []), 0
 
             def propose(self):
@@ -64,8 +67,8 @@ class Oracle:
 
         gate = DraftGate.__init__
 
-        def start(own):
-            gate(own)
+        def start(own, recent):
+            gate(own, recent)
             own.source = Known
 
         monkeypatch.setattr(DraftGate, "__init__", start)
@@ -252,14 +255,14 @@ def test_a_step_with_drafts_that_fails_is_the_last_one(
 
 
 def test_tokens_that_repeat_are_proposed_by_the_longest_match():
-    text = OwnText([1, 2, 3, 50, 9, 1, 2, 3, 60, 8, 7, 1, 2, 3])
+    text = SeenTexts([1, 2, 3, 50, 9, 1, 2, 3, 60, 8, 7, 1, 2, 3])
     assert text.propose() == Proposal(3, [60, 8, 7, 1, 2, 3])
-    text = OwnText([9, 1, 2, 3, 50, 4, 1, 2, 3, 60, 9, 1, 2, 3])
+    text = SeenTexts([9, 1, 2, 3, 50, 4, 1, 2, 3, 60, 9, 1, 2, 3])
     assert text.propose() == Proposal(4, [50, 4, 1, 2, 3, 60, 9, 1, 2, 3])
     text.append(50)
     assert text.propose().tokens[:2] == [4, 1]
-    assert OwnText([1, 2, 3, 4, 5]).propose() is None
-    assert OwnText([]).propose() is None
+    assert SeenTexts([1, 2, 3, 4, 5]).propose() is None
+    assert SeenTexts([]).propose() is None
 
 
 def test_what_is_proposed_is_what_a_slow_search_finds():
@@ -267,27 +270,52 @@ def test_what_is_proposed_is_what_a_slow_search_finds():
     for _ in range(200):
         # Few ids, and bytes that are equal across the borders of tokens.
         tokens = [source.choice([0, 1, 256, 257, 65536]) for _ in range(source.randrange(60))]
-        found = OwnText(tokens).propose()
-        ends = [
-            end
-            for end in range(MIN_MATCH, len(tokens))
-            if tokens[end - MIN_MATCH : end] == tokens[-MIN_MATCH:]
+        found = SeenTexts(tokens).propose()
+        matches = [
+            (n, end)
+            for end in range(len(tokens))
+            for n in range(MIN_MATCH, min(MAX_MATCH, end) + 1)
+            if tokens[end - n : end] == tokens[len(tokens) - n :]
         ]
-        assert (found is None) == (not ends)
-        if found is None:
-            continue
-        n = found.n_matched
-        assert MIN_MATCH <= n <= MAX_MATCH
-        assert any(
-            tokens[end : end + MAX_PROPOSED] == list(found.tokens)
-            and tokens[end - n : end] == tokens[len(tokens) - n :]
-            for end in ends
-        )
+        n, end = max(matches, default=(0, 0))
+        expected = Proposal(n, tokens[end : end + MAX_PROPOSED]) if n else None
+        assert found == expected
+
+
+def test_other_texts_are_searched_where_the_conversation_has_no_longer_match():
+    own = [7, 1, 2, 3, 50, 51, 9, 1, 2, 3]
+    others = [as_text(text) for text in ([9, 1, 2, 3, 60, 61], [5, 1, 2, 3, 70, 71])]
+    assert SeenTexts(own, lambda: others).propose() == Proposal(4, [60, 61])
+    assert SeenTexts(own, lambda: others[1:]).propose().tokens[:2] == [50, 51]
+    # What the conversation begins with is an earlier turn of it; and only so much is searched.
+    assert SeenTexts(own, lambda: [as_text(own[:7])]).propose().n_matched == 3
+    far = as_text([9, 1, 2, 3, 60, *[0] * MAX_OTHER_TOKENS])
+    assert SeenTexts(own, lambda: [far]).propose().tokens[:2] == [50, 51]
+
+
+def test_drafts_come_from_the_tenants_other_texts_and_from_nobody_elses(models, tmp_path):
+    first, (a, b, c) = PROMPTS[0], PROMPTS[0][-3:]
+    with drafting(models.of("llama"), tmp_path) as engine:
+        run(engine, [ask(first, 4, tenant="ada"), ask(PROMPTS[2], 4, policy=Policy.NO_STORE)])
+        gate, kv = engine.lane_of().gate, KVOptions()
+
+        def proposed(prompt, tenant):
+            drafts = gate.drafts_for(prompt, (), (kv, tenant))
+            return engine.call(drafts.propose).result()
+
+        found = proposed([9, a, b, c], "ada")
+        assert found.n_matched == 3
+        assert len(found.tokens) == 4
+        assert proposed([9, a, b, c], "bob") is None
+        assert proposed([9, a, b, c], "") is None
+        assert proposed([9, *PROMPTS[2][-3:]], "") is None
+        engine._texts.forget(())
+        assert proposed([9, a, b, c], "ada") is None
 
 
 @pytest.fixture
 def gate():
-    gate = DraftGate()
+    gate = DraftGate(RecentPrompts())
     cost(gate, 1, 0.010)
     return gate
 
@@ -341,12 +369,12 @@ def test_rows_without_drafts_do_not_wait_long_for_others(gate):
 
 
 def test_nothing_is_fed_before_a_plain_step_was_measured():
-    assert DraftGate().width([DRAFT], ONE_ROW) == 1
+    assert DraftGate(RecentPrompts()).width([DRAFT], ONE_ROW) == 1
 
 
 def test_drafts_that_were_not_fed_count_too():
     rates = HitRates()
-    drafts = RowDrafts(OwnText([1, 2, 3, 4, 5, 6, 1, 2, 3]), rates)
+    drafts = RowDrafts(SeenTexts([1, 2, 3, 4, 5, 6, 1, 2, 3]), rates)
     before = rates.expected(DRAFT, 3)
     for token in (4, 5, 99):
         assert drafts.propose() is not None or token == 99
@@ -360,7 +388,7 @@ def test_drafts_that_were_not_fed_count_too():
 
 def test_a_proposal_goes_on_while_its_tokens_come():
     text = [*range(100), 0, 1, 2]
-    drafts = RowDrafts(OwnText(text), HitRates())
+    drafts = RowDrafts(SeenTexts(text), HitRates())
     first = drafts.propose()
     assert first == Proposal(3, list(range(3, 3 + MAX_PROPOSED)))
     drafts.saw(3)

@@ -234,3 +234,13 @@ def test_the_receipt_names_keywords_of_a_schema_that_are_ignored(plain):
     assert prepared.request.ignored_fields == ("store", "schema.uniqueItems")
     with pytest.raises(BadInput, match="uniqueItems"):
         prepared_by(plain, format=replace(wanted, strict=True))
+
+
+def test_tool_results_are_tokens_of_the_call_that_would_write_them_back(plain):
+    talk = [*TALK, {"role": "tool", "content": '  1→say("Oslo")\n'}]
+    preparer = Preparer(plain, plain.config["vocab_size"], RecentPrompts())
+    prepared = preparer.prepare(Request(messages=talk, tools=[WEATHER]))
+    (found,) = preparer.with_rewritten(prepared).rewritten
+    assert plain.tokenizer.decode(list(found)) == 'say(\\"Oslo\\")\\n'
+    without = preparer.prepare(Request(messages=talk))
+    assert preparer.with_rewritten(without).rewritten == ()

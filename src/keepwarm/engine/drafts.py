@@ -6,7 +6,8 @@ tokens that the sampler then picks as well are kept, the others are taken back. 
 changes an answer, only how many tokens a step gives.
 
     Source       proposes what may come next in a conversation
-    OwnText      what followed the same tokens earlier in it
+    SeenTexts    what followed the same tokens earlier in it, in a tenant's other conversations, or
+                 in tool results as a call would repeat them
     RowDrafts    the drafts of one sequence, and how often they were right
     DraftGate    how long drafts may be, by what steps cost here and how often drafts are right
 """
@@ -14,20 +15,20 @@ changes an answer, only how many tokens a step gives.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import accumulate
 from operator import mul
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
-from keepwarm.prefix.blocks import pack, unpack
+from keepwarm.prefix.blocks import as_text
+from keepwarm.prefix.recent import RecentPrompts
 
 DRAFT_COUNTS = ("steps", "drafted", "accepted")
-TOKEN_BYTES = 4
 MIN_MATCH, MAX_MATCH = 3, 14  # tokens
-MAX_PLACES = 6  # earlier places that are compared, the latest first
 MAX_DRAFT = 15
 MAX_PROPOSED = 64
+MAX_OTHER_TOKENS = 32768  # of other texts that are searched
 WIDTHS = (2, 3, 4, 5, 8, 16)  # tokens a row of one step: the current one and a draft
 MATCHES = (3, 4, 5, 8, 14)  # lengths of matches that are told apart
 CONTEXT_TOKENS = 4096  # contexts that are told apart
@@ -53,6 +54,9 @@ class Proposal(NamedTuple):
         return Proposal(min(self.n_matched + 1, MAX_MATCH), self.tokens[1:])
 
 
+Others: TypeAlias = Callable[[], Iterable[str]]
+
+
 class Source(Protocol):
     def append(self, token: int) -> None:
         """A token of the conversation."""
@@ -60,51 +64,48 @@ class Source(Protocol):
     def propose(self) -> Proposal | None: ...
 
 
-class OwnText:
-    """The tokens of a conversation, searched from the end."""
+class SeenTexts:
+    """The tokens of a conversation and of other texts, searched from their ends. A token is a
+    character: so they are searched fast, and need no index.
+    """
 
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._text = bytearray(pack(tokens))
+    def __init__(self, tokens: Sequence[int], others: Others = tuple) -> None:
+        self._own = as_text(tokens)
+        self._others = others
 
     def append(self, token: int) -> None:
-        self._text += pack([token])
+        self._own += chr(token)
 
     def propose(self) -> Proposal | None:
-        """What followed the longest match among the latest places with the same tokens."""
-        text, size = self._text, MIN_MATCH * TOKEN_BYTES
-        tail, best, end = text[-size:], (0, 0), len(text) - TOKEN_BYTES
-        for _ in range(MAX_PLACES):
-            start = _find_last(text, tail, end)
-            if start < 0:
-                break
-            best = max(best, (self._n_matched(start + size), start + size), key=lambda one: one[0])
-            end = start + size - TOKEN_BYTES
-        n_matched, following = best
-        if not n_matched:
-            return None
-        found = text[following : following + MAX_PROPOSED * TOKEN_BYTES]
-        return Proposal(n_matched, unpack(bytes(found)))
+        """What followed the longest match with the latest tokens: the latest one of several, and in
+        the conversation itself before other texts.
+        """
+        best, n_matched, n_left = "", MIN_MATCH - 1, MAX_OTHER_TOKENS
+        for text in (self._own, *self._others()):
+            is_own = text is self._own
+            if not is_own and self._own.startswith(text):
+                continue  # an earlier turn
+            start = 0 if is_own else max(0, len(text) - n_left)
+            n_left -= 0 if is_own else len(text) - start
+            following, n_matched = _longest(text, self._own, start, n_matched)
+            best = text[following : following + MAX_PROPOSED] if following else best
+        return Proposal(n_matched, list(map(ord, best))) if best else None
 
-    def _n_matched(self, end: int) -> int:
-        """Tokens before `end` that are those before the end of the text."""
-        text, n = self._text, MIN_MATCH
-        while n < MAX_MATCH:
-            here, last = end - n * TOKEN_BYTES, len(text) - n * TOKEN_BYTES
-            if (
-                here < TOKEN_BYTES
-                or text[here - TOKEN_BYTES : here] != text[last - TOKEN_BYTES : last]
-            ):
-                break
+
+def _longest(text: str, own: str, start: int, n: int) -> tuple[int, int]:
+    """Where, from `start` on, the longest match of more than `n` tokens with the end of `own` ends,
+    and its length; 0 and `n` if there is none.
+    """
+    following, end = 0, len(text) - 1  # something must follow
+    while n < min(MAX_MATCH, len(own)):
+        found = text.rfind(own[-n - 1 :], start, end)
+        if found < 0:
+            break
+        following, n = found + n + 1, n + 1
+        while n < min(MAX_MATCH, following) and text[following - n - 1] == own[-n - 1]:
             n += 1
-        return n
-
-
-def _find_last(text: bytearray, tail: bytearray, end: int) -> int:
-    """Where the tail occurs last, at a token, before `end`; -1 if it does not."""
-    start = text.rfind(tail, 0, end) if tail else -1
-    while start > 0 and start % TOKEN_BYTES:
-        start = text.rfind(tail, 0, start + len(tail) - 1)
-    return start
+        end = following - 1
+    return following, n
 
 
 class HitRates:
@@ -182,11 +183,25 @@ class StepCosts:
 class DraftGate:
     """Decides for each step how many drafted tokens are fed; one for each model."""
 
-    def __init__(self) -> None:
+    def __init__(self, recent: RecentPrompts) -> None:
         self.rates = HitRates()
         self.costs = StepCosts()
-        self.source: Callable[[Sequence[int]], Source] = OwnText  # of a conversation's tokens
+        self.source: Callable[[Sequence[int], Others], Source] = SeenTexts
+        self._recent = recent
         self.is_open = True  # False once a step with drafts has failed
+
+    def drafts_for(
+        self, tokens: Sequence[int], rewritten: Sequence[Sequence[int]], owner: Hashable | None
+    ) -> RowDrafts:
+        """Of a conversation. `owner` is whose other texts are searched, None: nobody's."""
+        results = [as_text(result) for result in rewritten]
+
+        def others() -> Iterable[str]:
+            yield from results
+            if owner is not None:
+                yield from self._recent.latest(owner, MAX_OTHER_TOKENS)
+
+        return RowDrafts(self.source(tokens, others), self.rates)
 
     def width(self, proposals: Sequence[Proposal | None], size: BatchSize) -> int:
         """Tokens a row of the step that gives most tokens a second; 1: no drafts."""

@@ -136,7 +136,7 @@ class Engine:
         verdicts = VerdictsFile(settings.home)
         self._lanes = Lanes(
             *(model, self.store, self.live, probe.layout, verdicts, self.call),
-            drafts=settings.speculation == "auto",
+            recent=recent if settings.speculation == "auto" else None,
         )
         self._admission = Admission(self._memory.batch_bytes)
         self._recorder = Recorder(

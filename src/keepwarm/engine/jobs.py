@@ -94,8 +94,7 @@ class RunningSequence(Row):
         self._max_tokens = prepared.max_new_tokens
         self._infos: list[TokenInfo] = []  # not yet part of an event
         self._pieces: list[Piece] = []
-        gate = job.lane.gate if job.lane.can_batch and job.request.speculation else None
-        self._drafts = None if gate is None else RowDrafts(gate.source(job.tokens), gate.rates)
+        self._drafts = _drafts_of(job)
 
     @property
     def calls(self) -> list[ToolCall]:
@@ -178,6 +177,14 @@ class RunningSequence(Row):
     def _flush(self) -> tuple[TokenInfo, ...]:
         infos, self._infos = tuple(self._infos), []
         return infos
+
+
+def _drafts_of(job: Job) -> RowDrafts | None:
+    gate, request = job.lane.gate, job.request
+    if gate is None or not job.lane.can_batch or not request.speculation:
+        return None
+    owner = (request.kv, request.tenant) if request.policy.reads else None
+    return gate.drafts_for(job.tokens, job.prepared.rewritten, owner)
 
 
 class JobStatus(Enum):

@@ -27,6 +27,7 @@ from keepwarm.models.load import Model
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace
 from keepwarm.prefix.fingerprint import Identity, salt_of
 from keepwarm.prefix.policy import Policy
+from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.store.tiers import TierLookups
 from keepwarm.text.request import Inexact, KVOptions
 
@@ -314,7 +315,7 @@ class Lanes:
     layout: kv.Layout  # with the default KV options
     padding: VerdictsFile
     call: Call  # runs work on the engine's thread
-    drafts: bool  # whether sequences get any
+    recent: RecentPrompts | None  # whose texts are drafts, too; None: sequences get no drafts
     _made: dict[tuple[KVOptions, str], Lane] = field(default_factory=dict)
     _gates: dict[KVOptions, DraftGate] = field(default_factory=dict)
     _making: threading.RLock = field(default_factory=threading.RLock)
@@ -366,9 +367,9 @@ class Lanes:
         """One for all tenants: costs and hit rates are the model's. A state takes nothing back."""
         can_take_back = layout.kinds <= {kv.Kind.DELTA, kv.Kind.WINDOW}
         caches = kv.make_caches(self.model.module, **make_options(options))
-        if not self.drafts or not can_take_back or not kv.can_batch(caches):
+        if self.recent is None or not can_take_back or not kv.can_batch(caches):
             return None
-        return self._gates.setdefault(options, DraftGate())
+        return self._gates.setdefault(options, DraftGate(self.recent))
 
 
 def exact_options(options: KVOptions) -> KVOptions:

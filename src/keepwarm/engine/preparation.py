@@ -66,6 +66,8 @@ class Preparation:
         """Prepare a request that will run."""
         generation = self._store.catch_up()
         prepared, lane = self.prepare(request, deadline)
+        if lane.gate is not None and prepared.request.speculation:
+            prepared = self._preparer.with_rewritten(prepared)
         lane = lane.look_up(prepared.tokens, prepared.request.policy)
         lane.restorer.ask(prepared.tokens, prepared.request.policy)
         return ReadyRequest(prepared, lane, generation)

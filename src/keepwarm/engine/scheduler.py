@@ -46,6 +46,7 @@ MAX_EXTRA_PREFILLS = 4  # more that need only one slice, or have a higher priori
 MAX_ROWS = 64  # sequences in all batches together
 MAX_OWN_PREFILLS, MAX_OWN_ROWS = 6, 48  # of one API key
 MAX_TENANTS = 1024  # that are remembered
+MAX_DRAFTED_ROWS = 16  # looking up drafts for more takes longer than they could spare
 MAX_FAILURES = 2  # failed batches before a sequence is taken to be the cause
 
 
@@ -728,6 +729,8 @@ class Scheduler:
     def _gate_of(self, batch: Batch[RunningSequence]) -> DraftGate | None:
         """None if the rows get no drafts, or not yet."""
         lane = batch.rows[0].job.lane
+        if len(batch.rows) > MAX_DRAFTED_ROWS:
+            return None
         if lane.gate is not None and not lane.sharing.allowed:
             self._untried = lane.sharing
             return None

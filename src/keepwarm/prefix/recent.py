@@ -1,4 +1,4 @@
-"""Recent prompts, from which a miss is explained.
+"""Recent prompts, from which a miss is explained, and what comes next may be guessed.
 
 Tokens are held packed, four bytes each, and compared as bytes: never by length, never by a hash.
 """
@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from typing import Literal, NamedTuple, TypeAlias
 
-from keepwarm.prefix.blocks import common_tokens_beyond, pack
+from keepwarm.prefix.blocks import as_text, common_tokens_beyond, pack, unpack
 
 SIMILAR_TOKENS = 16  # fewer may be just the start of the chat template
 
 
-class RememberedPrompt(NamedTuple):
+@dataclass(frozen=True)
+class RememberedPrompt:
     """An earlier prompt, with its answer if there was one."""
 
     packed: bytes
@@ -26,6 +29,11 @@ class RememberedPrompt(NamedTuple):
     @property
     def n_tokens(self) -> int:
         return len(self.packed) // 4
+
+    @cached_property
+    def text(self) -> str:
+        """Its tokens as characters."""
+        return as_text(unpack(self.packed))
 
 
 class NearestPrompt(NamedTuple):
@@ -115,6 +123,15 @@ class RecentPrompts:
     def clear(self) -> None:
         self._seen.clear()
         self._n_bytes = 0
+
+    def latest(self, owner: Hashable, max_tokens: int) -> Iterator[str]:
+        """The latest ones as characters, as many as hold so many tokens."""
+        for key in reversed(self._of(owner)):
+            if max_tokens <= 0:
+                return
+            entry = self._seen[key]
+            max_tokens -= entry.n_tokens
+            yield entry.text
 
     def nearest(self, owner: Hashable, tokens: Sequence[int]) -> NearestPrompt:
         packed, best = pack(tokens), NearestPrompt(0, None)

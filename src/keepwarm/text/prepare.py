@@ -22,6 +22,7 @@ from keepwarm.text.past_answers import Splicer, StoredAnswers
 from keepwarm.text.prompt import Prompt, Prompter, RenderedPrompt
 from keepwarm.text.prompt_limits import PromptLimits, check_counts, is_heavy
 from keepwarm.text.request import Format, Message, Miss, MissCause, Request, Sampling
+from keepwarm.text.rewritten import rewritten
 from keepwarm.text.sampling_rules import check_sampling
 from keepwarm.text.sandbox.deadline import PrepareDeadline, PrepareStep
 from keepwarm.text.sandbox.process import ProcessGone, SandboxProcess
@@ -84,6 +85,7 @@ class PreparedRequest:
     grammar: GrammarMatcher | None  # at its start; see `new_matcher`
     explain: Explainer
     stored: StoredAnswers | None = None  # where its answers are to be found again
+    rewritten: Sequence[Sequence[int]] = ()  # tool results as a call would write them back
 
     @property
     def tokens(self) -> list[int]:
@@ -224,6 +226,16 @@ class Preparer:
             ),
             stored,
         )
+
+    def with_rewritten(self, prepared: PreparedRequest) -> PreparedRequest:
+        """The same, with tool results as a call would write them back."""
+        request = prepared.request
+        if not request.tools or request.messages is None:
+            return prepared
+        past = request.history.turn if request.history else None
+        messages = [*(past.messages if past else ()), *request.messages]
+        texts = rewritten(messages, as_json=self.markup.tool_format.header is not None)
+        return replace(prepared, rewritten=self._prompter.tokens_of(request, list(texts)))
 
     def _opens_thinking(self, request: Request, prompt: Prompt | RenderedPrompt) -> bool:
         if not (request.partial_answer and request.messages):

@@ -317,6 +317,11 @@ class Prompter:
             keeps=request.policy.writes,
         )
 
+    def tokens_of(self, request: Request, texts: Sequence[str]) -> list[Sequence[int]]:
+        """The tokens of texts that may come in the middle of an answer."""
+        encoder = self._encoder(request, partial(encode, self._tokenizer), is_masked=False)
+        return [*encoder.all([(text, 1) for text in texts])]
+
     def _write(self, messages: Sequence[Message], tools: Sequence[Tool], **options: Any) -> str:
         tools_first = self._ordering.tools_first
         adapted = adapt_to_template(self._call_markers, messages, tools, tools_first=tools_first)
