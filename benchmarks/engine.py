@@ -274,6 +274,33 @@ class Case:
         what = f"longest gap of 4 while {len(prompt):,} come from {tier}"
         self.add(what, max(gaps), None, 100.0, **notes)
 
+    def conversation(self) -> list[int]:
+        """The last prompt of six turns, computed and kept."""
+        prompt: list[int] = []
+        for _ in range(6):
+            prompt += self.prompt(self.unit // 5)
+            answer = self.ask(prompt, 8).result().choices[0]
+            prompt += [each.token for each in answer.tokens]
+        self.first_ms(prompt)
+        return prompt
+
+    def restarted(self, prompt: Sequence[int]) -> None:
+        """Its first request to an engine that was just opened, and the same from disk again."""
+        first, reused = self._clock_ms(prompt)
+        self.forget_live()
+        self.engine.store.clear_memory()
+        later, _ = self._clock_ms(prompt)
+        what = "restart: conversation of six turns ÷ from disk later"
+        self.add(what, first, later, 1.3, n_tokens=len(prompt), reused=reused)
+
+    def _clock_ms(self, prompt: Sequence[int]) -> tuple[float, dict[str, int]]:
+        """By the clock of the one who asks."""
+        started = time.perf_counter()
+        answer = self.ask(prompt, 2)
+        next(event for event in answer if isinstance(event, Delta))
+        ms = 1000 * (time.perf_counter() - started)
+        return ms, dict(answer.result().receipt.reused)
+
     def _token_bytes(self) -> int:
         caches = kv.make_caches(self.model.module)
         self.model.module(mx.array([self.prompt(256)]), cache=caches)
@@ -339,9 +366,15 @@ def measure(shape: str, unit: int, folder: Path, home: Path) -> dict[str, Any]:
         before_ready_ms = compile_ms(model, store, settings, compiled)
         with Engine(model, store) as engine:
             gc.freeze()  # as `keepwarm serve` does: looking through all that is imported takes time
-            found = measured(Case(model, engine, unit))
+            case = Case(model, engine, unit)
+            found = measured(case)
+            prompt = case.conversation()
+    with Store(budgets=budgets, settings=settings) as store, Engine(model, store) as case.engine:
+        case.restarted(prompt)
     compiled.saw("the end")
-    return found | {"compile_ms": before_ready_ms, "kernels": compiled.new}
+    figures = [asdict(f) | {"ratio": f.ratio, "holds": f.holds} for f in case.figures]
+    notes = {"figures": figures, "compile_ms": before_ready_ms, "kernels": compiled.new}
+    return found | notes
 
 
 def measured(case: Case) -> dict[str, Any]:
@@ -365,7 +398,6 @@ def measured(case: Case) -> dict[str, Any]:
         "pinned_gb_per_s": pinned,
         "slice_ms": {context: case.slices(context) for context in (0, unit)},
         "learned": lane.restorer.rates.slices.slices,
-        "figures": [asdict(f) | {"ratio": f.ratio, "holds": f.holds} for f in case.figures],
     }
 
 

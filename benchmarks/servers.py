@@ -3,6 +3,8 @@
     start    seconds from the start of the process to its first answer, of one token; and its
              processor time, which other programs disturb least
     turns    time to first token of a conversation's turns, with the cache of each
+    restart  time to first token of a long conversation's last prompt, asked again by the first
+             client after a restart; and after another one a minute later
 
 So both meet the same load; only ratios within one run count. Both get the same weights in fp32 and
 the same BLAS. mlx_lm.server calls itself healthy before its model is loaded, so what is compared is
@@ -26,6 +28,7 @@ from benchmarks.requests.prompts import with_answer
 from benchmarks.requests.run import Sizes, WorkloadRun
 from benchmarks.requests.suite import run_factory
 from benchmarks.requests.targets import keepwarm_server, mlx_lm_server
+from benchmarks.requests.workloads.turns import RESTARTED, after_restart, long_conversation
 from keepwarm import config
 
 Runs: TypeAlias = Sequence[WorkloadRun]  # one for each server
@@ -76,12 +79,31 @@ def _conversations(runs: Runs, number: int) -> Iterator[tuple[str, str, float]]:
     yield from (("whole conversation", name, seconds) for name, seconds in total.items())
 
 
+def restart(runs: Runs) -> dict[str, Seconds]:
+    """Both have the same conversation; mlx_lm.server computes it again."""
+    for run in runs:
+        run.target.start()
+    prompts = [long_conversation(run) for run in runs]
+    found: dict[str, Seconds] = {}
+    for _ in range(runs[0].sizes.samples):
+        for what, wait_s in ((RESTARTED, 0.0), ("the same, later", runs[0].sizes.later_s)):
+            for run, messages in zip(runs, prompts, strict=True):
+                reply = after_restart(run, messages, wait_s if run.target.is_ours else 0.0)
+                run.target.kill()
+                found.setdefault(what, {}).setdefault(run.target.name, []).append(reply.ttft_s)
+    return found
+
+
 def _in_turn(runs: Runs, number: int) -> Runs:
     """Whoever was first is last the next time."""
     return runs if number % 2 == 0 else runs[::-1]
 
 
-MEASURES: dict[str, Callable[[Runs], dict[str, Seconds]]] = {"start": start, "turns": turns}
+MEASURES: dict[str, Callable[[Runs], dict[str, Seconds]]] = {
+    "start": start,
+    "turns": turns,
+    "restart": restart,
+}
 
 
 def measure(names: Sequence[str], model: str, sizes: Sizes) -> dict[str, dict[str, Seconds]]:

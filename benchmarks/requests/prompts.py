@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -21,6 +22,7 @@ COMMON = (
     "follow came"
 )
 VOCABULARY = COMMON.split()
+N_LONG = 1000
 
 
 class PromptGenerator:
@@ -46,6 +48,20 @@ class PromptGenerator:
             if left <= 0:
                 break
         return " ".join(words)
+
+    def long_text(self, n_characters: int, seed: object) -> str:
+        """Of long words that are one token, if there are any: most characters for their tokens."""
+        draw, words = random.Random(f"{seed}"), [""]  # noqa: S311
+        while n_characters > 0:
+            words.append(draw.choice(self._long_words))
+            n_characters -= len(words[-1]) + 1
+        return " ".join(words)
+
+    @cached_property
+    def _long_words(self) -> list[str]:
+        inside = [token[1:] for token in self._tokenizer.get_vocab() if token[0] in "Ġ▁"]
+        words = [word for word in inside if word.isascii() and word.isalpha()]
+        return sorted(words, key=lambda word: (len(word), word))[-N_LONG:] or VOCABULARY
 
     def draw(self, n_words: int, seed: object) -> list[str]:
         draw = random.Random(f"{seed}")  # noqa: S311

@@ -31,6 +31,8 @@ class Sizes:
     turns: int = 6  # of a conversation
     first_turn: int = 600
     next_turn: int = 150
+    restarted: int = 72 << 10  # characters of a conversation: more than a server prepares itself
+    later_s: float = 60.0  # seconds after a restart
     n_agents: int = 10
     shared: int = 1024  # system prompt shared by all agents
     own: int = 32
@@ -57,6 +59,8 @@ QUICK = Sizes(
     turns=3,
     first_turn=120,
     next_turn=40,
+    restarted=1500,
+    later_s=0.0,
     n_agents=3,
     shared=192,
     own=16,

@@ -39,6 +39,7 @@ WORKLOADS = {
         "time to first token by prompt length: cold, repeated, follow-up, restarted", lengths.run
     ),
     "pipeline": Workload("a conversation of six turns, with and without the cache", turns.pipeline),
+    "restart": Workload("a long conversation, right after a restart and later", turns.restart),
     "agents": Workload("ten agents with one system prompt, in turn and all at once", agents.run),
     "trace": Workload("recorded turns of coding agents, scaled down", turns.trace),
     "late": Workload("a short request while another decodes", streams.late),

@@ -6,7 +6,8 @@ import pytest
 from benchmarks.requests.run import QUICK
 from benchmarks.requests.suite import run_factory
 from benchmarks.requests.targets import InProcess
-from benchmarks.servers import ratios, turns
+from benchmarks.requests.workloads.turns import RESTARTED, after_restart, long_conversation
+from benchmarks.servers import ratios, restart, turns
 
 from tests.kit.checkpoints import write_checkpoint
 
@@ -47,6 +48,22 @@ def test_each_is_first_as_often_as_the_other(runs, asked):
     assert all(len(samples) == 2 for each in found.values() for samples in each.values())
     ours, theirs = "keepwarm", "mlx-lm"
     assert asked == [ours, theirs, theirs, ours, theirs, ours, ours, theirs]
+
+
+def test_a_conversation_is_warm_after_a_restart(runs):
+    run = runs[0]
+    run.target.start()
+    messages = long_conversation(run)
+    assert sum(len(each["content"]) for each in messages) >= SIZES.restarted
+    reply = after_restart(run, messages)
+    assert reply.cached_tokens == reply.prompt_tokens - 1
+
+
+def test_both_are_restarted_at_once_and_later(runs, asked):
+    found = restart(runs)
+    assert list(found) == [RESTARTED, "the same, later"]
+    assert all(len(samples) == 2 for each in found.values() for samples in each.values())
+    assert asked == ["keepwarm"] * 2 + ["mlx-lm"] * 2 + ["keepwarm", "mlx-lm"] * 4
 
 
 def test_ratios_are_those_of_samples_taken_together():

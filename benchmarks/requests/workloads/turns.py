@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 from benchmarks.requests import recorded
-from benchmarks.requests.client import TimedReply
+from benchmarks.requests.client import Message, TimedReply
 from benchmarks.requests.prompts import system, user, with_answer
-from benchmarks.requests.report.results import Record
+from benchmarks.requests.report.results import Note, Record
 from benchmarks.requests.run import WorkloadRun
 
 HOW = "from turn 2 on: the conversation so far and a new question"
+RESTARTED = "restart: conversation of six turns"
 NEW = "tokens in neither the previous prompt nor its answer"
 
 
@@ -61,6 +63,49 @@ def _sample(run: WorkloadRun) -> PipelineSample:
         return PipelineSample(on, [])
     run.show_status("the same with the cache off")
     return PipelineSample(on, [run.ask(prompt, policy="no-store") for prompt in prompts])
+
+
+def restart(run: WorkloadRun) -> Iterator[Record]:
+    """A long conversation's last prompt, asked again by the first client after a restart."""
+    if not run.target.restart_method:
+        yield Note(run.workload, run.target.name, "cannot be restarted by the bench")
+        return
+    messages = long_conversation(run)
+    at_once = [after_restart(run, messages) for _ in run.samples("restart")]
+    how = f"identical prompt of {run.sizes.restarted:,} characters, right after it is ready"
+    first = run.series(RESTARTED, "s", [reply.ttft_s for reply in at_once], how=how)
+    yield first
+    cached = [reply.cached_tokens for reply in at_once]
+    yield run.series(f"cached, {RESTARTED}", "tokens", cached, how=how, better="higher")
+    if run.target.is_ours:
+        waited = run.sizes.later_s
+        later = [after_restart(run, messages, waited).ttft_s for _ in run.samples("later")]
+        settled = run.series("restart, later", "s", later, how=f"the same {waited:g} s later")
+        yield settled
+        yield run.ratio("right after ready ÷ later", first, settled, 1.3, at_least=False)
+
+
+def long_conversation(run: WorkloadRun) -> list[Message]:
+    """The last prompt of six turns."""
+    n_characters = run.sizes.restarted // run.sizes.turns
+    messages = [user(run.prompts.long_text(n_characters, next(run.seeds)))]
+    for _ in range(run.sizes.turns - 1):
+        question = run.prompts.long_text(n_characters, next(run.seeds))
+        messages = with_answer(messages, run.ask(messages).text, question)
+    run.ask(messages)
+    return messages
+
+
+def after_restart(run: WorkloadRun, messages: Sequence[Message], wait_s: float = 0.0) -> TimedReply:
+    """Asked by the first client; of a server that is ready before its model, by the second."""
+    run.target.settle()
+    run.target.kill()
+    if run.target.is_ours:
+        run.target.launch()
+    else:
+        run.target.start()
+    time.sleep(wait_s)
+    return run.ask(messages)
 
 
 def _new_tokens(sample: Sequence[TimedReply]) -> list[int]:
