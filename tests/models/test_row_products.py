@@ -140,7 +140,7 @@ def test_rows_of_another_dtype_are_multiplied_as_before():
 def test_a_faster_way_is_used_and_kept(model, seconds, tmp_path):
     kernel = FakeKernel("kernel", range(2, 9))
     seconds |= {"flat": 0.5, "kernel": 0.4, ("kernel", 3): 0.97}
-    tokens = mx.array([[5], [6], [7]])
+    tokens = mx.array([[5], [6], [7], [8], [9]])
     before, names = model(tokens), [name for name, _ in tree_flatten(model.parameters())]
     kept = ProductsFile(tmp_path)
     choose(model, Products([kernel]), kept)
