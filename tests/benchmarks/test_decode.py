@@ -55,4 +55,4 @@ def test_the_tables_are_those_of_the_results():
     text = decode_page.PAGE.read_text()
     found = json.loads(decode_page.JSON.read_text())
     assert decode_page.page(text, found) == text
-    assert "| today | 131 |" in decode_page.tables(found)
+    assert "| today | 209 |" in decode_page.tables(found)
