@@ -225,6 +225,8 @@ def test_a_schema_beyond_a_grammar_takes_the_binding_and_not_the_request(plain, 
     wishes = {"tools": [tool], "tool_choice": AUTO}
     assert prepared_by(plain, **wishes).new_matcher() is None
     assert may_say(plain, ANSWER, format=YES, **wishes)
+    assert may_say(plain, call_text("f", '{"city": ["any"]}'), format=YES, **wishes)
+    assert not may_say(plain, call_text("f", '{"town": 1}'), format=YES, **wishes)
     assert not may_say(plain, "Hm.", format=YES, **wishes)
 
 

@@ -21,7 +21,7 @@ from keepwarm.text.parsing import NORMAL, REASONING, Markup, Preamble
 from keepwarm.text.past_answers import Splicer, StoredAnswers
 from keepwarm.text.prompt import Prompt, Prompter, RenderedPrompt
 from keepwarm.text.prompt_limits import PromptLimits, check_counts, is_heavy
-from keepwarm.text.request import Format, Message, Miss, MissCause, Request, Sampling
+from keepwarm.text.request import Format, Message, Miss, MissCause, Request, Sampling, Tool
 from keepwarm.text.rewritten import rewritten
 from keepwarm.text.sampling_rules import check_sampling
 from keepwarm.text.sandbox.deadline import PrepareDeadline, PrepareStep
@@ -369,8 +369,8 @@ class Preparer:
             except BadInput:
                 if not request.tools:
                     raise
-            # Some tool's schema is beyond a grammar: then the format alone is the answer.
-            around = self._around_answer(replace(request, tools=()), request.format, bool(after))
+            loose = replace(request, tools=[_loose(tool) for tool in request.tools])
+            around = self._around_answer(loose, request.format, bool(after))
             return compile_(request.format, after, around)
         if _forbids_calls(request):
             return compile_(Format(grammar=no_call_grammar(self.markup)))
@@ -404,6 +404,15 @@ class Preparer:
         may_call = choice.mode != "none" and wanted.grammar is None
         tools = request.tools if may_call else ()
         return answer_grammar(self.markup, preamble, tools, choice.parallel)
+
+
+def _loose(tool: Tool) -> Tool:
+    """The tool with any values for its arguments: some part of its schema is beyond a grammar."""
+    function = tool["function"]
+    schema = function.get("parameters") or {}
+    names: dict[str, object] = {name: {} for name in schema.get("properties") or ()}
+    named = {"properties": names, "required": schema.get("required") or []} if names else {}
+    return {**tool, "function": {**function, "parameters": {"type": "object", **named}}}
 
 
 def _with_ignored_keywords(request: Request, grammar: GrammarMatcher | None) -> Request:
