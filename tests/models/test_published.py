@@ -8,11 +8,14 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from benchmarks.zoo.published import LAYOUTS, build_text, write
+from mlx_lm.utils import load_model
 
 from keepwarm import config
+from keepwarm.cache.identity import identity_of
 from keepwarm.errors import BadModelFile, UnsupportedModel
 from keepwarm.models.load import load, read_model
-from tests.kit.checkpoints import CHATML, make_tokenizer, tokenizer_config
+from keepwarm.models.published import read_rope_changes
+from tests.kit.checkpoints import CHATML, make_tokenizer, tokenizer_config, write_checkpoint
 from tests.server.conftest import serve
 
 TOKENS = mx.array([[5, 17, 100, 9, 44, 101, 12, 8] * 5])
@@ -91,6 +94,79 @@ def test_missing_weight_of_the_language_part_is_told(tmp_path):
     publish(replace(SMALL, names={"norm": "visual", **SMALL.names}), tmp_path)
     with pytest.raises(BadModelFile, match="not a complete model"):
         read_model("qwen", tmp_path)
+
+
+# The settings of RoPE, as transformers 5 writes them
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+KINDS = {
+    "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 2e3},
+}
+
+
+def logits_of(folder, **described):
+    """Of a tiny model whose config says this of RoPE."""
+    write_checkpoint(folder)
+    file = folder / "config.json"
+    known = json.loads(file.read_text())
+    del known["rope_theta"]
+    file.write_text(json.dumps(known | described))
+    return read_model("tiny", folder).module(TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("new", "old"),
+    [
+        ({"rope_theta": 5e5, "rope_type": "default"}, {"rope_theta": 5e5}),
+        ({"rope_theta": 5e5, **LLAMA3}, {"rope_theta": 5e5, "rope_scaling": LLAMA3}),
+    ],
+)
+def test_rope_of_transformers_5_is_that_of_the_old_names(tmp_path, new, old):
+    first = logits_of(tmp_path / "new", rope_parameters=new)
+    assert mx.array_equal(first, logits_of(tmp_path / "old", **old))
+    assert not mx.array_equal(first, logits_of(tmp_path / "none"))
+
+
+def test_rope_of_two_kinds_of_layers():
+    config = {"model_type": "gemma3_text", "rope_parameters": KINDS}
+    found = read_rope_changes(config)
+    assert (found["rope_theta"], found["rope_local_base_freq"]) == (5e5, 2e3)
+    assert "rope_scaling" not in found
+    assert "rope_theta" not in read_rope_changes({**config, "rope_theta": 7.0})
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "named"),
+    [
+        ("llama", KINDS, "rope_local_base_freq"),
+        ("gpt_neox", {"rope_theta": 5e5, **LLAMA3}, "rope_scaling"),
+        ("dbrx", {"rope_theta": 5e5}, "rope_theta"),
+    ],
+)
+def test_rope_that_would_not_be_read_is_refused_by_name(kind, given, named):
+    with pytest.raises(UnsupportedModel, match=f"'{kind}' read no {named}"):
+        read_rope_changes({"model_type": kind, "rope_parameters": given})
+
+
+def test_rope_that_mlx_lm_reads_itself_is_left_to_it():
+    assert read_rope_changes({"model_type": "qwen3", "rope_parameters": {"rope_theta": 5e5}}) == {}
+    assert read_rope_changes({"model_type": "olmo3", "rope_theta": 5e5}) == {}
+
+
+def test_blocks_of_another_rope_are_of_another_namespace(tmp_path):
+    """mlx-lm's own reader takes a frequency of its own from such a config: other keys."""
+    logits_of(tmp_path, rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
+    settings = config.load({}, home=tmp_path / "home")
+    ours, theirs = read_model("tiny", tmp_path).module, load_model(tmp_path)[0]
+    assert identity_of(ours, tmp_path, settings) != identity_of(theirs, tmp_path, settings)
 
 
 IMAGES = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from keepwarm.config import Settings
 from keepwarm.errors import BadInput
 from keepwarm.kv import make_caches, probe
 from keepwarm.kv.layout import LayerSpec, Layout
-from keepwarm.models.catalog import locate
+from keepwarm.models.catalog import locate, read_config
+from keepwarm.models.published import rope_changes
 from keepwarm.prefix.fingerprint import Identity, digest
 from keepwarm.state_file import MACHINE, StateFile
 
@@ -43,7 +45,19 @@ def identity_of(
     digests = DigestsFile(settings.home)
     path = locate(str(source), settings)
     weights = None if adapter is None else Path(adapter)
-    return identify(path, layout, digests, adapter=weights, kv_options=kv_options, salt=salt)
+    found = identify(path, layout, digests, adapter=weights, kv_options=kv_options, salt=salt)
+    rope = _rope_in(model, path)
+    return replace(found, config=digest([found.config, rope])) if rope else found
+
+
+def _rope_in(model: Any, path: Path) -> dict[str, Any]:
+    """RoPE as the model has it, where mlx-lm alone would not have read it from the config."""
+    config = read_config(path) if path.is_dir() else {}
+    named = rope_changes(config.get("text_config") or config)
+    args = getattr(getattr(model, "language_model", model), "args", None)
+    if hasattr(args, "rope_parameters"):
+        return {}
+    return {name: getattr(args, name) for name in named if hasattr(args, name)}
 
 
 def _refuse_adapter(model: Any) -> None:

@@ -29,7 +29,12 @@ from keepwarm.models.catalog import locate, n_context, read_config, read_generat
 from keepwarm.models.embedder import Embedder, read_embedder
 from keepwarm.models.gguf import model as gguf
 from keepwarm.models.gguf.tokenizer import write_tokenizer
-from keepwarm.models.published import config_changes, is_vision_language, model_classes
+from keepwarm.models.published import (
+    config_changes,
+    is_vision_language,
+    model_classes,
+    read_rope_changes,
+)
 
 PIECE_BYTES = 64 << 20
 ENCODERS = ("bert", "mpnet", "electra", "deberta")  # in names of model types
@@ -246,6 +251,8 @@ def _read_module(path: Path, names: Collection[str]) -> tuple[Any, dict[str, Any
             f"{path} is of architecture {read_config(path)['model_type']!r}, which mlx-lm cannot "
             "run here: its module ends the program, usually because a package is missing."
         ) from error
+    except UnsupportedModel:
+        raise
     except Exception as error:  # mlx-lm's models raise all kinds of errors on an unexpected config
         raise _load_error(path, error) from error
 
@@ -258,7 +265,7 @@ def _options(path: Path, names: Collection[str]) -> dict[str, Any]:
         return {"model_config": changes, "get_model_classes": model_classes}
     has_head = any("lm_head" in name for name in names)
     is_headless = not has_head and (FLAT in names or f"model.{FLAT}" in names)
-    return {"model_config": HEADLESS if is_headless else {}}
+    return {"model_config": read_rope_changes(config) | (HEADLESS if is_headless else {})}
 
 
 def _load_flat(path: Path, module: Any) -> None:
