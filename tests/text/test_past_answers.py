@@ -230,6 +230,22 @@ def test_an_answer_that_breaks_off_inside_a_character_is_not_kept(tokenizer):
     assert not ask(prompter, ASK, said("the \N{REPLACEMENT CHARACTER}"), NEXT).spliced
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_replacement_character_inside_an_answer_is_text_like_any_other(tokenizer, whole):
+    """Be it written as such, or what is left of another character."""
+    prompter, splicer, _ = pair(tokenizer)
+    first = ask(prompter, ASK)
+    strange = "\N{REPLACEMENT CHARACTER}" if whole else "🦊"
+    begun = tokenizer.encode(f"the {strange}", add_special_tokens=False)
+    tokens = [*(begun if whole else begun[:-1]), *spelled(tokenizer, " tree")]
+    answer(splicer, first, tokens)
+    text = decode(tokenizer, tokens)
+    again = ask(prompter, ASK, said(text), NEXT)
+    assert "\N{REPLACEMENT CHARACTER}" in text
+    assert again.spliced == len(tokens)
+    assert decode(tokenizer, again.tokens) == again.text
+
+
 def test_a_template_that_strips_thinking_loses_only_what_it_changed(tmp_path):
     tokenizer = make(tmp_path / "t", template=STRIPS_THINKING, tokens=("<think>", "</think>"))
     prompter, splicer, _ = pair(tokenizer)

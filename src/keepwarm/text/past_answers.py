@@ -132,7 +132,7 @@ class Splicer:
         """
         kept = _without_stop(self._tokenizer, generated)
         answer = decode_after(self._tokenizer, tokens[-CONTEXT:], kept)
-        if not answer or REPLACEMENT in answer:
+        if not answer or answer.endswith(REPLACEMENT):
             return None
         ((_, key),) = self._keys(tenant, text, [len(text)])
         span = KnownSpan(len(text), len(text) + len(answer), kept)
