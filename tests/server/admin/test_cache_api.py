@@ -45,17 +45,18 @@ def test_prompt_is_looked_up_and_warmed_before_it_is_asked(live, api):
     messages = prompt()
     cold = lookup(live, messages, api)
     assert sum(cold["warm"].values()) < 32  # what all templates begin with
-    assert cold["ttft_ms"] > 0
     made = live.post(f"/v1/cache/warm{api}", BODIES[api](messages))
     assert made.status_code == 200, made.text
     assert made.json()["keepwarm"]["recomputed"] > 0
     warm = lookup(live, messages, api)
     assert sum(warm["warm"].values()) == warm["prompt_tokens"] - 1
-    assert warm["ttft_ms"] < cold["ttft_ms"]
     assert lookup(live, messages, api) == warm
     receipt = ask(live, messages)["keepwarm"]
     assert receipt["prompt_tokens"] == warm["prompt_tokens"] == cold["prompt_tokens"]
     assert receipt["recomputed"] <= 2
+    later, other = lookup(live, messages, api), lookup(live, prompt(), api)  # by the same rates
+    assert later["warm"].keys() == {"live"}
+    assert later["ttft_ms"] < other["ttft_ms"]
 
 
 def test_body_says_how_a_prompt_is_warmed_and_looked_up(live):
