@@ -74,14 +74,14 @@ def ask(live, text, *, sent_slowly=False):
 
 @pytest.mark.parametrize("part", PARTS)
 def test_what_a_client_waits_for_is_in_the_part_that_took_it(live, lines, monkeypatch, part):  # noqa: F811
-    _, before, _ = ask(live, f"The control of {part}.")
+    ask(live, f"Before {part}.")  # sums are there from the first answer on
     summed = read(live)
     slow_down(part, live.host.engine, monkeypatch)
     answer, receipt, waited_ms = ask(live, f"Slow {part}.", sent_slowly=part == "reading")
     phases, line = receipt["phases_ms"], line_of(lines, answer)
 
     assert tuple(phases) == PARTS
-    assert phases[part] - before["phases_ms"][part] >= SEEN_MS
+    assert phases[part] >= SEEN_MS
     assert sum(phases.values()) == pytest.approx(line["first_token_ms"], abs=1)
     assert SEEN_MS <= line["first_token_ms"] <= waited_ms
     assert {name: line[f"{name}_ms"] for name in PARTS} == phases
