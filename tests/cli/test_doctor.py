@@ -6,8 +6,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+import keepwarm
 from keepwarm import __version__, blas, config
-from keepwarm.cli.doctor import _tiers_page
+from keepwarm.cli.doctor import Chip, Lengths, _figures_page, _measure_engine, _tiers_page
 from keepwarm.device.machine import Machine, _advice_on_blas
 from keepwarm.engine.padding import KnownVerdict, Verdict, VerdictsFile
 from keepwarm.remote.handshake import PLAIN, STORE_META
@@ -167,6 +168,27 @@ def test_doctor_report_writes_a_page_to_paste(tmp_path):
         assert re.search(rf"^\| {name} \| [\d.]+ \| [\d.]+ \|$", text, re.MULTILINE)
     assert re.search(r"^- 4 at once: [\d.]+ tokens/s$", text, re.MULTILINE)
     assert str(tmp_path) not in text
+
+
+def test_doctor_report_prints_predictions_of_a_known_chip_beside_its_figures(tmp_path):
+    """Of a made-up chip, so slow that every part of a prediction is seen in its digits."""
+    checkpoint = write_checkpoint(tmp_path / "tiny", n_context=2048)
+    named = {"KEEPWARM_HOME": str(tmp_path), "KEEPWARM_MODEL": str(checkpoint)}
+    settings = config.load(named)
+    chip = Chip(memory_bytes_per_s=1e6, disk_bytes_per_s=1e5)
+    figures = _measure_engine(settings, Lengths((256,), 1), chip)
+    shape = json.loads((checkpoint / "config.json").read_text())
+    heads, layers = shape["num_key_value_heads"], shape["num_hidden_layers"]
+    n_kv = 256 * 2 * 4 * layers * heads * shape["head_dim"]
+    n_weights = keepwarm.load(str(checkpoint), settings).n_bytes
+    step_s = 0.002 + (n_weights + n_kv) / 8e5
+    from_disk = figures.first_token_s["from disk, predicted"][256]
+    assert from_disk == pytest.approx(step_s + n_kv / 8e4)
+    from_memory = figures.first_token_s["from memory, predicted"][256]
+    assert from_memory == pytest.approx(step_s + 3 * n_kv / 1e6)
+    page = _figures_page(figures)
+    assert f"| from disk, predicted | {from_disk:.3f} |" in page
+    assert f"- 1 at once, predicted: {1 / (0.002 + n_weights / 8e5):.1f} tokens/s" in page
 
 
 @pytest.mark.parametrize(

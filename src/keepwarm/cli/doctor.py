@@ -94,6 +94,30 @@ class Figures(NamedTuple):
 
     first_token_s: dict[str, dict[int, float]]
     tokens_per_s: dict[int, float]
+    predicted_tokens_per_s: float | None = None  # of one stream
+
+
+class Chip(NamedTuple):
+    """What is published of a chip; what it gives is predicted from that alone (docs/metal.md)."""
+
+    memory_bytes_per_s: float
+    disk_bytes_per_s: float
+
+    def step_s(self, weight_bytes: int, kv_bytes: int) -> float:
+        """A decode step reads all weights and all keys and values."""
+        return STEP_HOST_S + (weight_bytes + kv_bytes) / (USED_SHARE * self.memory_bytes_per_s)
+
+    def restore_s(self, kv_bytes: int) -> dict[str, float]:
+        """From memory: read and written once, and half of that for everything else."""
+        return {
+            "from memory": 3 * kv_bytes / self.memory_bytes_per_s,
+            "from disk": kv_bytes / (USED_SHARE * self.disk_bytes_per_s),
+        }
+
+
+CHIPS = {"Apple M4 Pro": Chip(273e9, 7.3e9), "Apple M5 Max": Chip(614e9, 13.6e9)}
+USED_SHARE = 0.8  # of a published bandwidth
+STEP_HOST_S = 0.002  # to build a step and to enqueue it
 
 
 def _write_report(path: Path, quick: bool) -> None:
@@ -103,10 +127,13 @@ def _write_report(path: Path, quick: bool) -> None:
 
     settings = config.load()
     remotes = measure_remotes(settings)
-    figures = _measure_engine(replace(settings, remote=""), QUICK if quick else FULL)
+    machine = snapshot(settings)
+    figures = _measure_engine(
+        replace(settings, remote=""), QUICK if quick else FULL, CHIPS.get(machine.device)
+    )
     command = f"keepwarm doctor --report {path.name}{' --quick' * quick}"
     about = f"{Path(settings.model).name}, medians: `{command}`\n"
-    page = "\n".join([_machine_page(snapshot(settings)), _figures_page(figures), about])
+    page = "\n".join([_machine_page(machine), _figures_page(figures), about])
     print(page + _tiers_page(remotes))
     try:
         path.write_text(page + _tiers_page(remotes))
@@ -115,7 +142,7 @@ def _write_report(path: Path, quick: bool) -> None:
         raise BadInput(f"{path} cannot be written: {why}; the page is shown above.") from error
 
 
-def _measure_engine(settings: config.Settings, lengths: Lengths) -> Figures:
+def _measure_engine(settings: config.Settings, lengths: Lengths, chip: Chip | None) -> Figures:
     """Cold, again, and again by an engine that has opened the same store anew."""
     from keepwarm.models.load import load
 
@@ -130,7 +157,22 @@ def _measure_engine(settings: config.Settings, lengths: Lengths) -> Figures:
             first = {name: _first_tokens_s(engine, prompts) for name in ("cold", "from memory")}
         with _opened(model, Path(folder), settings) as engine:
             first["from disk"] = _first_tokens_s(engine, prompts)
-            return Figures(first, {n: _tokens_per_s(engine, n) for n in STREAMS})
+            measured = Figures(first, {n: _tokens_per_s(engine, n) for n in STREAMS})
+            return _with_predictions(measured, chip, engine) if chip else measured
+
+
+def _with_predictions(measured: Figures, chip: Chip, engine: Engine) -> Figures:
+    from keepwarm.engine.admission import kv_bytes
+
+    layout, weight_bytes = engine.lane_of().restorer.layout, engine.model.n_bytes
+    first = dict(measured.first_token_s)
+    for n_tokens in first["cold"]:
+        size = kv_bytes(layout, n_tokens)
+        step_s = chip.step_s(weight_bytes, size)
+        for name, seconds in chip.restore_s(size).items():
+            first.setdefault(f"{name}, predicted", {})[n_tokens] = seconds + step_s
+    predicted = 1 / chip.step_s(weight_bytes, 0)
+    return measured._replace(first_token_s=first, predicted_tokens_per_s=predicted)
 
 
 @contextmanager
@@ -195,6 +237,8 @@ def _figures_page(figures: Figures) -> str:
         lines.append(f"| {name} | " + " | ".join(f"{s:.3f}" for s in seconds.values()) + " |")
     lines.append("")
     lines += [f"- {n} at once: {x:.1f} tokens/s" for n, x in figures.tokens_per_s.items()]
+    if figures.predicted_tokens_per_s:
+        lines.append(f"- 1 at once, predicted: {figures.predicted_tokens_per_s:.1f} tokens/s")
     return "\n".join(lines) + "\n"
 
 
