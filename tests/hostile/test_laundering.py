@@ -8,6 +8,7 @@ from keepwarm import config
 from keepwarm.agents.agent_store import AgentStore
 from keepwarm.agents.signing import BundleKeys, SigningKey
 from keepwarm.store.disk.disk import DiskLimits
+from keepwarm.store.names import INDEX
 from tests.agents.test_signing import write_keys
 from tests.kit.engines import ask, engine_on
 from tests.kit.runs import prompt_of
@@ -38,7 +39,9 @@ def run(engine, prompt, **options):
 
 @pytest.mark.parametrize("kind", ["plain", "fleet_key", "encryption_key"])
 def test_blocks_of_a_plain_shared_tier_are_unverified_and_signed_for_nobody(models, tmp_path, kind):
-    """For good, also when the tier is gone; with a key they are the fleet's own."""
+    """For good, also when the tier is gone and when the index is rebuilt; with a key they are the
+    fleet's own.
+    """
     place, model, prompt = tmp_path / "shared", models.of("llama"), prompt_of(300)
     place.mkdir()
     key = {} if kind == "plain" else {kind: FLEET_KEY}
@@ -55,8 +58,12 @@ def test_blocks_of_a_plain_shared_tier_are_unverified_and_signed_for_nobody(mode
             other = run(b, prompt, tenant="other")
         assert other.reused
         assert other.exact  # its blocks are its own
+    for path in (tmp_path / "b" / "store").glob(f"{INDEX}*"):
+        path.unlink()
     with machine(model, tmp_path / "b", **key) as b:
-        assert run(b, prompt).exact == (kind != "plain")
+        receipt = run(b, prompt)
+        assert receipt.reused == {"disk": 299}
+        assert receipt.exact == (kind != "plain")
         identity = b.lane_of().identity
     private, public = write_keys(tmp_path / "mine")
     secret = key.get("encryption_key")

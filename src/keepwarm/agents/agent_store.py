@@ -52,7 +52,6 @@ from keepwarm.store.names import bytes_under
 from keepwarm.store.tier import as_store_errors
 
 MAX_IDENTITIES = 256  # that are remembered
-UNVERIFIED = "unverified blocks of {}"  # noted in the index, for a namespace
 PINS_MADE = "pins made"  # noted in the index once agents' pins are in it
 
 
@@ -119,11 +118,11 @@ class AgentStore:
     def is_unverified(self, name: Namespace) -> bool:
         """Whether blocks may be of a shared tier that anybody could have written to."""
         with as_store_errors(self.disk, "tell where its blocks come from"):
-            return self.disk.index.database.has_flag(UNVERIFIED.format(name.hex()))
+            return self._unverified_path(name).exists()
 
     def note_unverified(self, name: Namespace) -> None:
         with as_store_errors(self.disk, "note where its blocks come from"):
-            self.disk.index.database.set_flag(UNVERIFIED.format(name.hex()))
+            write_file(self.disk, self._unverified_path(name), b"")
 
     def register(self, identity: Identity, revision: str = "") -> Namespace:
         """Record which model a namespace stands for, and its revision on the hub, if it has one;
@@ -324,6 +323,10 @@ class AgentStore:
 
     def _identity_path(self, name: Namespace) -> Path:
         return file_path(self.disk, "models", name.hex())
+
+    def _unverified_path(self, name: Namespace) -> Path:
+        """Not in the index, which may be lost while the blocks stay."""
+        return file_path(self.disk, "models", f"{name.hex()}-unverified")
 
 
 def handshake_with(settings: Settings) -> Callable[[bytes], bytes]:

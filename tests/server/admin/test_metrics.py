@@ -177,6 +177,28 @@ def test_a_shared_tier_that_is_gone_is_shown(serving, tmp_path):
         assert reason == "The tier shared 1 is not used (open): No such file or directory"
 
 
+@pytest.mark.parametrize(
+    ("keys", "key", "is_told"),
+    [
+        ({"api_keys": "a,b", "share_cache": True}, "a", False),
+        ({"api_keys": "a", "admin_key": "c", "share_cache": True}, "a", False),
+        ({"api_keys": "a", "admin_key": "c", "share_cache": True}, "c", True),
+        ({"api_keys": "a"}, "a", True),
+    ],
+)
+def test_where_a_shared_tier_is_is_for_the_operator(serving, tmp_path, keys, key, is_told):
+    """Its state is for all who see totals; an error of it may have an address in it."""
+    with serving(remote=(tmp_path / "missing").as_uri(), **keys) as live:
+        (tier,) = live.host.engine.store._lookups.shared
+        tier.health.wait_until_tried(SOON)
+        you = {"Authorization": f"Bearer {key}"}
+        told = live.get("/v1/cache", **you).json()["tiers"]["shared 1"]
+        assert (told["state"], "last_error" in told) == ("open", is_told)
+        (reason,) = live.get("/v1/dashboard/now", **you).json()["condition"]["reasons"]
+        assert reason.startswith("The tier shared 1 is not used (open)")
+        assert ("No such file" in reason) == is_told
+
+
 def test_openmetrics_is_spoken_too(live):
     answer = live.get("/metrics", Accept="application/openmetrics-text; version=1.0.0")
     assert "openmetrics-text" in answer.headers["content-type"]

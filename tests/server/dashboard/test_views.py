@@ -9,6 +9,7 @@ from keepwarm.cache.restore.writing import WriteStats
 from keepwarm.engine.live import LiveStats
 from keepwarm.engine.stats import Stats
 from keepwarm.server.dashboard.routes import condition_out, totals_out
+from keepwarm.server.http.keys import Viewer
 from keepwarm.store.counts import PromptCounts
 from keepwarm.store.tier import SharedStats, TierStats
 from keepwarm.telemetry.ledger import Ledger
@@ -176,7 +177,7 @@ def test_a_request_that_fails_in_the_engine_is_booked_once(serving, monkeypatch)
 def test_damage_and_lost_saves_turn_the_status(change, level, reason):
     live, counters = LiveStats(0, 0, 0, 0, 0, 0, 0), Ledger().counters()
     sound = Stats(0, 0, 0, counters, 0.0, 1.0, live, {}, WriteStats(), True, PromptCounts(), {})
-    found = condition_out(replace(sound, **change))
+    found = condition_out(replace(sound, **change), Viewer("", True, False, True, True, True, {}))
     assert found["level"] == level
     assert [reason in said for said in found["reasons"]] == ([True] if reason else [])
 

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from keepwarm import config
+from keepwarm.errors import Stopping
 from keepwarm.server.models import slots as slots_module
 from keepwarm.server.models.host import EngineHost
 from keepwarm.server.models.models import Models
@@ -210,6 +211,21 @@ def test_a_key_that_waits_is_let_in_when_its_own_answer_has_ended(models):
                 assert await asyncio.wait_for(using, 60) is slot.host
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_load_for_which_nobody_waits_any_more_is_left(models, waits):
+    """Whoever had it queued was let in meanwhile, or has gone."""
+    slots, slot = models.slots, models.default
+    slot.host.take()
+    with ExitStack() as waiting:
+        with slots.changing:  # nothing is loaded meanwhile
+            waiting.enter_context(slots.waiting(slot))
+            loading = slots.loading(slot)
+            if not waits:
+                waiting.close()
+        error = loading.exception(60)
+    assert isinstance(error, Stopping) == waits  # there is no store: it was tried
 
 
 def test_who_waited_for_a_model_has_it_before_it_is_unloaded_for_another(models, monkeypatch):

@@ -20,7 +20,7 @@ from keepwarm.agents.verify import verify_store
 from keepwarm.engine.stats import Stats
 from keepwarm.errors import Cancelled, Forbidden
 from keepwarm.server.http.body import JsonInput, api_router
-from keepwarm.server.http.keys import require_totals
+from keepwarm.server.http.keys import CurrentViewer, Viewer, require_totals
 from keepwarm.server.http.problems import openai_body, problem_of
 from keepwarm.server.http.sse import STREAM_HEADERS, answer_docs, frame
 from keepwarm.server.models.calls import Served
@@ -76,7 +76,7 @@ class ClearOut(TypedDict):
 
 
 @router.get("", dependencies=[Depends(require_totals)])
-def show_cache(models: Served) -> CacheOut:
+def show_cache(models: Served, viewer: CurrentViewer) -> CacheOut:
     """Blocks stored, requests served, bytes written.
 
     Counted over all keys; with more than one key, the admin key is needed.
@@ -92,7 +92,7 @@ def show_cache(models: Served) -> CacheOut:
         },
         "counters": dict(stats.counters),
         "live": stats.live._asdict(),
-        "tiers": {name: _tier(stats, name) for name in stats.tiers},
+        "tiers": {name: _tier(stats, name, viewer) for name in stats.tiers},
         "writes": asdict(stats.writes),
         "written_by_day": models.store.on_disk.wear.by_day(),
         "prompts": figures_out(stats.counts),
@@ -104,13 +104,16 @@ def figures_out(counts: PromptCounts) -> FiguresOut:
     return counts.figures()  # type: ignore[return-value]
 
 
-def _tier(stats: Stats, name: str) -> dict[str, int | float | str | None]:
+def _tier(stats: Stats, name: str, viewer: Viewer) -> dict[str, int | float | str | None]:
     """Hits and misses are requests, as everywhere, and not records read; those of shared tiers are
     counted for all of them together.
     """
     hits = stats.counts.hits.get(name.partition(" ")[0], 0)
     misses = stats.counts.requests - hits
-    return asdict(stats.tiers[name]) | {"hits": hits, "misses": misses}
+    found = asdict(stats.tiers[name]) | {"hits": hits, "misses": misses}
+    if not viewer.may_see_addresses:
+        found.pop("last_error", None)
+    return found
 
 
 @router.post("/clear")

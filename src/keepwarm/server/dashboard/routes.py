@@ -150,7 +150,7 @@ def show_now(models: Served, viewer: CurrentViewer, state: Dashboard) -> JsonObj
         "generated_tokens": stats.counters["generated_tokens"] if viewer.may_see_totals else None,
         "prefill_tokens_per_s": stats.prefill_tokens_per_s,
         "memory": _memory(models) if viewer.may_see_totals else None,
-        "condition": condition_out(stats) if viewer.may_see_totals else None,
+        "condition": condition_out(stats, viewer) if viewer.may_see_totals else None,
         "revision": state.revision(stats),
     }
 
@@ -350,13 +350,14 @@ def health_out(stats: Stats) -> dict[str, int]:
     }
 
 
-def condition_out(stats: Stats) -> JsonObject:
+def condition_out(stats: Stats, viewer: Viewer) -> JsonObject:
     """Whether the server is well, and if not, why."""
     counts = health_out(stats) | stats.writes.lost
     red, amber = (_reasons(counts, kinds) for kinds in (RED, AMBER))
     for name, tier in stats.tiers.items():
         if isinstance(tier, SharedStats) and tier.state in ("open", "refused"):
-            amber.append(f"The tier {name} is not used ({tier.state}): {tier.last_error}")
+            why = f": {tier.last_error}" if viewer.may_see_addresses else "."
+            amber.append(f"The tier {name} is not used ({tier.state}){why}")
     return {"level": "red" if red else "amber" if amber else "green", "reasons": [*red, *amber]}
 
 

@@ -139,6 +139,7 @@ class Viewer(NamedTuple):
     key_needed: bool
     may_read_texts: bool  # not where keys share one cache: prompts there have no known owner
     may_see_totals: bool  # where keys are isolated, totals over all keys are for the admin
+    may_see_addresses: bool  # of other machines: the admin, or who has the server alone
     labels: Mapping[str, str]  # names of keys by tenant
 
     @classmethod
@@ -149,7 +150,8 @@ class Viewer(NamedTuple):
         tenant, admin = request.state.tenant, request.state.admin
         is_only_key = keys.n_keys == 1 and not settings.admin_key
         totals = admin or not tenant or is_only_key
-        return cls(tenant, admin, keys.n_keys > 0, texts, totals, keys.labels)
+        addresses = admin or is_only_key or not keys.in_use
+        return cls(tenant, admin, keys.n_keys > 0, texts, totals, addresses, keys.labels)
 
     def may_see(self, tenant: str | None) -> bool:
         """Whether this tenant's entries are shown; None is an unknown tenant."""

@@ -139,7 +139,9 @@ class Slots:
     # loading
 
     def loading(self, slot: Slot) -> Future[None]:
-        """Done when the model is loaded, or could not be; begun here unless it has."""
+        """Done when the model is loaded, or could not be, or nobody waits any more; begun here
+        unless it has.
+        """
         with self._changed:
             if slot.loading is None:
                 slot.loading = self._thread.submit(self._load_on_thread, slot)
@@ -148,7 +150,7 @@ class Slots:
     def _load_on_thread(self, slot: Slot) -> None:
         try:
             with self.changing:
-                if slot.host.loaded is None and slot.is_offered:
+                if slot.host.loaded is None and slot.is_offered and slot.n_waiting:
                     self.load(slot)
         finally:
             with self._changed:
