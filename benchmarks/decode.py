@@ -37,14 +37,17 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from benchmarks.kernels import ExpertKernel
 from benchmarks.shapes import SHAPES, build
 from keepwarm.models import row_products
-from keepwarm.models.product_kernels import AlikeKernel, Kernel, RowKernel, TensorKernel
 from keepwarm.models.row_products import (
     MATRIX_ROWS,
     REPLACED,
     ROW_COUNTS,
+    AlikeKernel,
+    Kernel,
     Names,
     ProductByRows,
     Products,
+    RowKernel,
+    TensorKernel,
     by_shape,
     share,
 )

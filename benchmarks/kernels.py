@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from keepwarm.models.product_kernels import TENSOR_CORES, Kernel, Quantized
+from keepwarm.models.row_products import TENSOR_CORES, Kernel, Quantized
 
 # A block has one row and one of its experts; the rows of x have equally many experts each.
 EXPERTS = (

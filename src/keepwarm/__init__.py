@@ -28,8 +28,7 @@ _HOMES = {
     "keepwarm.models.load": "Model load",
     "keepwarm.prefix.policy": "Policy",
     "keepwarm.session.compaction": "Compacted",
-    "keepwarm.session.session": "Session Stream forget",
-    "keepwarm.session.tool_rounds": "Reply ToolResult",
+    "keepwarm.session.session": "Reply Session Stream ToolResult forget",
     "keepwarm.text.request": (
         "Breakpoint Choice Delta Done Embedded Event Finished Format KVOptions Miss Progress "
         "Receipt Request Result Sampling Scored Started TokenInfo ToolCall ToolCallDelta "

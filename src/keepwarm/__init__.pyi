@@ -43,11 +43,11 @@ from keepwarm.models.load import Model as Model
 from keepwarm.models.load import load as load
 from keepwarm.prefix.policy import Policy as Policy
 from keepwarm.session.compaction import Compacted as Compacted
+from keepwarm.session.session import Reply as Reply
 from keepwarm.session.session import Session as Session
 from keepwarm.session.session import Stream as Stream
+from keepwarm.session.session import ToolResult as ToolResult
 from keepwarm.session.session import forget as forget
-from keepwarm.session.tool_rounds import Reply as Reply
-from keepwarm.session.tool_rounds import ToolResult as ToolResult
 from keepwarm.text.request import Breakpoint as Breakpoint
 from keepwarm.text.request import Choice as Choice
 from keepwarm.text.request import Delta as Delta

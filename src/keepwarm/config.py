@@ -50,7 +50,6 @@ class Settings:
     quantized_kv_start: int = 0  # tokens before this position are not quantised
     speculation: str = "off"  # auto: several tokens a step where that is faster
     max_kv_size: int = 0  # keep only this many of the last tokens; 0 keeps all
-    memory: str = "automatic"  # budgets scaled to the machine; unconstrained: none
     memory_bytes: int = 0  # blocks in memory; 0 is a share of this machine's memory
     disk_bytes: int = 20 << 30  # total size of the store directory
     disk_writes_per_day: int = 0  # bytes; 0 is no limit
@@ -83,8 +82,7 @@ class Settings:
     share_cache: bool = False  # all API keys share cached blocks
     raw_special_tokens: bool = True  # parse special tokens in raw prompts; false: they are text
     more_models: str = ""  # further models, separated by commas: a model, or `name=model`
-    on_demand: str = ""  # models on this machine that requests may load, such as `org/*`
-    allow_model_paths: bool = False  # requests may name any directory as a model
+    on_demand: str = ""  # models on this machine that requests may load: `org/*`, `/models/*`
     pinned_models: str = ""  # names of models that stay loaded
     model_ttl_s: float = 0.0  # a model that is unused for longer is unloaded; 0: never
     weights_bytes: int = 0  # weights of all loaded models; 0 is a share of this machine's memory
@@ -299,7 +297,6 @@ RANGES: Mapping[str, tuple[float, float]] = {  # of others their unit says it
 }
 
 CHOICES: Mapping[str, tuple[str, ...] | tuple[int, ...]] = {
-    "memory": ("automatic", "unconstrained"),
     "sampling": ("model", "greedy"),
     "stable_first": ("off", "known", "all"),
     "share_numerics": ("own", "any"),

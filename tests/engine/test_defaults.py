@@ -73,8 +73,6 @@ def test_settings_are_the_engines_options(tmp_path):
     assert EngineConfig.of(settings(tmp_path, **values)).kv == KVOptions(**values)
     assert EngineConfig.of(settings(tmp_path, max_kv_size=64)).kv == KVOptions(max_kv_size=64)
     assert EngineConfig.of(settings(tmp_path)).memory is None
-    free = EngineConfig.of(settings(tmp_path, memory="unconstrained")).memory
-    assert free == MemoryConfig.unconstrained()
 
 
 def test_a_request_may_ask_for_exact_keys_and_values(models, tmp_path):

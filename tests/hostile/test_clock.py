@@ -24,8 +24,7 @@ from keepwarm.store.eviction import DISK_HALF_LIFE_S, after_use
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.names import INDEX, INDEX_FILES, is_quarantined
 from keepwarm.store.tier import TTL_PIN
-from keepwarm.telemetry.history import Timeline, day_name, minute_name
-from keepwarm.telemetry.ledger import MINUTES_KEPT
+from keepwarm.telemetry.ledger import MINUTES_KEPT, Timeline, day_name, minute_name
 from tests.kit.engines import ask, engine_on
 from tests.kit.runs import prompt_of
 from tests.store.kit import NAMESPACE, BrokenFiles, first_block, keys_of, record, tokens_of

@@ -192,7 +192,7 @@ def day(page: str) -> str:
 
 
 def exact_types(results: ZooResults) -> str:
-    """By dtype, as `keepwarm.models.exactness` reads them."""
+    """By dtype, as `keepwarm.models.load` reads them."""
     found = {
         dtype: sorted(
             {one.name for one in results.findings if (one.dtype, one.verdict) == (dtype, "exact")}

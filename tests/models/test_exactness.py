@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 from keepwarm.kv import make_caches, probe
-from keepwarm.models.exactness import may_drift
+from keepwarm.models.load import may_drift
 from tests.kit.engines import ask, engine_on
 from tests.kit.models import ARCHITECTURES, tiny
 from tests.kit.runs import prompt_of

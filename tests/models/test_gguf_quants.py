@@ -18,7 +18,7 @@ from transformers import Qwen2Tokenizer
 from keepwarm.errors import UnsupportedModel
 from keepwarm.models.gguf import model as gguf_model
 from keepwarm.models.gguf.file import OTHER_TYPES, TYPES, GGUFTensor
-from keepwarm.models.gguf.tensors import GROUP, held_bits, held_bytes, to_arrays
+from keepwarm.models.gguf.model import GROUP, held_bits, held_bytes, to_arrays
 from keepwarm.models.load import load
 from tests.kit.checkpoints import EOS, SPECIALS, make_tokenizer
 from tests.kit.gguf_models import N_VOCAB, Written, random_blocks
@@ -134,7 +134,7 @@ def test_types_are_those_of_llama_cpp():
 def test_every_type_has_the_values_that_llama_cpp_decodes(number, on_gpu, monkeypatch):
     """Exact on a CPU; on a GPU scales are rounded to fp16, and a step of 255 is lost at most
     where MLX does not have the type."""
-    monkeypatch.setattr("keepwarm.models.gguf.tensors.PIECE_WEIGHTS", 3 * 512)  # several pieces
+    monkeypatch.setattr("keepwarm.models.gguf.model.PIECE_WEIGHTS", 3 * 512)  # several pieces
     kind, shape = TYPES[number], (10, 512)
     blocks = random_blocks(shape, Q(number))
     wanted = quants.dequantize(blocks, Q(number))

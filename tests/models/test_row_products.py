@@ -14,14 +14,15 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from keepwarm.models import row_products
 from keepwarm.models.load import load
-from keepwarm.models.product_kernels import AlikeKernel, TensorKernel
 from keepwarm.models.row_products import (
     ROW_COUNTS,
+    AlikeKernel,
     ProductByRows,
     Products,
     ProductsFile,
     RowEmbedding,
     RowLinear,
+    TensorKernel,
     by_shape,
     choose,
     flat,

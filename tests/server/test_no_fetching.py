@@ -34,7 +34,7 @@ def bait():
 @pytest.fixture(scope="module")
 def trusting(serving):
     """A server whose admin may name paths too."""
-    with serving(admin_key="admin", allow_model_paths=True) as live:
+    with serving(admin_key="admin", on_demand="/*") as live:
         yield live
 
 

@@ -14,8 +14,7 @@ import pytest
 
 from keepwarm import config
 from keepwarm.store.counts import CountsFile
-from keepwarm.telemetry.history import History
-from keepwarm.telemetry.ledger import Ledger
+from keepwarm.telemetry.ledger import History, Ledger
 from tests.kit.waiting import wait_until
 from tests.server.conftest import serve
 from tests.server.processes import Breaks, served

@@ -17,8 +17,7 @@ from pydantic import Field
 
 import keepwarm
 from keepwarm.errors import BadInput, RepeatedToolCall
-from keepwarm.session.session import Session
-from keepwarm.session.tool_rounds import MAX_ROUNDS, Toolbox, schema_of
+from keepwarm.session.session import MAX_ROUNDS, Session, Toolbox, schema_of
 from keepwarm.text.request import ToolCall, ToolCalled
 from tests.kit.engines import engine_on
 from tests.kit.runs import FedCounter

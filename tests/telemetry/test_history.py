@@ -4,9 +4,15 @@ import json
 
 import pytest
 
-from keepwarm.telemetry import history as module
-from keepwarm.telemetry.history import History, day_name, minute_name
-from keepwarm.telemetry.ledger import Ledger, latency_name, percentile_ms
+from keepwarm.telemetry import ledger as module
+from keepwarm.telemetry.ledger import (
+    History,
+    Ledger,
+    day_name,
+    latency_name,
+    minute_name,
+    percentile_ms,
+)
 from tests.telemetry.test_ledger import NOON, Clock, record
 
 
@@ -93,7 +99,7 @@ def test_only_the_latest_minutes_are_kept(path, monkeypatch):
     for _ in range(5):
         clock.now += 60
         ledger.append(record(live=1))
-    history.save()
+        history.save()
     kept = history_of(path, clock)[0].timeline
     assert (len(kept.minutes), kept.total["live"]) == (3, 5)
 

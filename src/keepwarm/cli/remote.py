@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from keepwarm.agents.agent_store import AgentStore
     from keepwarm.prefix.blocks import Namespace
     from keepwarm.remote.backend import Backend, Listed
-    from keepwarm.remote.contents import HeldBlob
+    from keepwarm.remote.opening import HeldBlob
 
 AT_ONCE = 256  # names deleted in one call
 CALL_S = 30.0
@@ -66,7 +66,7 @@ class Found(NamedTuple):
 
 
 def _found(store: AgentStore, backend: Backend, wanted: Wanted) -> Iterator[Found]:
-    from keepwarm.remote.contents import held_blobs
+    from keepwarm.remote.opening import held_blobs
 
     models = {agent.namespace: agent.head.model for agent in store.agents.all()}
     tenants: dict[Namespace, str] = {}
@@ -175,7 +175,7 @@ def verify(
     older_than: Days = 0.0,
 ) -> None:
     """Check every byte of every record; exits with 1 if one is bad."""
-    from keepwarm.remote.contents import find_fault
+    from keepwarm.remote.opening import find_fault
     from keepwarm.remote.records import FleetKey
 
     fleet_key = FleetKey.parse(config.load().read_secret("fleet_key"))

@@ -29,14 +29,13 @@ class EngineConfig:
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        memory = MemoryConfig.unconstrained() if settings.memory == "unconstrained" else None
         kv = KVOptions(
             settings.max_kv_size or None,
             settings.kv_bits or None,
             settings.kv_group_size,
             settings.quantized_kv_start,
         )
-        return cls(memory, settings.max_queue, kv, settings.audit_share)
+        return cls(None, settings.max_queue, kv, settings.audit_share)
 
     def complete(self, request: Request, rules: DrawRules) -> Request:
         """The request with the engine's KV options and sampling where it names none."""

@@ -22,8 +22,7 @@ from keepwarm.engine.admission import kv_bytes
 from keepwarm.engine.drafts import DraftGate
 from keepwarm.engine.live import Live, copy_without
 from keepwarm.engine.padding import RowSharing, VerdictsFile
-from keepwarm.models.exactness import may_drift
-from keepwarm.models.load import Model
+from keepwarm.models.load import Model, may_drift
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace
 from keepwarm.prefix.fingerprint import Identity, salt_of
 from keepwarm.prefix.policy import Policy

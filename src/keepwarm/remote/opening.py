@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -16,15 +16,18 @@ from keepwarm import blas
 from keepwarm.concurrency import CallDeadline, CallError
 from keepwarm.config import Settings
 from keepwarm.device import machine
-from keepwarm.errors import BadInput
+from keepwarm.errors import BadInput, BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BlockKey, Namespace
+from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import Header
 from keepwarm.remote.addresses import open_backend
+from keepwarm.remote.backend import Backend, Listed
+from keepwarm.remote.compression import memory_for
 from keepwarm.remote.deleter import DeleterThread, RemoteDeleter, erase_from
 from keepwarm.remote.handshake import MARK_S, check_kind, read_mark
 from keepwarm.remote.health import RemoteSpeed, time_blobs, try_backend
-from keepwarm.remote.janitor import RemoteLimits
-from keepwarm.remote.records import FleetKey
+from keepwarm.remote.janitor import RemoteLimits, walk
+from keepwarm.remote.records import FleetKey, RemoteNames, RemoteRecord, decode_named
 from keepwarm.remote.tier import RemoteTier
 from keepwarm.remote.uploader import Uploader
 from keepwarm.store.disk.disk import DiskTier
@@ -191,3 +194,51 @@ def compute_class(home: Path) -> str:
     for package in ("mlx", "mlx-lm"):
         parts += [package, ".".join(version(package).split(".")[:2])]
     return re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(parts))
+
+
+# What a shared store holds, for those who look after it: told by names, and verified.
+
+READ_S = 60.0  # a record; nobody waits for it
+
+
+class HeldBlob(NamedTuple):
+    """A record, or what is told of past answers, which nobody can read here."""
+
+    listed: Listed
+    compute_class: str
+    namespace: Namespace
+    record: RemoteRecord | None
+
+
+def held_blobs(backend: Backend) -> Iterator[HeldBlob]:
+    """Those of all classes; raises CallError. Redis looks through all of its keys for it."""
+    for listed in walk(backend):
+        with suppress(ValueError):  # others may write there too
+            compute_class, namespace, parent, last = listed.name.split("/")
+            names = RemoteNames(compute_class, has_mac=last.endswith(".mac"))
+            within = Namespace(bytes.fromhex(namespace)), BlockKey(bytes.fromhex(parent))
+            record = names.parse(listed, *within, compute_class)
+            yield HeldBlob(listed, compute_class, within[0], record)
+
+
+def find_fault(
+    backend: Backend,
+    name: str,
+    record: RemoteRecord,
+    cipher: Cipher | None,
+    fleet_key: FleetKey | None,
+) -> str:
+    """Why a record cannot be used here; empty if it can, or is gone by now."""
+
+    def verify(data: memoryview) -> str:
+        if name.endswith(".mac"):
+            if fleet_key is None:
+                return "it needs the fleet key"
+            data = fleet_key.checked(name, data)
+        decode_named(data, record, cipher)
+        return ""
+
+    try:
+        return backend.fetch(name, memory_for, verify, READ_S) or ""
+    except (BadRecord, NewerFormat, CallError) as error:
+        return str(error)

@@ -21,7 +21,7 @@ from keepwarm.agents.signing import BundleKeys
 from keepwarm.config import Settings
 from keepwarm.errors import KeepwarmError
 from keepwarm.models.catalog import locate
-from keepwarm.server.admin import agent_chat, agents, cache, monitoring, prompts
+from keepwarm.server.admin import agent_chat, agents, cache, monitoring
 from keepwarm.server.admin import models as admin_models
 from keepwarm.server.anthropic import routes as anthropic
 from keepwarm.server.dashboard import routes as dashboard
@@ -54,7 +54,6 @@ ROUTERS = (
     agents.router,
     agent_chat.router,
     cache.router,
-    prompts.router,
     admin_models.router,
     dashboard.router,
 )

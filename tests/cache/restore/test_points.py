@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from keepwarm.cache.restore.points import (
+from keepwarm.cache.restore.restorer import (
     Divergence,
     PointSizes,
     divergence_point,

@@ -32,7 +32,7 @@ def other(tmp_path_factory):
 def changing(checkpoint, tmp_path_factory):
     """A server that holds the only reference to its model, so that it can be freed."""
     home = str(tmp_path_factory.mktemp("home"))
-    settings = config.load({"KEEPWARM_HOME": home}, admin_key="admin", allow_model_paths=True)
+    settings = config.load({"KEEPWARM_HOME": home}, admin_key="admin", on_demand="/*")
     with serve(load(str(checkpoint), settings), settings) as live:
         yield live
 
@@ -85,7 +85,7 @@ def test_model_that_is_loaded_takes_the_place_of_the_first(admin, checkpoint, ot
 
 def test_the_first_is_gone_when_the_second_comes(checkpoint, other, tmp_path):
     """One model is resident at a time, so it is the least recently used one."""
-    settings = config.load({"KEEPWARM_HOME": str(tmp_path)}, allow_model_paths=True)
+    settings = config.load({"KEEPWARM_HOME": str(tmp_path)}, on_demand="/*")
     with Store(settings=settings) as store:
         host = EngineHost(start_engine(load(str(checkpoint), settings), store, settings), "first")
         first = weakref.ref(host.engine.model.module)

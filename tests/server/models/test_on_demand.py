@@ -254,7 +254,7 @@ def test_others_answer_while_one_is_loaded_or_cannot_be(several, big, small, mon
             assert go_on.wait(300)
         return start(model, *arguments, **options)
 
-    with several(f"big={big}", on_demand="*", allow_model_paths=True) as live:
+    with several(f"big={big}", on_demand="*,/*") as live:
         monkeypatch.setattr(slots_module, "start_engine", slow)
         with ThreadPoolExecutor(8) as threads:
             answers = [threads.submit(chat, live, str(small)) for _ in range(8)]
@@ -276,15 +276,16 @@ def test_others_answer_while_one_is_loaded_or_cannot_be(several, big, small, mon
 
 
 def test_only_what_the_operator_allowed_is_loaded(several, big, small, tmp_path):
-    """A name that is no model here is an unknown name; a path is one unless paths are allowed."""
+    """A name that is no model here is an unknown name; so is a path that no path's pattern fits."""
     with several(f"big={big}", on_demand="*") as live:
         for name in (str(small), "org/name", "smollm2", "../small"):
             assert chat(live, name)["model"] == "big"
         assert loaded(live) == ["big"]
-    with several(f"big={big}", on_demand=f"{small}*", allow_model_paths=True) as live:
+    with several(f"big={big}", on_demand=f"{small}*") as live:
         assert chat(live, str(small))["model"] == str(small)
         assert chat(live, f"{small}/.")["model"] == str(small)  # another way to write it
-        assert chat(live, str(tmp_path))["model"] == "big"
+        for path in (tmp_path, f"{small}/../{small.name}"):
+            assert chat(live, str(path))["model"] == "big"
         assert loaded(live) == ["big", str(small)]
         refused = live.post(CHAT, asked(f"{small}/config.json"))
         assert refused.status_code == 422

@@ -17,7 +17,6 @@ from typing_extensions import TypedDict
 
 from keepwarm.config import Settings
 from keepwarm.errors import Busy, KeepwarmError, UnknownModel
-from keepwarm.models import hub
 from keepwarm.models.catalog import find, locate, read_config
 from keepwarm.server.http.body import JsonInput, api_router
 from keepwarm.server.models.models import Models
@@ -96,9 +95,7 @@ class ResidentModel:
 
     def _locate(self, name: str) -> ModelLocation:
         """Find a model that requests may name; never downloads."""
-        path = self._find(name)
-        if path is None and self._settings.allow_model_paths and not hub.is_id(name):
-            path = locate(name, self._settings)
+        path = self._find(name) or self._models.on_demand.find(name)
         if path is None:
             raise UnknownModel(
                 f"Model {name!r} is not on this machine or may not be named by a request; "

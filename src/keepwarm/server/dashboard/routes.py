@@ -48,8 +48,15 @@ from keepwarm.server.models.calls import Served
 from keepwarm.server.models.models import Models
 from keepwarm.store.counts import ALL_TIERS, TIERS, PromptCounts
 from keepwarm.store.tier import SharedStats, StoredBlock
-from keepwarm.telemetry.history import Amounts, History, Timeline, minute_name
-from keepwarm.telemetry.ledger import OUTCOMES, RequestRecord, percentile_ms
+from keepwarm.telemetry.ledger import (
+    OUTCOMES,
+    Amounts,
+    History,
+    RequestRecord,
+    Timeline,
+    minute_name,
+    percentile_ms,
+)
 from keepwarm.telemetry.misses import PrefixMiss
 from keepwarm.text.detokenize import decode
 

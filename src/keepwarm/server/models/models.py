@@ -147,13 +147,18 @@ class OnDemand:
         self._patterns = settings.listed("on_demand")
 
     def allows(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self._patterns)
+        """A path only by a pattern that is one: `*` stands for names."""
+        is_path = name.startswith("/")
+        if is_path and ".." in Path(name).parts:
+            return False
+        patterns = (each for each in self._patterns if each.startswith("/") or not is_path)
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
 
     def find(self, name: str) -> Path | None:
         if not self.allows(name):
             return None
         path = find(name, self._settings)
-        if path is None and self._settings.allow_model_paths and name.startswith(("/", "~")):
+        if path is None and name.startswith("/"):
             path = find_local(name)
         return path and path.resolve()
 
@@ -176,7 +181,7 @@ class Models:
         """`first` may have an engine already, with its store."""
         engine = first.loaded
         self._settings = settings
-        self._on_demand = OnDemand(settings)
+        self.on_demand = OnDemand(settings)
         self._last: Stats | None = None  # of the last engine that was closed
         self.ledger = engine.ledger if engine else Ledger()
         self._adding = threading.Lock()
@@ -251,7 +256,7 @@ class Models:
     async def _find(self, name: str | None, on_thread: OnThread, to_embed: bool = False) -> Slot:
         found = self.known(name)
         short = plain(name or "")
-        if found is None and self._on_demand.allows(short):
+        if found is None and self.on_demand.allows(short):
             found = await on_thread(self._find_on_demand, short)
         if found is None and name is not None:
             if to_embed:
@@ -283,16 +288,16 @@ class Models:
         for slot in list(self.slots.all):
             names += slot.names
             yield from (ListedModel.of_slot(each, slot, self._settings) for each in slot.names)
-        for name in self._on_demand.names():
+        for name in self.on_demand.names():
             if name not in names:
-                path = self._on_demand.find(name)
+                path = self.on_demand.find(name)
                 yield ListedModel.on_disk(name, self.first.created, path, self._settings)
 
     def answering(self, name: str) -> ListedModel:
         """The model that answers a request of this name, as it is listed. Reads files."""
         listed = list(self.listed())
         found = [each for each in listed if each.name in (name, plain(name))]
-        if not found and (path := self._on_demand.find(plain(name))):
+        if not found and (path := self.on_demand.find(plain(name))):
             created = self.first.created
             found = [ListedModel.on_disk(plain(name), created, path, self._settings)]
         if not found and self._settings.strict_model:
@@ -308,7 +313,7 @@ class Models:
 
     def may_load(self, name: str) -> bool:
         """Whether requests may name this model, be it on this machine or not."""
-        return self.known(name) is not None or self._on_demand.allows(name)
+        return self.known(name) is not None or self.on_demand.allows(name)
 
     def keep(self, host: EngineHost, seconds: float) -> None:
         """Keep the model of a request loaded for so long after it; 0: until it is idle."""
@@ -318,7 +323,7 @@ class Models:
         self.slots.keep(slot, seconds)
 
     def _find_on_demand(self, name: str) -> Slot | None:
-        path = self._on_demand.find(name)
+        path = self.on_demand.find(name)
         if path is None:
             return None
         if path.is_dir():

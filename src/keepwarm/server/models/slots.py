@@ -218,7 +218,7 @@ class Slots:
         limit = self._settings.weights_bytes or most_weights()
         end = time.monotonic() + self._settings.load_wait_s
         needs = f"{slot.host.name} needs {format_bytes(n_bytes)} for its weights"
-        while self._settings.memory != "unconstrained":
+        while True:
             others = [other for other in self.all if other.n_bytes and other is not slot]
             if not others or sum(other.n_bytes for other in others) + n_bytes <= limit:
                 break
@@ -277,7 +277,7 @@ class Slots:
 
         engines = [slot.host.loaded for slot in self.all if slot.host.loaded is not None]
         n_models = len(engines) + bool(more_bytes)
-        if self._settings.memory == "unconstrained" or not n_models:
+        if not n_models:
             return None
         n_bytes = sum(engine.model.n_bytes for engine in engines) + more_bytes
         memory = MemoryConfig.automatic(model_bytes=n_bytes).divided(n_models)
