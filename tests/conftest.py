@@ -97,7 +97,7 @@ def places(request: pytest.FixtureRequest) -> Any:
     """How each kind of place that machines share is made, empty."""
     from tests.kit.places import places
 
-    return places(lambda: request.getfixturevalue("bucket"))
+    return places(request.getfixturevalue)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

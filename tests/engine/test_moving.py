@@ -9,6 +9,7 @@ from keepwarm.remote.janitor import walk as walk_place
 from keepwarm.remote.records import parse_last
 from keepwarm.text.request import Request, Sampling
 from tests.engine.test_shared import machine
+from tests.kit.places import KINDS
 
 SOON = 60.0
 ORDER = [0, 1, 2, 2, 0, 2, 1, 1, 0]  # machines in turn; each is left, stayed on and come back to
@@ -55,14 +56,19 @@ def walk(engines, order, n_turns):
     return prompts
 
 
-@pytest.mark.parametrize("n_turns", [7, pytest.param(50, marks=pytest.mark.soak)])
-def test_a_walk_over_three_machines_has_the_tokens_of_one(models, tmp_path, place, n_turns):
+@pytest.mark.parametrize(
+    ("kind", "n_turns"),
+    [("directory", 7), *(pytest.param(kind, 50, marks=pytest.mark.soak) for kind in KINDS)],
+)
+def test_a_walk_over_three_machines_has_the_tokens_of_one(
+    models, tmp_path, place, places, kind, n_turns
+):
     model = models.of("llama")
     with machine(model, tmp_path / "alone") as alone:
         expected = walk([alone], [0], n_turns)
     with ExitStack() as opened:
-        names = [tmp_path / name for name in "abc"]
-        three = [opened.enter_context(machine(model, name, place.as_uri())) for name in names]
+        names, url = [tmp_path / name for name in "abc"], opened.enter_context(places[kind](place))
+        three = [opened.enter_context(machine(model, name, url)) for name in names]
         assert walk(three, ORDER, n_turns) == expected
     with ExitStack() as opened:  # else it proves nothing
         apart = [opened.enter_context(machine(model, tmp_path / name)) for name in "de"]

@@ -41,13 +41,14 @@ from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tiers import Tiers
 from tests.kit.compare import assert_same
 from tests.kit.faulty_proxy import FaultyProxy
-from tests.kit.places import KINDS
+from tests.kit.places import FUSE, KINDS, WEED
 from tests.kit.redis_server import free_port, redis_server
 from tests.kit.runs import cold, continue_from, prefill, prompt_of
 from tests.store.kit import first_block, record
 
 PAGE = Path(__file__).parents[2] / "docs" / "sharing.md"
 COLUMNS = KINDS
+MORE = {WEED: "s3", FUSE: "directory"}  # other places, and the column that holds for them
 NAME = Namespace(bytes(range(32)))
 NUMBERS = count()
 N = 3  # tokens generated to compare
@@ -416,8 +417,8 @@ def emptied(scene: Scene) -> Undo:
                 shutil.rmtree(path)
     else:
         for number in range(3):
-            folder = scene.name(number).name.rpartition("/")[0]
-            scene.place.delete(scene.place.list_names(folder, SOON), SOON)
+            listed = scene.place.list_names(scene.name(number).rpartition("/")[0], SOON)
+            scene.place.delete([one.name for one in listed], SOON)
     return None
 
 
@@ -537,24 +538,26 @@ def scene(request, places, tmp_path, computed, patience):
     if request.param == "redis":
         server = request.getfixturevalue("server")
         made = Scene("redis", server.url, server, computed)
-    else:
-        (tmp_path / "place").mkdir()
-        with places[request.param](tmp_path / "place") as url:
-            made = Scene(request.param, url, None, computed)
-    yield made
-    made.close()
+        yield made
+        made.close()
+        return
+    (tmp_path / "place").mkdir()
+    with places[request.param](tmp_path / "place") as url:
+        made = Scene(MORE.get(request.param, request.param), url, None, computed)
+        yield made
+        made.close()
 
 
 CELLS = [
     pytest.param(
-        kind,
+        place,
         fault,
-        id=f"{fault.name}-{kind}",
-        marks=[] if fault.always == kind else [pytest.mark.soak],
+        id=f"{fault.name}-{place}",
+        marks=[] if fault.always == place else [pytest.mark.soak],
     )
     for fault in FAULTS
-    for kind in COLUMNS
-    if fault.cell(kind)
+    for place in (*COLUMNS, *MORE)
+    if fault.cell(MORE.get(place, place))
 ]
 
 

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -14,6 +15,7 @@ from tests.kit.redis_server import redis_server
 from tests.kit.s3_server import program, running
 
 KINDS = ("redis", "directory", "s3")
+WEED = "S3 of SeaweedFS"
 FUSE = "directory over FUSE"  # only with --soak: not every machine lets a test mount anything
 
 OpenPlace: TypeAlias = Callable[[Path], AbstractContextManager[str]]
@@ -43,17 +45,26 @@ def directory_over_fuse(path: Path) -> Iterator[str]:
             assert mount.poll() is None, "rclone ended instead of mounting"
             time.sleep(0.05)
         try:
-            yield shown.as_uri()
+            (shown / "within").mkdir()  # a mount cannot be moved away
+            yield (shown / "within").as_uri()
         finally:
             subprocess.run([programs[1], "-uz", str(shown)], check=True)
 
 
-def places(bucket: Callable[[], str]) -> dict[str, OpenPlace]:
-    """By kind; `bucket` gives the address of a bucket, in a server that many tests share."""
+def places(bucket: Callable[[str], str]) -> dict[str, OpenPlace]:
+    """By kind; `bucket` gives the address of a bucket, in a server that many tests share: the
+    fixture of this name.
+    """
 
     @contextmanager
-    def s3(path: Path) -> Iterator[str]:
-        address, _, options = bucket().partition("?")
+    def s3(path: Path, server: str = "bucket") -> Iterator[str]:
+        address, _, options = bucket(server).partition("?")
         yield f"{address}/{uuid.uuid4().hex}?{options}"
 
-    return {"redis": redis, "directory": directory, "s3": s3, FUSE: directory_over_fuse}
+    return {
+        "redis": redis,
+        "directory": directory,
+        "s3": s3,
+        WEED: partial(s3, server="weed_bucket"),
+        FUSE: directory_over_fuse,
+    }

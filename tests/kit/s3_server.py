@@ -39,7 +39,9 @@ def weed_server(directory: Path) -> Iterator[str]:
     ports = [f"-{name}={free_port()}" for name in (*names, "s3.port.grpc")]
     options = [f"-dir={directory}", "-s3", f"-s3.port={port}", "-volume.max=100", *ports]
     with running([program("weed"), "server", "-ip=127.0.0.1", *options]):
-        yield _address(port, "PUT")
+        address = _address(port, "PUT")
+        _address(port, "PUT", "/ready")  # it has room for objects later than for a bucket
+        yield address
 
 
 @contextmanager
@@ -69,9 +71,9 @@ def running(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def _address(port: int, method: str) -> str:
-    """Of the bucket, once a server answers that it is there."""
-    request = Request(f"http://127.0.0.1:{port}/{BUCKET}", method=method)
+def _address(port: int, method: str, name: str = "") -> str:
+    """Of the bucket, once a server answers that it is there, or an object in it."""
+    request = Request(f"http://127.0.0.1:{port}/{BUCKET}{name}", method=method)
     until = time.monotonic() + START_S
     while True:
         try:

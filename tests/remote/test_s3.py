@@ -11,10 +11,9 @@ import pytest
 from keepwarm.concurrency import CallError
 from keepwarm.errors import BadInput
 from keepwarm.remote.addresses import open_backend
-from keepwarm.remote.health import RemoteSpeed, try_backend
 from keepwarm.remote.janitor import list_all
 from keepwarm.remote.tier import RemoteTier
-from tests.kit.s3_server import rclone_server, weed_server
+from tests.kit.s3_server import rclone_server
 
 SOON = 30.0
 SHORT = 0.05
@@ -241,11 +240,3 @@ def test_a_tier_says_so_too(tmp_path):
         assert not tier.health.wait_until_tried(SOON)
         tier.close()
     assert "does not read parts" in tier.health.refused
-
-
-@pytest.mark.soak
-def test_a_server_with_volumes_of_its_own_is_accepted(tmp_path):
-    speed = RemoteSpeed()
-    with weed_server(tmp_path) as url, closing(open_backend(url)) as blobs:
-        try_backend(blobs, speed)
-    assert speed.bytes_per_s != RemoteSpeed().bytes_per_s
