@@ -9,7 +9,6 @@ from keepwarm.remote.janitor import walk as walk_place
 from keepwarm.remote.records import parse_last
 from keepwarm.text.request import Request, Sampling
 from tests.engine.test_shared import machine
-from tests.kit.places import KINDS
 
 SOON = 60.0
 ORDER = [0, 1, 2, 2, 0, 2, 1, 1, 0]  # machines in turn; each is left, stayed on and come back to
@@ -58,7 +57,11 @@ def walk(engines, order, n_turns):
 
 @pytest.mark.parametrize(
     ("kind", "n_turns"),
-    [("directory", 7), *(pytest.param(kind, 50, marks=pytest.mark.soak) for kind in KINDS)],
+    [
+        ("directory", 7),
+        pytest.param("directory", 50, marks=pytest.mark.soak),
+        pytest.param("redis", 50, marks=pytest.mark.soak),
+    ],
 )
 def test_a_walk_over_three_machines_has_the_tokens_of_one(
     models, tmp_path, place, places, kind, n_turns
