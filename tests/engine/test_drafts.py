@@ -368,6 +368,16 @@ def test_rows_without_drafts_do_not_wait_long_for_others(gate):
     assert gate.width([DRAFT, None], BatchSize(2, 0)) == 2
 
 
+def test_drafts_that_are_never_right_cost_little_in_the_end(gate):
+    """On a device where a step of n tokens costs n plain ones."""
+    n_steps, lost = 5000, 0.0
+    for _ in range(n_steps):
+        width = gate.width([DRAFT], ONE_ROW)
+        gate.saw_step(ONE_ROW, width, 0, 0.010 * width)
+        lost += width - 1
+    assert 3 < lost < 0.02 * n_steps
+
+
 def test_nothing_is_fed_before_a_plain_step_was_measured():
     assert DraftGate(RecentPrompts()).width([DRAFT], ONE_ROW) == 1
 

@@ -33,7 +33,10 @@ WIDTHS = (2, 3, 4, 5, 8, 16)  # tokens a row of one step: the current one and a 
 MATCHES = (3, 4, 5, 8, 14)  # lengths of matches that are told apart
 CONTEXT_TOKENS = 4096  # contexts that are told apart
 N_TIMES, MIN_TIMES = 5, 3  # the latest, of which the median counts
-FORGET_STEPS = 512  # a cost that was not seen for so long is tried again
+FORGET_STEPS = 2048  # a cost that was not seen for so long is tried again
+# What drafts may lose, in plain steps: so much at first, then a share of all steps. What they gain
+# may be lost again, up to a bound.
+FIRST_CREDIT, MAX_CREDIT, CREDIT_SHARE = 16.0, 32.0, 0.01
 MIN_GAIN = 1.03
 MAX_WAIT = 1.5  # what a row without a draft waits for others, in plain steps
 FIRST_GUESS = 0.6  # of a drafted token that it is right, before any was seen
@@ -189,6 +192,7 @@ class DraftGate:
         self.source: Callable[[Sequence[int], Others], Source] = SeenTexts
         self._recent = recent
         self.is_open = True  # False once a step with drafts has failed
+        self._credit = FIRST_CREDIT
 
     def drafts_for(
         self, tokens: Sequence[int], rewritten: Sequence[Sequence[int]], owner: Hashable | None
@@ -207,7 +211,7 @@ class DraftGate:
         """Tokens a row of the step that gives most tokens a second; 1: no drafts."""
         n_rows, plain = size.n_rows, self.costs.get(size, 1)
         drafts = [proposal for proposal in proposals if proposal is not None]
-        if plain is None or not drafts or not self.is_open:
+        if plain is None or not drafts or not self.is_open or self._credit <= 0:
             return 1
         best, least_gain = 1, MIN_GAIN
         most = MAX_WAIT * plain if len(drafts) < n_rows else float("inf")
@@ -222,6 +226,20 @@ class DraftGate:
             if cost is None:
                 break
         return best
+
+    def saw_step(self, size: BatchSize, width: int, n_accepted: int, seconds: float) -> None:
+        """What a step cost that did not run ahead, and how many drafted tokens it gave."""
+        plain = self.costs.get(size, 1)
+        self.costs.saw(size, width, seconds)
+        gain = CREDIT_SHARE
+        if width > 1 and plain is not None:
+            gain += 1 + n_accepted / size.n_rows - seconds / plain
+        self._credit = min(MAX_CREDIT, self._credit + gain)
+
+    def saw_end_ahead(self, size: BatchSize, now: float, is_undisturbed: bool) -> None:
+        """The same of one that ran ahead."""
+        self.costs.saw_end_ahead(size, now, is_undisturbed)
+        self._credit = min(MAX_CREDIT, self._credit + CREDIT_SHARE)
 
 
 class RowDrafts:

@@ -75,6 +75,14 @@ class EndedRow(NamedTuple):
     caches: kv.Caches
 
 
+class FedStep(NamedTuple):
+    """What a batch was fed in a step that did not run ahead."""
+
+    width: int  # tokens a row
+    n_accepted: int  # drafted ones of all rows
+    ended: list[RunningSequence]  # sequences that end in their drafts
+
+
 class StepResult(NamedTuple):
     """What was computed to its end."""
 
@@ -708,11 +716,11 @@ class Scheduler:
         emitted, watch = batch.emit(), Stopwatch(self._clock)
         finished = [row for row, token in emitted if not self._add_token(row, token)]
         is_kept = any(row.job.request.policy.writes for row in finished)
-        width = 1
+        fed = FedStep(1, 0, [])
         if not runs_ahead and (is_kept or len(finished) < len(batch.rows)):
             # else nobody needs the last tokens in the caches
-            width, in_drafts = self._feed(gate, batch, finished)
-            finished += in_drafts
+            fed = self._feed(gate, batch, finished)
+            finished += fed.ended
         ended = self._leave(key, batch, finished)
         try:
             self._sample(batch)
@@ -721,9 +729,9 @@ class Scheduler:
             self._recover(key, batch, error)
             return ended
         if gate is not None and runs_ahead:
-            gate.costs.saw_end_ahead(size, self._clock(), self._is_undisturbed)
-        elif gate is not None and (width > 1 or not batch.can_run_ahead):
-            gate.costs.saw(size, width, watch.seconds())
+            gate.saw_end_ahead(size, self._clock(), self._is_undisturbed)
+        elif gate is not None and (fed.width > 1 or not batch.can_run_ahead):
+            gate.saw_step(size, fed.width, fed.n_accepted, watch.seconds())
         return ended
 
     def _gate_of(self, batch: Batch[RunningSequence]) -> DraftGate | None:
@@ -759,22 +767,20 @@ class Scheduler:
         gate: DraftGate | None,
         batch: Batch[RunningSequence],
         finished: list[RunningSequence],
-    ) -> tuple[int, list[RunningSequence]]:
-        """A step of a batch, with drafts where they pay; the tokens a row that were fed, and the
-        sequences that end in their drafts.
-        """
+    ) -> FedStep:
+        """A step of a batch, with drafts where they pay."""
         if gate is None:
-            return batch.feed(), []
+            return FedStep(batch.feed(), 0, [])
         drafts = self._drafts(gate, batch, finished)
         try:
-            return batch.feed(drafts), self._accept(batch)
+            return self._accept(batch, batch.feed(drafts))
         except Exception:
             gate.is_open = gate.is_open and not drafts
             raise
 
-    def _accept(self, batch: Batch[RunningSequence]) -> list[RunningSequence]:
-        """Add the drafted tokens that are right; the sequences that end with one of them."""
-        ended = []
+    def _accept(self, batch: Batch[RunningSequence], width: int) -> FedStep:
+        """Add the drafted tokens that are right."""
+        ended, n_all = [], 0
         while accepted := batch.accept():
             for row, token in accepted:
                 if not self._add_token(row, token):
@@ -782,8 +788,9 @@ class Scheduler:
                     ended.append(row)
         for row, (n_drafted, n_accepted) in batch.settle().items():
             row.count_step(n_drafted, n_accepted)
+            n_all += n_accepted
             self.ledger.count(drafted_tokens=n_drafted, accepted_tokens=n_accepted)
-        return ended
+        return FedStep(width, n_all, ended)
 
     def _sample(self, batch: Batch[RunningSequence]) -> None:
         failed = batch.sample() if batch.rows else {}
