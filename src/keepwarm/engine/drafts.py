@@ -31,17 +31,17 @@ MAX_PROPOSED = 64
 MAX_OTHER_TOKENS = 32768  # of other texts that are searched
 WIDTHS = (2, 3, 4, 5, 8, 16)  # tokens a row of one step: the current one and a draft
 MATCHES = (3, 4, 5, 8, 14)  # lengths of matches that are told apart
-CONTEXT_TOKENS = 4096  # contexts that are told apart
+CONTEXT_TOKENS = 4096  # contexts of so many tokens, and of twice, four times … are told apart
 N_TIMES, MIN_TIMES = 5, 3  # the latest, of which the median counts
 FORGET_STEPS = 2048  # a cost that was not seen for so long is tried again
-# What drafts may lose, in plain steps: so much at first, then a share of all steps. What they gain
-# may be lost again, up to a bound.
-FIRST_CREDIT, MAX_CREDIT, CREDIT_SHARE = 16.0, 32.0, 0.01
+# What drafts may lose, in plain steps: so many, and a share of all steps. What they gain may be
+# lost again, but never more at a time.
+MAX_CREDIT, CREDIT_SHARE = 8.0, 0.01
 MIN_GAIN = 1.03
 MAX_WAIT = 1.5  # what a row without a draft waits for others, in plain steps
 FIRST_GUESS = 0.6  # of a drafted token that it is right, before any was seen
 GUESS_WEIGHT = 4
-FORGETTING = 0.995
+FORGETTING = 0.98
 
 
 class Proposal(NamedTuple):
@@ -144,7 +144,7 @@ class BatchSize(NamedTuple):
     context: int  # tokens of the longest row
 
     def key(self, width: int) -> tuple[int, int, int]:
-        return self.n_rows, width, self.context // CONTEXT_TOKENS
+        return self.n_rows, width, (self.context // CONTEXT_TOKENS).bit_length()
 
 
 class StepCosts:
@@ -192,7 +192,7 @@ class DraftGate:
         self.source: Callable[[Sequence[int], Others], Source] = SeenTexts
         self._recent = recent
         self.is_open = True  # False once a step with drafts has failed
-        self._credit = FIRST_CREDIT
+        self._credit = MAX_CREDIT
 
     def drafts_for(
         self, tokens: Sequence[int], rewritten: Sequence[Sequence[int]], owner: Hashable | None
