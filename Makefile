@@ -29,7 +29,7 @@ demo: install
 	$(BIN)/python -m benchmarks.demo
 
 test: tools
-	PYTHONDONTWRITEBYTECODE= MLX_DISABLE_COMPILE=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
+	PYTHONDONTWRITEBYTECODE= MLX_DISABLE_COMPILE=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: tools
 	$(BIN)/ruff format --check src tests benchmarks examples
