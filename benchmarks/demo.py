@@ -287,7 +287,7 @@ class Demo:
         after = [turn for turn in self.turns if turn.number > TURNS_BEFORE_KILL]
         self.console.print(
             f"\nTime to first token, all turns: {cold:.1f} s without the cache, {warm:.1f} s "
-            f"with it, {cold / warm:.1f} times less.\n"
+            f"with it, {cold / warm:.1f} times faster.\n"
             f"Prompt tokens prefilled: {n_prefilled:,} of {n_prompt:,}; after the kill "
             f"{sum(turn.warm.n_computed for turn in after):,} of "
             f"{sum(turn.warm.n_prompt for turn in after):,}.\n"

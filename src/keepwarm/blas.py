@@ -127,7 +127,7 @@ def _asked_threads(environ: Mapping[str, str]) -> list[int]:
     if not text:
         return []
     if not text.isdecimal() or int(text) < 1:
-        raise BadInput(f"KEEPWARM_BLAS_THREADS is {text!r}; use a number from 1 or unset it.")
+        raise BadInput(f"KEEPWARM_BLAS_THREADS is {text!r}; use a positive number, or unset it.")
     return [int(text)]
 
 

@@ -182,4 +182,4 @@ def test_raw_prompts_are_parsed_unless_the_setting_forbids_it(live, model, tmp_p
         assert embedded(live) == len(ids) < embedded(server) == len(server.host.prompts[-1])
         refused = server.post(path, {"prompt": ids, "max_tokens": 1})
         assert refused.status_code == 400
-        assert "holds the special token" in refused.json()["error"]["message"]
+        assert "contains the special token" in refused.json()["error"]["message"]

@@ -547,7 +547,7 @@ def test_a_raw_prompt_is_parsed_unless_that_is_forbidden(tokenizer):
     assert specials_in(tokenizer, tokens) == []
     assert tokenizer.decode(tokens) == SPELLED
     assert strict.render(Request(prompt="the fox")).tokens == tokenizer.encode("the fox")
-    with pytest.raises(BadInput, match=r"holds the special token '<\|im_start\|>'"):
+    with pytest.raises(BadInput, match=r"contains the special token '<\|im_start\|>'"):
         strict.render(Request(prompt=parsed))
     assert strict.render(Request(prompt=tokens)).tokens == tokens
 

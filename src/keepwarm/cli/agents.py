@@ -22,7 +22,7 @@ app = typer.Typer()
 WORDS = {
     "n_bytes": "size",
     "max_bytes": "limit",
-    "newer": "of a newer Keepwarm",
+    "newer": "newer format",
     "bad": "damaged",
     "shared_unreached": "not reached, will be cleared by a server",
 }
@@ -164,7 +164,7 @@ def rewind(
 ) -> None:
     """Drop an agent's turns after this one.
 
-    A branch that is named becomes the head.
+    With --branch, that branch becomes the head.
     """
     with open_store() as store:
         print_agent(store, store.agents.rewind(agent, turn, branch), as_json)

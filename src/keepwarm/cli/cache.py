@@ -208,7 +208,7 @@ def import_(
 ) -> None:
     """Import a bundle or a prompt-cache file.
 
-    It must be made with the same weights and KV dtype. Unless a trusted key signed it, only this
+    It must come from the same weights and KV dtype. Unless a trusted key signed it, only this
     agent and its forks are served from it.
     """
     from keepwarm.agents.signing import BundleKeys

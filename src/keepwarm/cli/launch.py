@@ -38,7 +38,7 @@ def launch(
     ],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="ARGUMENT", help="Passed to the client; put them after --."),
+        typer.Argument(metavar="ARGUMENT", help="Arguments for the client, after --."),
     ] = None,
     *,
     url: Annotated[

@@ -42,7 +42,7 @@ AgentId: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--agent",
-        help="Agent id, the conversation's name in the store. `chat` continues it if it is known.",
+        help="Conversation name; `chat` resumes it if it exists.",
     ),
 ]
 NoCache: TypeAlias = Annotated[bool, typer.Option("--no-cache", help="Bypass the cache.")]

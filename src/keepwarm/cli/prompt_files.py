@@ -111,7 +111,9 @@ def export_prompt_file(
     tokens = store.on_disk.tokens_of(agent)
     restored = restorer.restore([*tokens, 0])  # one more: a restore always leaves a token
     if restored.caches is None:
-        raise BadInput(f"Nothing of {agent.id or path.stem!r} can be restored; it was evicted.")
+        raise BadInput(
+            f"Every block of {agent.id or path.stem!r} was evicted, so nothing can be restored."
+        )
     held = tokens[: restored.n_tokens]
     metadata = {TOKENS: json.dumps(held, separators=(",", ":"))}
     export_prompt_cache(path, restored.caches, metadata, dialect)

@@ -58,7 +58,7 @@ def serve(
     ] = None,
     max_kv_size: Annotated[
         int | None,
-        typer.Option("--max-kv-size", help="Keep only this many of the last tokens; 0: all."),
+        typer.Option("--max-kv-size", help="Keep only the last N tokens; 0: no limit."),
     ] = None,
     log_level: Annotated[
         str | None, typer.Option("--log-level", help="debug, info, warning or error.")

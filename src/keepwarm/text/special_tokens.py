@@ -102,7 +102,7 @@ class SpecialTokens:
         begins = common_prefix(prompt, self._tokenizer.encode(""))
         if found := self._guarded.intersection(prompt[begins:]):
             name = self._added[min(found)].content
-            raise BadInput(f"The prompt holds the special token {name!r}; leave it out.")
+            raise BadInput(f"The prompt contains the special token {name!r}; remove it.")
         return list(prompt)
 
     def encode(self, text: str, start: int) -> list[int]:
@@ -118,8 +118,8 @@ class SpecialTokens:
         spans = self._spans(text) if self._hint.search(text) else []
         if spans and self._speller is None:
             raise BadInput(
-                f"The messages spell the special token {text[spans[0].start : spans[0].end]!r}, "
-                "which this model's tokenizer cannot read as text; leave it out."
+                f"The messages contain the special token {text[spans[0].start : spans[0].end]!r}, "
+                "which this model's tokenizer cannot read as text; remove it."
             )
         tail = self._breaks_off(text) if self._speller else None
         pieces, at = [], 0
@@ -229,7 +229,9 @@ class _Speller:
         pieces, at = [], 0
         for start, end in leaks:
             if end - start < 2:
-                raise BadInput(f"The messages hold the special token {text[start:end]!r}; drop it.")
+                raise BadInput(
+                    f"The messages contain the special token {text[start:end]!r}; remove it."
+                )
             pieces += [text[at : start + 1], self._cut]
             at = start + 1
         return "".join(pieces) + text[at:]
@@ -257,7 +259,7 @@ def _any_of(names: Iterable[str], length: int | None = None) -> re.Pattern[str]:
 def _stand_ins(text: str) -> str:
     masked = "".join(map(_stand_in, text))
     if masked == text:
-        raise BadInput(f"The messages spell the special token {text!r}; leave it out.")
+        raise BadInput(f"The messages contain the special token {text!r}; remove it.")
     return masked
 
 

@@ -346,7 +346,7 @@ def test_it_asks_for_the_key_and_shows_no_more_than_it_opens(browser, serving):
                 for name in ("Memory and disk by budget", "Prompt tokens by source"):
                     assert page.get_by_role("heading", name=name).is_visible() is opened
                 if opened:
-                    page.get_by_text("from the second turn on").wait_for()
+                    page.get_by_text("after the first turn").wait_for()
 
 
 def test_verify_waits_for_the_key_and_for_itself(browser, missed):

@@ -130,6 +130,6 @@ def test_runs_of_no_agent_can_be_left_out(browser, serving):
         with watched(browser, live.url) as page:
             page.goto(f"{live.url}/dashboard#forest")
             page.locator("#trees[data-rows='2']").wait_for()
-            page.get_by_label("Runs of no agent").uncheck()
+            page.get_by_label("Unnamed runs").uncheck()
             page.locator("#trees[data-rows='1']").wait_for()
             assert "folded" in page.locator("#forest-sum").inner_text()

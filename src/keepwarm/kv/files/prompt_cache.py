@@ -68,7 +68,7 @@ def export_prompt_cache(
     notes, dialect = _check_metadata(metadata or {}), _writable(dialect)
     if any(is_batched(cache) for cache in caches):
         if dialect is Dialect.SWIFT:
-            raise UnsupportedCache("Swift loads no batch; extract a row first.")
+            raise UnsupportedCache("Swift cannot load a batch; extract a row first.")
         notes[N_ROWS] = str(batch_size(caches))
         caches = _side_by_side(caches)
     layers = [encode(cache) for cache in caches]

@@ -125,7 +125,7 @@ class AgentOut(TypedDict):
     used: float
     forked_from: str | None
     ephemeral: bool  # nothing of it is written
-    imported: bool  # its blocks came with a bundle that nobody here vouches for
+    imported: bool  # its blocks came with a bundle that no trusted key signed
     branches: list[BranchOut]  # the head first
 
 

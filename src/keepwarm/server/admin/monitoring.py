@@ -183,7 +183,7 @@ SAMPLES = (
         _figure("reused"),
     ),
     Sample(
-        "keepwarm_store_computed_tokens", "counter", "Those that were reused from nowhere.", "",
+        "keepwarm_store_computed_tokens", "counter", "Prompt tokens not found in any tier.", "",
         _figure("computed"),
     ),
     Sample(
@@ -195,7 +195,7 @@ SAMPLES = (
         lambda stats: stats.counters["reused_tokens"],
     ),
     Sample(
-        "keepwarm_prefilled_tokens", "counter", "Prompt tokens that the model was fed.", "",
+        "keepwarm_prefilled_tokens", "counter", "Prompt tokens prefilled.", "",
         _counter("prefilled_tokens"),
     ),
     Sample(

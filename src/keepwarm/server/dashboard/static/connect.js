@@ -15,7 +15,7 @@ export function show({ url, model, models, key, clients }) {
   put("connect-model", models.map((name) => h("option", { value: name }, name)));
   byId("connect-model").value = model;
   const here = (line) => line.replaceAll(url, location.origin); // a proxy may have changed it
-  byId("connect-about").textContent = `Paste the lines of your client into a shell. Server ${location.origin}, model ${model}; `
+  byId("connect-about").textContent = `Paste your client's lines into a shell. Server ${location.origin}, model ${model}; `
     + (key === null ? "no key is needed." : `they read the key ${key} from KEEPWARM_API_KEY.`);
   put("clients", clients.map((client) => card(client, client.lines.map(here).join("\n"))));
 }

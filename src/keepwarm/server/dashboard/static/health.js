@@ -74,7 +74,7 @@ export function settings({ data }) {
 
 function renderSettings() {
   const found = known.filter((one) => one.changed || !byId("changed-only").checked);
-  put("settings", found.length ? table("Settings in force", SETTINGS, found.map((one) =>
+  put("settings", found.length ? table("Active settings", SETTINGS, found.map((one) =>
     [h("code", {}, one.name), one.changed ? h("strong", {}, one.value || "–") : one.value || "–", one.default || "–"]))
     : empty("Every setting has its default."));
 }

@@ -39,7 +39,7 @@ export function show(saved, choose) {
   const sources = sourcesOf(points);
   chart("hit-chart", points.some(tokens), () =>
     [columns(points, sources, short, `Share of prompt tokens by source, and their number; ${percent(...warm(points))} were not computed`, true),
-      legend([...sources, { kind: "volume", name: "tokens in all" }])]);
+      legend([...sources, { kind: "volume", name: "total tokens" }])]);
   chart("answer-chart", points.some(answers), () => [columns(points, ANSWERS, short, "Answers by outcome"), legend(ANSWERS)]);
   put("disk", meter(saved.disk));
   put("writes-chart", writesChart(saved.written_by_day));
@@ -52,12 +52,12 @@ function tiles(saved) {
   const all = points.reduce((n, point) => n + answers(point), 0);
   const written = Object.entries(saved.written_by_day).at(-1)?.[1] ?? 0;
   return [
-    tile("Hit rate", rate(saved.hit_rate), `${rate(saved.hit_rate_from_turn_2)} from the second turn on`),
+    tile("Hit rate", rate(saved.hit_rate), `${rate(saved.hit_rate_from_turn_2)} after the first turn`),
     tile("First token", ms(saved.ttft_p50_ms), `95th percentile ${ms(saved.ttft_p95_ms)}`),
     tile("Time saved today", timeSaved(today.saved_s), `in total ${timeSaved(total.saved_s)}`),
     tile("Errors", count(failed + refused), `${count(refused)} refused, of ${plural(all, "request")} in ${plural(saved.hours, "hour")}`),
     tile("On disk", bytes(saved.disk.n_bytes), `${plural(saved.blocks, "block")} and the index; ${bytes(written)} written today`),
-    tile("Up for", ago(saved.started).replace(" ago", ""), `version ${saved.version}`),
+    tile("Uptime", ago(saved.started).replace(" ago", ""), `version ${saved.version}`),
   ];
 }
 

@@ -115,5 +115,5 @@ function open(one) {
   details(`Request #${one.number}`,
     h("dl", {}, facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
     h("h3", {}, "Receipt"), h("pre", {}, one.receipt ? JSON.stringify(one.receipt, null, 2) : "none: it was not looked up"),
-    h("h3", {}, "Log line"), h("pre", {}, one.log ?? "It is no longer remembered; see the server's log."));
+    h("h3", {}, "Log line"), h("pre", {}, one.log ?? "No longer kept; see the server log."));
 }
