@@ -173,6 +173,8 @@ def test_beside_a_format_tools_are_called_and_then_the_format_holds(beginner, ap
     for read in (api.read(answer), streamed):
         _, name, arguments = read.calls[0]
         assert (name, arguments["place"] in PLACES) == ("weather", True)
+    cut = api.read(ask(beginner, api, ASK, 12, **asks).json())
+    assert (cut.text, cut.calls, cut.is_cut) == ("", [], True)  # part of a call is no JSON
     said = api.follow_up(ASK, answer, "Rain.")
     talk = {name: said[name] for name in ("messages", "input") if name in said}
     last = api.read(send(beginner, api, api.body(ASK, 100, **asks) | talk).json())

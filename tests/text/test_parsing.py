@@ -33,9 +33,9 @@ def markup(tmp_path_factory) -> Markup:
 
 
 def reader_of(
-    markup, *, tools=(WEATHER, CLOCK), parallel=True, is_forced=False, **options
+    markup, *, tools=(WEATHER, CLOCK), parallel=True, is_bound=False, **options
 ) -> AnswerReader:
-    choice = {"parallel": parallel, "is_forced": is_forced}
+    choice = {"parallel": parallel, "is_bound": is_bound}
     calls = CallReader(markup.tool_format, tools, **choice) if tools else None
     return AnswerReader(markup, calls=calls, **options)
 
@@ -244,9 +244,15 @@ def test_a_call_cut_off_by_length_is_text(markup):
 def test_a_forced_call_cut_off_by_length_is_no_text(markup, n_letters):
     """Wherever: in its delimiters too. What was reasoned stays."""
     cut = f"<think>Hm.</think>\n{CALL[:n_letters]}"
-    assert read(markup, cut, is_forced=True) == [ReasoningText("Hm.")]
+    assert read(markup, cut, is_bound=True) == [ReasoningText("Hm.")]
     whole = f"<think>Hm.</think>{CALL}"
-    assert read(markup, whole, is_forced=True) == [ReasoningText("Hm."), WEATHER_CALL]
+    assert read(markup, whole, is_bound=True) == [ReasoningText("Hm."), WEATHER_CALL]
+
+
+@pytest.mark.parametrize("said", ['{"say": "<tool_call>', '{"say": "<tool_c', " \n{"])
+def test_behind_text_nothing_is_taken_for_a_call_that_is_cut_off(markup, said):
+    """As in an answer that has a format, and may be calls instead."""
+    assert read(markup, said, is_bound=True) == [AnswerText(said)]
 
 
 def test_a_call_that_a_stop_token_ends_counts(markup):

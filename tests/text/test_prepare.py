@@ -142,30 +142,6 @@ ANSWER = '{"ok":1}'
 CALL = call_text("get_weather", '{"city": "Oslo"}')
 
 
-@pytest.mark.parametrize(
-    ("choice", "may_answer", "may_call"),
-    [
-        (AUTO, True, True),
-        (ToolChoice("required"), False, True),
-        (ToolChoice(name="get_weather"), False, True),
-        (NONE, True, False),
-    ],
-)
-def test_beside_tools_the_grammar_is_calls_or_the_format(plain, choice, may_answer, may_call):
-    wishes = {"format": YES, "tool_choice": choice}
-    assert may_say(plain, ANSWER, **wishes) is may_answer
-    assert may_say(plain, CALL, **wishes) is may_call
-    assert not may_say(plain, "Hm.", **wishes)
-    assert not may_say(plain, CALL.replace("city", "town"), **wishes)
-    assert not may_say(plain, ANSWER + CALL, **wishes)
-
-
-def test_several_calls_beside_a_format_if_they_are_wanted(plain):
-    one = ToolChoice("auto", parallel=False)
-    assert may_say(plain, f"{CALL}\n{CALL}", format=YES, tool_choice=AUTO)
-    assert not may_say(plain, f"{CALL}\n{CALL}", format=YES, tool_choice=one)
-
-
 def test_a_grammar_is_the_whole_answer(plain):
     wanted = Format(grammar='start: "yes"')
     assert may_say(plain, "yes", format=wanted, tool_choice=AUTO)

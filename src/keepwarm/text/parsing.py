@@ -124,7 +124,7 @@ class AnswerReader:
         self._partial: PartialToolCalls | None = None
         self._around_call = segment  # the segment that the call interrupts
         self._blank: str | None = "" if calls else None  # all text so far, while it is blank
-        self._is_forced = calls is not None and calls.is_forced
+        self._is_bound = calls is not None and calls.is_bound
         self._called = False
         self._ended = False  # by a stop token
 
@@ -139,9 +139,9 @@ class AnswerReader:
         return [] if self._is_hidden(token) else list(self._read(self._text.add(token)))
 
     def finish(self) -> list[Piece]:
-        """The pieces still held back. A call that was cut off becomes text, unless forced."""
+        """The pieces still held back. A call that was cut off becomes text, unless bound."""
         pieces: list[Piece] = [] if self.done else list(self._rest())
-        if self._blank and not self._called and not self._is_forced:
+        if self._blank and not self._called and not self._is_bound:
             pieces.append(AnswerText(self._blank))
         self.done, self._blank = True, None
         return pieces
@@ -152,9 +152,12 @@ class AnswerReader:
             yield from self._end_call(closed=self._ended)
             self._transitions = _with_tools(self._transitions, None)
             yield from self._read("")
-        is_begun = self._is_forced and self._segment == NORMAL  # it is part of a delimiter
-        if not self.done and not is_begun:
+        if not self.done and not (self._is_unsaid() and self._segment == NORMAL):
             yield from self._emit(self._held)
+
+    def _is_unsaid(self) -> bool:
+        """Whether what is cut off here can only be part of a call."""
+        return self._is_bound and self._blank is not None
 
     def _is_hidden(self, token: int) -> bool:
         """Special tokens are hidden unless they are part of a delimiter or of a call."""
@@ -206,7 +209,7 @@ class AnswerReader:
             yield from calls
             return
         self._segment = REASONING if self._around_call == REASONING else NORMAL
-        if self._is_forced and not closed:
+        if self._is_unsaid() and not closed:
             return
         yield from self._emit(self._calls.format.start)
         self._held = body + end + self._held

@@ -128,12 +128,12 @@ class PreparedRequest:
         """Parses tool calls; None if the answer cannot hold any."""
         if not self.request.tools or self.request.tool_choice.mode == "none":
             return None
-        choice = self.request.tool_choice
+        choice, wanted = self.request.tool_choice, self.request.format
         return CallReader(
             self.markup.tool_format,
             self.request.tools,
             parallel=choice.parallel,
-            is_forced=choice.is_forced,
+            is_bound=choice.is_forced or (wanted is not None and wanted.grammar is None),
         )
 
 

@@ -88,12 +88,12 @@ class CallReader:
         tools: Sequence[Tool],
         *,
         parallel: bool = True,
-        is_forced: bool = False,
+        is_bound: bool = False,
     ) -> None:
-        """`is_forced`: the answer is nothing but calls, so that one that is cut off is no text."""
+        """`is_bound`: no text comes before a call, so that one that is cut off is no text."""
         self.format = tool_format
         self.parallel = parallel
-        self.is_forced = is_forced
+        self.is_bound = is_bound
         self._tools = [dict(tool) for tool in tools]
         self._names = {tool["function"]["name"] for tool in tools}
 
