@@ -12,6 +12,7 @@ from starlette.responses import Response
 from keepwarm import config
 from keepwarm.agents.agent import Branch
 from keepwarm.agents.agent_store import AgentStore
+from keepwarm.agents.reachability import UNPROTECTED, Protection
 from keepwarm.agents.shares import RECOUNT_S, AgentLimits, AgentShares, TtlPins
 from keepwarm.errors import BadInput, Busy
 from keepwarm.models.load import load
@@ -150,6 +151,28 @@ def test_pins_that_are_there_stay_when_the_block_at_their_end_grows(store):
     assert len(store.disk.have(store.agents.show(f"{MINE}.0").blocks[:20])) == 20
 
 
+def test_a_block_that_forks_share_counts_once(store):
+    """What one of them adds counts, and what is left when another goes."""
+    one, fork, other = (f"{MINE}.{name}" for name in ("one", "fork", "other"))
+    tokens = talk(store, one, 20, first=1)
+    talk(store, other, 4, first=5)
+    store.agents.pin(one)
+    store.agents.fork(one, fork)
+    store.agents.pin(fork)
+    longer = [*tokens, *tokens_of(256 * 10)]
+    put(store, longer)
+    grown = store.agents.advance(fork, NAME, longer)
+    kept = store.disk.index.lookups.pinned_by(f"agent:{fork}")
+    assert [grown.blocks.index(key) for key in kept] == [23]  # of the 10 new ones four
+    for gone in (one, None):
+        if gone:
+            store.agents.delete(gone)
+        with pytest.raises(BadInput, match="are left"):
+            store.agents.pin(other)
+    store.agents.delete(fork)
+    assert store.agents.pin(other).pinned
+
+
 def test_ephemeral_agents_that_were_deleted_with_all_count_no_longer(store):
     talk(store, f"{MINE}.0", 1, first=0)
     store.agents.fork_all(f"{MINE}.0", [f"{MINE}.{n}" for n in range(1, 10)], ephemeral=True)
@@ -212,12 +235,12 @@ def test_a_key_may_have_so_many_agents(store):
 
 
 def test_agents_that_another_process_deletes_are_counted_no_longer():
-    there, now = {"a.1": 5, "a.2": 0}, [0.0]
+    there, now = {"a.1": Protection([], {b"k": 5}, 5), "a.2": UNPROTECTED}, [0.0]
     shares = AgentShares(AgentLimits(2, 10, has_tenants=True), lambda: there, lambda: now[0])
-    assert (shares.has_room("a.3"), shares.room("a.3")) == (False, 5)
+    assert (shares.has_room("a.3"), shares.room("a.3").n_bytes) == (False, 5)
     del there["a.1"]
     now[0] += RECOUNT_S
-    assert (shares.has_room("a.3"), shares.room("a.3")) == (True, 10)
+    assert (shares.has_room("a.3"), shares.room("a.3").n_bytes) == (True, 10)
 
 
 def test_half_of_the_store_is_shared_by_the_keys(tmp_path):

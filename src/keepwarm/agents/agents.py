@@ -26,6 +26,9 @@ from keepwarm.agents.agent import (
     check_metadata,
 )
 from keepwarm.agents.reachability import (
+    UNPROTECTED,
+    Protection,
+    Room,
     abandoned,
     blocks_to_forget,
     delete_blocks,
@@ -227,9 +230,9 @@ class Agents:
         """Refuse what protects more than before, and more than there is room for."""
         if self._shares is None:
             return
-        n_bytes = protection(self._disk, after).n_bytes
-        if n_bytes > protection(self._disk, before).n_bytes:
-            self._shares.check_bytes(after.id, n_bytes)
+        found = protection(self._disk, after)
+        if found.n_bytes > protection(self._disk, before).n_bytes:
+            self._shares.check_bytes(after.id, found)
 
     def _refuse_known(self, agent_id: str) -> None:
         if self.is_ephemeral(agent_id) or self._path(agent_id).exists():
@@ -421,7 +424,7 @@ class Agents:
         if agent.ephemeral:
             self._ephemeral[agent.id] = agent
             if self._shares is not None:
-                self._shares.note(agent.id, 0)
+                self._shares.note(agent.id, UNPROTECTED)
             return agent
         room = self._room(agent)  # as long as its file is that of the pins there are
         write_file(self._disk, self._path(agent.id), agent.to_json().encode())
@@ -433,20 +436,20 @@ class Agents:
         for agent in self._recorded():
             self._pin(agent)
 
-    def _room(self, agent: Agent) -> int | None:
+    def _room(self, agent: Agent) -> Room | None:
         if self._shares is None or not agent.is_protected:
             return None
         return self._shares.room(agent.id)
 
-    def _pin(self, agent: Agent, room: int | None = None) -> None:
+    def _pin(self, agent: Agent, room: Room | None = None) -> None:
         found = protection(self._disk, agent, room)
         self._disk.pin_only(agent_owner(agent.id), found.keys)
         if self._shares is not None:
-            self._shares.note(agent.id, found.n_bytes)
+            self._shares.note(agent.id, found)
 
-    def _protected(self) -> dict[str, int]:
-        """Bytes that the pins there are, and quotas, protect: of each agent."""
-        return {each.id: protection(self._disk, each, room=0).n_bytes for each in self.all()}
+    def _protected(self) -> dict[str, Protection]:
+        """What the pins there are, and quotas, protect: of each agent."""
+        return {each.id: protection(self._disk, each, Room()) for each in self.all()}
 
     @contextmanager
     def _changing(self) -> Iterator[None]:

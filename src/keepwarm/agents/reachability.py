@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain as joined
 from itertools import islice
 from typing import NamedTuple
@@ -103,13 +103,24 @@ class Protection(NamedTuple):
     """What an agent's pins and quota keep from being evicted."""
 
     keys: list[BlockKey]  # to pin: only leaves are evicted, so a pin protects all ancestors
-    n_bytes: int  # all that is reserved for a quota included
+    blocks: Mapping[BlockKey, int]  # with these, and their bytes
+    n_bytes: int  # of these; all that is reserved for a quota included
 
 
-def protection(disk: DiskTier, agent: Agent, room: int | None = None) -> Protection:
+UNPROTECTED = Protection([], {}, 0)
+
+
+class Room(NamedTuple):
+    """What an agent's pins may grow to, besides blocks that its key protects anyway."""
+
+    n_bytes: int = 0
+    is_free: Callable[[BlockKey], bool] = lambda _: False
+
+
+def protection(disk: DiskTier, agent: Agent, room: Room | None = None) -> Protection:
     """Of the head, if it is pinned, or within its quota; of pinned branches.
 
-    What is pinned now stays so; pins grow only within `room`, in bytes.
+    What is pinned now stays so; pins grow only within `room`.
     """
     runs: list[Sequence[NamedBlock]]
     runs = [branch.sized_blocks for branch in agent.branches if branch.pinned]
@@ -121,19 +132,23 @@ def protection(disk: DiskTier, agent: Agent, room: int | None = None) -> Protect
         head = agent.head.sized_blocks
         runs.insert(0, head[: _n_within(disk, head, agent.quota_bytes)])
     known = disk.have({block.key for run in runs for block in run})
-    n_bytes = max(agent.quota_bytes or 0, sum(block.n_bytes for block in known.values()))
+    blocks = {key: block.n_bytes for key, block in known.items()}
     ends = dict.fromkeys(key for run in runs for key in _ends_of_runs(disk, run))
-    return Protection(list(ends), n_bytes)
+    return Protection(list(ends), blocks, max(agent.quota_bytes or 0, sum(blocks.values())))
 
 
 def _within_room(
-    disk: DiskTier, runs: Sequence[Sequence[NamedBlock]], owner: str, room: int
+    disk: DiskTier, runs: Sequence[Sequence[NamedBlock]], owner: str, room: Room
 ) -> list[Sequence[NamedBlock]]:
-    pinned, left = disk.index.lookups.pinned_by(owner), room
+    pinned, left = disk.index.lookups.pinned_by(owner), room.n_bytes
     found: list[Sequence[NamedBlock]] = []
     for run in runs:
-        kept = run[: max(_n_within(disk, run, left), _n_held(run, pinned))]
-        left -= sum(each.n_bytes for each in disk.have([block.key for block in kept]).values())
+        paid = [block for block in run if not room.is_free(block.key)]
+        n_paid = _n_within(disk, paid, left)
+        n_most = len(run) if n_paid == len(paid) else run.index(paid[n_paid])
+        kept = run[: max(n_most, _n_held(run, pinned))]
+        known = disk.have([block.key for block in kept])
+        left -= sum(each.n_bytes for key, each in known.items() if not room.is_free(key))
         found.append(kept)
     return found
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Self
 
+from keepwarm.agents.reachability import Protection, Room
 from keepwarm.config import Settings
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, chain, pack
@@ -43,6 +46,61 @@ class AgentLimits(NamedTuple):
         return agent_id.partition(".")[0] if self.has_tenants else ""
 
 
+@dataclass(eq=False)
+class _Block:
+    key: BlockKey
+    n_bytes: int
+    n_agents: int = 0  # of the key, that protect it
+
+
+class _Protected(NamedTuple):
+    """What one agent protects."""
+
+    blocks: Sequence[_Block]
+    n_reserved: int  # for its quota, besides
+
+    @property
+    def n_own(self) -> int:
+        """Bytes that nobody else protects."""
+        return self.n_reserved + sum(each.n_bytes for each in self.blocks if each.n_agents == 1)
+
+
+class _KeyShare:
+    """The agents of one key; a block that several of them protect counts once."""
+
+    def __init__(self) -> None:
+        self.agents: dict[str, _Protected] = {}
+        self.n_bytes = 0
+        self._blocks: dict[BlockKey, _Block] = {}
+
+    def put(self, agent_id: str, found: Protection) -> None:
+        self.drop(agent_id)
+        blocks = [
+            self._blocks.setdefault(each, _Block(each, n)) for each, n in found.blocks.items()
+        ]
+        for block in blocks:
+            block.n_agents += 1
+        n_reserved = found.n_bytes - sum(found.blocks.values())
+        self.agents[agent_id] = _Protected(blocks, n_reserved)
+        self.n_bytes += self.agents[agent_id].n_own
+
+    def drop(self, agent_id: str) -> None:
+        dropped = self.agents.pop(agent_id, NOTHING)
+        self.n_bytes -= dropped.n_own
+        for block in dropped.blocks:
+            block.n_agents -= 1
+            if not block.n_agents:
+                del self._blocks[block.key]
+
+    def is_shared(self, own: Set[_Block], key: BlockKey) -> bool:
+        """Whether others than the agent that protects these protect a block."""
+        block = self._blocks.get(key)
+        return block is not None and block.n_agents > (block in own)
+
+
+NOTHING = _Protected((), 0)
+
+
 class AgentShares:
     """The agents of every key against its limits, as this process knows them.
 
@@ -52,55 +110,62 @@ class AgentShares:
     def __init__(
         self,
         limits: AgentLimits,
-        count: Callable[[], Mapping[str, int]],
+        count: Callable[[], Mapping[str, Protection]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`count` gives the bytes that each agent's pins and quota protect."""
+        """`count` tells what each agent's pins and quota protect."""
         self._limits = limits
         self._count = count
         self._clock = clock
-        self._protected: dict[str, int] = {}
+        self._keys: dict[str, _KeyShare] = {}  # by tenant
         self._counted_at = -RECOUNT_S
 
-    def note(self, agent_id: str, n_bytes: int) -> None:
-        self._protected[agent_id] = n_bytes
+    def note(self, agent_id: str, found: Protection) -> None:
+        self._key_of(agent_id).put(agent_id, found)
 
     def drop(self, agent_id: str) -> None:
-        self._protected.pop(agent_id, None)
+        self._key_of(agent_id).drop(agent_id)
 
-    def room(self, agent_id: str) -> int:
-        """Bytes that the pins of this agent may protect; those that they do stay so."""
-        others = sum(n for id_, n in self._of_same_key(agent_id) if id_ != agent_id)
-        return max(self._protected.get(agent_id, 0), self._limits.n_bytes - others)
+    def room(self, agent_id: str) -> Room:
+        """What the pins of this agent may protect; what they do stays so."""
+        key = self._counted_key_of(agent_id)
+        own = key.agents.get(agent_id, NOTHING)
+        n_left = max(0, self._limits.n_bytes - key.n_bytes)
+        return Room(own.n_own + n_left, partial(key.is_shared, set(own.blocks)))
 
     def has_room(self, agent_id: str, n_new: int = 1) -> bool:
         """Whether its key may have so many more agents."""
-        return len(self._of_same_key(agent_id)) + n_new <= self._limits.n_agents
+        return len(self._counted_key_of(agent_id).agents) + n_new <= self._limits.n_agents
 
     def check_number(self, agent_id: str, n_new: int = 1) -> None:
         if not self.has_room(agent_id, n_new):
-            n_agents = len(self._of_same_key(agent_id))
+            n_agents = len(self._counted_key_of(agent_id).agents)
             raise BadInput(
                 f"This key has {n_agents:,} agents and may have {self._limits.n_agents:,}; delete "
                 "some, or give them a retention_s."
             )
 
-    def check_bytes(self, agent_id: str, n_bytes: int) -> None:
-        """Refuse a pin or a quota that protects so many bytes."""
-        if n_bytes > (room := self.room(agent_id)):
+    def check_bytes(self, agent_id: str, found: Protection) -> None:
+        """Refuse a pin or a quota that protects more than there is room for."""
+        room = self.room(agent_id)
+        n_bytes = found.n_bytes - sum(n for key, n in found.blocks.items() if room.is_free(key))
+        left, wanted = format_bytes(room.n_bytes), format_bytes(n_bytes)
+        if n_bytes > room.n_bytes:
             raise BadInput(
                 f"Pins and quotas of one key protect at most {format_bytes(self._limits.n_bytes)}, "
-                f"of which {format_bytes(room)} are left, and this takes {format_bytes(n_bytes)}; "
-                "remove another pin or quota."
+                f"of which {left} are left, and this takes {wanted}; remove another pin or quota."
             )
 
-    def _of_same_key(self, agent_id: str) -> list[tuple[str, int]]:
+    def _counted_key_of(self, agent_id: str) -> _KeyShare:
         if self._clock() - self._counted_at >= RECOUNT_S:
-            self._protected = dict(self._count())
+            self._keys = {}
+            for each, found in self._count().items():
+                self.note(each, found)
             self._counted_at = self._clock()
-        tenant_of = self._limits.tenant_of
-        tenant = tenant_of(agent_id)
-        return [each for each in self._protected.items() if tenant_of(each[0]) == tenant]
+        return self._key_of(agent_id)
+
+    def _key_of(self, agent_id: str) -> _KeyShare:
+        return self._keys.setdefault(self._limits.tenant_of(agent_id), _KeyShare())
 
 
 class _PinnedBlock(NamedTuple):
