@@ -87,10 +87,12 @@ def test_a_tier_that_would_be_refused_is_not_measured(tmp_path, mark, key, probl
 def test_a_report_names_no_host():
     usable = RemoteReport("redis://cache.internal", 0.001, 2e8, put_bytes_per_s=1e8)
     gone = RemoteReport("s3://bucket", problem="no answer from cache.internal")
-    page = _tiers_page([usable, gone])
+    page = _tiers_page([usable, gone, usable._replace(latency_s=0.03)])
     assert page == (
         "\n- Shared tier, redis: 1.0 ms, reads 200 MB/s, writes 100 MB/s\n"
         "- Shared tier, s3: not usable\n"
+        "- Shared tier, redis: 30.0 ms, reads 200 MB/s, writes 100 MB/s; "
+        "too far for what computes in 1.2 s or less\n"
     )
     assert _tiers_page([]) == ""
 

@@ -73,7 +73,8 @@ def _speed(remote: RemoteReport) -> str:
     put = remote.put_bytes_per_s
     written = f"writes {format_rate(put)}" if put else "is full or read-only"
     read = format_rate(remote.bytes_per_s)
-    return f"{remote.latency_s * 1000:.1f} ms, reads {read}, {written}"
+    far = f"; too far for what computes in {remote.far_s:.1f} s or less" if remote.far_s else ""
+    return f"{remote.latency_s * 1000:.1f} ms, reads {read}, {written}{far}"
 
 
 class Lengths(NamedTuple):

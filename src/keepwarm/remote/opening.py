@@ -28,7 +28,7 @@ from keepwarm.remote.handshake import MARK_S, check_kind, read_mark
 from keepwarm.remote.health import RemoteSpeed, time_blobs, try_backend
 from keepwarm.remote.janitor import RemoteLimits, walk
 from keepwarm.remote.records import FleetKey, RemoteNames, RemoteRecord, decode_named
-from keepwarm.remote.tier import RemoteTier
+from keepwarm.remote.tier import ASK_S, BATCH_CALLS, MAX_ASK_SHARE, RemoteTier
 from keepwarm.remote.uploader import Uploader
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.disk.tombstones import Tombstones
@@ -47,6 +47,14 @@ class RemoteReport(NamedTuple):
     bytes_per_s: float = 0.0  # read
     problem: str = ""
     put_bytes_per_s: float = 0.0  # 0: it is full or read-only
+
+    @property
+    def far_s(self) -> float:
+        """It is too far for prompts that take less to compute: a question is two round trips, and
+        as many to connect. 0 if it is near.
+        """
+        asking_s = 2 * BATCH_CALLS * self.latency_s
+        return asking_s / MAX_ASK_SHARE if asking_s > ASK_S else 0.0
 
 
 TRIALS = 5  # of a measurement
