@@ -600,6 +600,8 @@ def test_unknown_paths_and_methods_have_the_errors_of_their_api(live):
         assert wrong.headers["allow"] == "POST"
         assert "does not support GET" in api.problem(wrong.json()).message
     assert live.get("/v1/nothing").json()["error"]["type"] == "invalid_request_error"
+    claude = live.get("/v1/nothing", **{"anthropic-version": "2023-06-01"}).json()
+    assert (claude["type"], claude["error"]["type"]) == ("error", "not_found_error")
     assert "no endpoint" in live.post("/api/push", {}).json()["error"]
 
 

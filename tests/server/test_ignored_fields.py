@@ -177,6 +177,7 @@ def test_verbosity_is_named(live):
             {"stream": True, "stream_options": {"include_usage": True}},
             [],
         ),
+        ("/v1/chat/completions", {"cache_salt": "s"}, ["cache_salt"]),
         ("/v1/responses", {"include": ["file_search_call.results"]}, ["include"]),
         (
             "/v1/responses",

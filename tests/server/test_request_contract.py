@@ -894,6 +894,7 @@ COMPACTION = {"type": "compaction", "id": "c", "encrypted_content": "gAAAAB"}
 HI = {"type": "message", "role": "assistant", "content": "Hi."}
 READABLE = {  # messages, number of one, what is read of it (or all of it), what is unread
     CHAT: [
+        ([user("Rain", "?")], 0, ["Rain", "?"], ()),
         (  # results of tools are the history, also in the newest message
             [
                 ASKED,
