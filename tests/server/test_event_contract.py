@@ -8,8 +8,8 @@ from keepwarm.engine.answer import collect
 from keepwarm.server.anthropic.events import CachedPrefix, MessageMeta, MessageStream, message
 from keepwarm.server.http.problems import Problem
 from keepwarm.server.http.sse import receipt_dict
-from keepwarm.server.ollama.events import AnswerLines, AnswerMeta, chat_part
-from keepwarm.server.ollama.events import whole as ollama_whole
+from keepwarm.server.ollama.routes import AnswerLines, AnswerMeta, chat_part
+from keepwarm.server.ollama.routes import whole as ollama_whole
 from keepwarm.server.openai import chat, completions
 from keepwarm.server.openai.common import CompletionMeta
 from keepwarm.server.responses.events import (

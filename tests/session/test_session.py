@@ -19,8 +19,7 @@ import keepwarm
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput, Busy, UnknownAgent
 from keepwarm.models.load import Model
-from keepwarm.session.gate import Gate
-from keepwarm.session.session import Reply, Session, forget
+from keepwarm.session.session import Gate, Reply, Session, forget
 from keepwarm.text.request import Delta, Request, Sampling
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.engines import Models, engine_on
