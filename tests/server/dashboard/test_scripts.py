@@ -104,3 +104,22 @@ ROWS = """async () => {
 def test_unchanged_rows_are_kept(page):
     """An update replaces only cells that changed."""
     assert page.evaluate(ROWS) == [[-1, 0, 2], ["new0", "a1", "c4"], True]
+
+
+DRAFTS = """async () => {
+  const { show } = await import('/dashboard/now.js?alone');
+  const at = (time, generated, accepted) => show({ time, models: [{ name: 'm', loaded: true }],
+    running: [], others: {}, memory: null, prefilled_tokens: 0,
+    generated_tokens: generated, accepted_tokens: accepted });
+  const said = () => document.getElementById('now-tiles').children[1].textContent;
+  at(1000, 10, 0); at(1001, 20, 0);
+  const without = said();
+  at(1002, 110, 50);
+  return [without, said()];
+}"""
+
+
+def test_the_tokens_that_came_from_drafts_are_named_where_there_are_any(page):
+    without, drafted = page.evaluate(DRAFTS)
+    assert without.endswith("tokens/s now")
+    assert drafted.endswith("tokens/s now, 50 % from drafts")

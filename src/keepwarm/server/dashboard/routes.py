@@ -155,6 +155,7 @@ def show_now(models: Served, viewer: CurrentViewer, state: Dashboard) -> JsonObj
         "others": Counter(entry.state for entry in running if not viewer.may_see(entry.tenant)),
         "prefilled_tokens": stats.counters["prefilled_tokens"] if viewer.may_see_totals else None,
         "generated_tokens": stats.counters["generated_tokens"] if viewer.may_see_totals else None,
+        "accepted_tokens": stats.counters["accepted_tokens"] if viewer.may_see_totals else None,
         "prefill_tokens_per_s": stats.prefill_tokens_per_s,
         "memory": _memory(models) if viewer.may_see_totals else None,
         "condition": condition_out(stats, viewer) if viewer.may_see_totals else None,

@@ -16,7 +16,7 @@ export function show(now) {
   const waiting = now.running.filter((one) => one.state === "waiting").length;
   put("now-tiles",
     tile("Running", count(now.running.length - waiting), others ? `and ${others} of other keys` : `${waiting} queued`),
-    tile("Decode", words(speed("generated_tokens")), "tokens/s now"),
+    tile("Decode", words(speed("generated_tokens")), `tokens/s now${fromDrafts()}`),
     tile("Prefill", words(speed("prefilled_tokens")), "tokens/s now"));
   put("memory", (now.memory ?? []).map(meter));
 }
@@ -37,6 +37,12 @@ function speed(counter) {
   const passed = last.time - first.time;
   const more = last[counter] - first[counter];
   return passed > 0 && more >= 0 ? more / passed : null;
+}
+
+// Tokens that steps gave beside their own, where there are any.
+function fromDrafts() {
+  const share = speed("accepted_tokens") / speed("generated_tokens");
+  return share > 0 ? `, ${Math.round(100 * share)} % from drafts` : "";
 }
 
 const words = (rate) => (rate === null ? "–" : short(rate));
