@@ -112,6 +112,7 @@ def main(checkpoint: str) -> None:
     with bind(settings.host, 0) as listening, Store(settings=settings) as store:
         engine = Engine(model, store, EngineConfig(memory), settings=settings)
         app = create_app(Models(EngineHost(engine, model.name), settings), settings)
+        listening.listen()  # who reads the next line connects at once
         sys.stdout.write(f"answers at {address_of(listening)}\n")
         sys.stdout.flush()
         serve(lambda: app, settings, listening)

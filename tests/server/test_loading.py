@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from keepwarm.errors import BadInput
+from keepwarm.server import process
 from keepwarm.server.process import bind
 from tests.kit.redis_server import free_port
 from tests.kit.waiting import wait_until
@@ -106,16 +107,23 @@ def test_sigterm_while_loading_ends_the_server_at_once(loading):
 
 
 EARLY = """
-import signal, threading
+import signal, socket, threading
 from keepwarm import config
 from keepwarm.server import process
+def make_app():
+    with socket.socket() as client:
+        print("open" if client.connect_ex(listening.getsockname()) == 0 else "closed", flush=True)
+    signal.raise_signal({})
 with process.bind("127.0.0.1", 0) as listening:
-    process.serve(lambda: signal.raise_signal({}), config.load(), listening, threading.Event().wait)
+    process.serve(make_app, config.load(), listening, threading.Event().wait)
 """
 
 
 def test_sigint_before_the_server_runs_ends_it_at_once(tmp_path):
-    """Not as KeyboardInterrupt: the thread that loads would be unwound inside MLX, and abort."""
+    """Not as KeyboardInterrupt: the thread that loads would be unwound inside MLX, and abort.
+
+    Until it runs its port is closed: nobody waits for its imports.
+    """
     ended = subprocess.run(
         [sys.executable, "-c", EARLY.format(int(signal.SIGINT))],
         env={**os.environ, "KEEPWARM_HOME": str(tmp_path)},
@@ -125,7 +133,7 @@ def test_sigint_before_the_server_runs_ends_it_at_once(tmp_path):
         timeout=300,
     )
     assert ended.returncode == -signal.SIGINT
-    assert (ended.stdout, ended.stderr) == ("", "Stopped before the model was loaded.\n")
+    assert (ended.stdout, ended.stderr) == ("closed\n", "Stopped before the model was loaded.\n")
 
 
 def test_model_that_cannot_be_loaded_ends_the_server_with_one_sentence(loading):
@@ -139,6 +147,19 @@ def test_model_that_cannot_be_loaded_ends_the_server_with_one_sentence(loading):
 
 def test_bind_to_a_port_in_use_raises_bad_input():
     with bind("127.0.0.1", 0) as taken:
+        taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(BadInput, match=f"Port {port} on 127.0.0.1 is in use"):
             bind("127.0.0.1", port)
+
+
+def test_a_port_that_another_server_opens_meanwhile_ends_this_one(monkeypatch, capfd):
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with bind("127.0.0.1", port) as second:
+            first.listen()
+            with pytest.raises(SystemExit) as ended:
+                process._listen(second)
+    assert ended.value.code == 2
+    assert capfd.readouterr().err.startswith(f"Port {port} on 127.0.0.1 is in use; ")

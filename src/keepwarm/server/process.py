@@ -43,24 +43,49 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Listen before the model is loaded, so that a port in use is reported at once."""
+    """Take the port before the model is loaded, so that one in use is reported at once.
+
+    It is not open yet: who connects before the server can answer would wait for its imports.
+    """
+    listening = None
     try:
-        family, _, _, _, address = socket.getaddrinfo(
+        family, kind, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listening = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+        listening = socket.socket(family, kind)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listening.bind(address[:2])
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise BadInput(
-                f"Port {port} on {host} is in use; stop that server or choose another --port."
-            ) from error
-        why = error.strerror or str(error)
-        raise BadInput(f"Cannot listen on {host}, port {port}: {why}.") from error
+        if listening is not None:
+            listening.close()
+        raise _not_to_be_had(host, port, error) from error
     # Connections inherit both. Otherwise each token waits for the previous one's TCP ACK, and the
     # system buffers megabytes for a client that does not read.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     return listening
+
+
+def _not_to_be_had(host: str, port: int, error: OSError) -> BadInput:
+    if error.errno == errno.EADDRINUSE:
+        return BadInput(
+            f"Port {port} on {host} is in use; stop that server or choose another --port."
+        )
+    return BadInput(f"Cannot listen on {host}, port {port}: {error.strerror or error}.")
+
+
+def _listen(listening: socket.socket) -> None:
+    """Open the port. Another server may have done so since it was bound: then this one ends, as at
+    a signal, while its model is loaded.
+    """
+    try:
+        listening.listen(BACKLOG)
+    except OSError as error:
+        host, port = listening.getsockname()[:2]
+        os.write(2, f"{_not_to_be_had(host, port, error)}\n".encode())
+        os._exit(2)
 
 
 def address_of(listening: socket.socket) -> str:
@@ -89,6 +114,7 @@ def serve(
     app = make_app()
     server = DrainingServer(app, settings)
     started.add_done_callback(server.stop_if_failed)
+    _listen(listening)
     log_start(app.state.models.first.name, address_of(listening), settings)
     server.run(sockets=[listening])
     log_stop(settings)
