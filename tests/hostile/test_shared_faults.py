@@ -465,7 +465,7 @@ TROUBLES = (
              "test_a_deletion_that_cannot_tell_the_classes_is_tried_again")),
     Trouble("failover: a demoted server, connections that lead to it or nowhere, trials that hang",
             "used again within 10 s", "remote/test_failover.py",
-            ("test_a_server_that_was_replaced_is_used_within_ten_seconds",
+            ("test_a_server_that_was_replaced_is_used_within_seconds",
              "test_it_recovers_after_an_outage_in_which_trials_hung")),
     Trouble("a reply too many", "that connection is not used again", "remote/test_failover.py",
             ("test_a_reply_too_many_is_not_taken_for_the_next",)),
