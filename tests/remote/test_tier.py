@@ -11,8 +11,9 @@ import pytest
 from keepwarm.concurrency import CallDeadline, CallError
 from keepwarm.prefix.blocks import BLOCK_TOKENS, chain, pack
 from keepwarm.prefix.fingerprint import FORMAT_VERSION
+from keepwarm.records.at_rest import WANTED
 from keepwarm.records.cipher import Cipher, derive_key
-from keepwarm.records.record import Part, ReadBuffer, encode_record
+from keepwarm.records.record import Part, ReadBuffer, Tensor, encode_record
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.health import MAX_FAILURES
 from keepwarm.remote.lookup import ABSENT_S, PRESENT_S
@@ -387,3 +388,15 @@ def test_two_versions_of_keepwarm_share_a_tier(open_tier, clock):
         ask(tier, tokens_of(BLOCK_TOKENS))
         assert content(tier.read(mine[0].header.key, Part.DELTA)) == content(mine[0])
         assert tier.state == "ok"
+
+
+def test_rows_travel_in_the_bits_that_they_have_at_rest(open_tier):
+    made = record(refs_of(1)[0])
+    rows = Tensor("L0_B0_K", "BF16", (1, 2, 256, 64), memoryview(bytes(2 * 256 * 64 * 2)))
+    wanted = replace(made, header=replace(made.header, extra={WANTED: "q8"}), tensors=[rows])
+    assert open_tier().put(wanted).stored
+    there = open_tier()
+    ask(there, [*tokens_of(BLOCK_TOKENS), 1])
+    found = there.read(made.header.key, Part.DELTA)
+    assert found.header.extra["codec"] == "q8"
+    assert found.n_bytes < 0.54 * rows.n_bytes

@@ -122,8 +122,8 @@ class Manifest:
         if not all(text.isprintable() and len(text) <= MAX_MODEL for text in model.values()):
             raise BadRecord("the name of its model is none")
         options = fields["identity"]["kv_options"].values()
-        if not all(value is None or type(value) is int for value in options):
-            raise BadRecord("a KV option in it is not a number")
+        if not all(value is None or type(value) in (int, str) for value in options):
+            raise BadRecord("a KV option in it is not a number or a word")
         signature = fields.pop("signature", None)
         messages = b64decode(fields.get("messages", ""))
         return cls(

@@ -25,7 +25,7 @@ from keepwarm.state_file import MACHINE, StateFile
 WEIGHTS = ("*.safetensors", "*.gguf", "*.npz")
 TOKENIZER = ("tokenizer*", "*.tiktoken", "vocab*", "merges.txt", "special_tokens_map.json",
              "added_tokens.json")  # fmt: skip
-MAKE_OPTIONS = frozenset({"max_kv_size", "kv_bits", "kv_group_size"})
+MAKE_OPTIONS = frozenset({"max_kv_size", "kv_bits", "kv_group_size", "at_rest"})
 
 
 def identity_of(

@@ -362,6 +362,7 @@ class Store:
             is_mixed=self._is_mixed,
             unverified=self._unverified,
             machine=speed_class(),
+            at_rest=identity.kv_options.get("at_rest"),
         )
 
     def load_agent(self, agent_id: str, branch: int | None = None) -> AgentBlocks:

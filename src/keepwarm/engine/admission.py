@@ -34,6 +34,7 @@ class EngineConfig:
             settings.kv_bits or None,
             settings.kv_group_size,
             settings.quantized_kv_start,
+            settings.at_rest,
         )
         return cls(None, settings.max_queue, kv, settings.audit_share)
 

@@ -66,7 +66,8 @@ class Lane:
         follows them. Where machines share blocks although they compute other numbers, any block may
         be another's. Once a block has come from a shared tier that anybody could have written to,
         any block of its model and tenant may be a stranger's too. What is reused of a type that was
-        not shown to be exact may drift.
+        not shown to be exact may drift. Where blocks are rounded on disk, any that is reused may
+        have been, or follow one that was.
         """
         limit = self.options.max_kv_size
         windows = {leaf.window for leaf in self.restorer.layout.leaves()}
@@ -77,6 +78,7 @@ class Lane:
             "numerics": bool(self.restorer.is_mixed and n_reused),
             "unverified": bool(n_reused and self.restorer.is_unverified),
             "drifts": bool(self.may_drift and n_reused),
+            "q8": bool(self.options.at_rest == "q8" and n_reused),
         }
         return tuple(reason for reason, holds in reasons.items() if holds)
 

@@ -325,6 +325,8 @@ class Auditor:
         job, sampling = sequence.job, sequence.job.request.sampling
         is_repeatable = sampling.temperature == 0 or sampling.seed is not None
         is_reused = job.receipt is not None and job.receipt.cached_tokens > 0
+        if job.lane.options.at_rest != "exact":  # other tokens are no fault there
+            return False
         if job.audit or sequence.choice or not (is_repeatable and is_reused):
             return False
         return self._random.random() < self._share

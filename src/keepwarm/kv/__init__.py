@@ -2,7 +2,7 @@
 
 Code that knows mlx-lm's cache classes belongs here; files and conversations do not.
 
-Imports `prefix`.
+Imports `prefix`, `records`.
 """
 
 from keepwarm import mlx_import  # noqa: F401 (before MLX)

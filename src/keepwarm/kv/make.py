@@ -11,6 +11,7 @@ from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt
 from keepwarm.errors import BadInput
 from keepwarm.kv.kinds import Cache, Caches
 from keepwarm.kv.quant import QuantKVCache
+from keepwarm.records.at_rest import AT_REST
 
 BITS = (2, 4, 8)  # mlx-lm sizes its buffers wrongly for 3, 5 and 6 bits and wide heads
 GROUP_SIZES = (32, 64, 128)
@@ -23,13 +24,19 @@ def make_caches(
     max_kv_size: int | None = None,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
+    at_rest: str = "exact",
 ) -> Caches:
     """One empty cache per layer, of the class the model asks for.
 
     `max_kv_size` bounds, and `kv_bits` quantises, the layers that keep every token; window and
     state layers are bounded already and do not change. Unlike in mlx-lm, `max_kv_size` keeps no
-    first tokens, so that a request gets the same answer alone and in a batch.
+    first tokens, so that a request gets the same answer alone and in a batch. `at_rest` says how
+    rows are stored, and changes no cache.
     """
+    if at_rest not in AT_REST:
+        raise BadInput(f"at_rest is {at_rest!r}; it must be one of {', '.join(AT_REST)}.")
+    if at_rest != "exact" and kv_bits is not None:
+        raise BadInput("at_rest and kv_bits cannot be combined; what is quantised stays so.")
     if max_kv_size is not None and kv_bits is not None:
         raise BadInput("max_kv_size and kv_bits cannot be combined; choose one.")
     if max_kv_size is not None and max_kv_size not in KV_SIZES:

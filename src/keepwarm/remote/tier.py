@@ -20,6 +20,7 @@ from threading import Thread
 from keepwarm.concurrency import CallDeadline, CallError, SingleFlight
 from keepwarm.errors import BadRecord, KeepwarmError, NewerFormat
 from keepwarm.prefix.blocks import BlockKey, BlockRef, Namespace
+from keepwarm.records.at_rest import at_rest
 from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import (
     Header,
@@ -437,6 +438,7 @@ class RemoteTier:
 
         Of window rows those with fewer rows are replaced, and the reverse is refused.
         """
+        record = at_rest(record)
         own, deadline = RemoteRecord.of(record.header), CallDeadline(WRITE_S)
         others = self._finder.same(own, deadline) if own.part is Part.WINDOW else []
         if any(one.w_rows >= own.w_rows for one in others):

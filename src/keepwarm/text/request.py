@@ -28,7 +28,7 @@ SYSTEM_ROLES = ("system", "developer")
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 Vector: TypeAlias = "NDArray[np.float32]"
 Inexact: TypeAlias = Literal[
-    "quantised", "bounded", "imported", "numerics", "unverified", "drifts"
+    "quantised", "bounded", "imported", "numerics", "unverified", "drifts", "q8"
 ]  # `Lane.inexact` says what each one means
 
 
@@ -65,6 +65,7 @@ class KVOptions:
     kv_bits: int | None = None  # None: not quantised
     kv_group_size: int = 64
     quantized_kv_start: int = 0  # the first token that is quantised
+    at_rest: str = "exact"  # or q8: rounded to 8 bits on disk and in shared tiers
 
     def __post_init__(self) -> None:
         if self.quantized_kv_start < 0:

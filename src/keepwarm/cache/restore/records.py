@@ -9,7 +9,8 @@ from keepwarm.kv.buffers import FileArray, HostArray, dtype_name, from_buffer, t
 from keepwarm.kv.layout import Layout
 from keepwarm.kv.slabs import SlabArray
 from keepwarm.kv.slices import Block, Rows, SlabRows, check_block
-from keepwarm.prefix.blocks import BlockRef, Namespace
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockRef, Namespace
+from keepwarm.records.at_rest import CODEC, PER_WORD, WANTED, Array, Rounded, fits, restored
 from keepwarm.records.header import HasBytes, LazyTensors
 from keepwarm.records.record import (
     Header,
@@ -23,18 +24,24 @@ from keepwarm.records.record import (
 
 
 def records_of(
-    namespace: Namespace, ref: BlockRef, block: Block, prefill: PrefillTime | None = None
+    namespace: Namespace,
+    ref: BlockRef,
+    block: Block,
+    prefill: PrefillTime | None = None,
+    codec: str | None = None,
 ) -> Iterator[Record]:
-    """One record for each part that is not empty; bytes are shared with the block.
+    """One record for each part that is not empty; bytes are shared with the block. The codec is
+    that of rows on disk; an open block, windows and states are never rounded.
 
     A block without rows, before a state or a window, is a window record with zero rows: its tokens
     are needed to tell which conversation the state belongs to.
     """
     parts = {part: tensors for part, tensors in _parts(block).items() if tensors}
     for part, tensors in (parts or {Part.WINDOW: {}}).items():
-        header = Header(
-            namespace, ref.key, ref.parent, part, ref.number, ref.tokens, _extra(part, block)
-        )
+        extra = _extra(part, block)
+        if codec and part is Part.DELTA and ref.n_tokens == BLOCK_TOKENS:
+            extra = {WANTED: codec}
+        header = Header(namespace, ref.key, ref.parent, part, ref.number, ref.tokens, extra)
         yield Record(header, _tensors_of(tensors), prefill)
 
 
@@ -51,6 +58,10 @@ def check_record(layout: Layout, record: Record | RecordView) -> None:
 def block_of(record: Record | RecordView) -> Block:
     """The part of a block that is in one record; nothing is copied."""
     header, arrays = record.header, _arrays_of(record.tensors)
+    if codec := header.extra.get(CODEC):
+        if codec != "q8":
+            raise CorruptBlock("?", header.number, "its codec is not known")
+        arrays = _restored_arrays(arrays, header.number)
     return Block(
         index=header.number,
         n_tokens=len(header.tokens) // 4,
@@ -115,6 +126,41 @@ def _array_of(tensor: HasBytes | UnreadTensor) -> HostArray:
     if isinstance(tensor, UnreadTensor):
         return FileArray(tensor.dtype, tensor.shape, tensor)
     return from_buffer(tensor.dtype, tensor.shape, tensor.data)
+
+
+class RestoredArray(HostArray):
+    """Rows that were rounded. Each access to `words` reads the parts and makes the rows."""
+
+    def __init__(self, parts: Sequence[HostArray]) -> None:
+        self._parts = parts
+        weights, scales, _ = parts
+        self.shape = (*weights.shape[:-1], weights.shape[-1] * PER_WORD)
+        self.dtype = scales.dtype
+
+    @property
+    def words(self) -> Array:
+        weights, scales, biases = self._parts
+        # Parts of a file are read into the same buffer, the largest last.
+        small = [part.words.copy() for part in (scales, biases)]
+        return restored(Rounded(weights.words, *small), dtype_name(self.dtype))
+
+
+def _restored_arrays(arrays: Mapping[str, HostArray], number: int) -> Mapping[str, HostArray]:
+    """Those that were rounded as one array each, the others as they are."""
+    made = dict(arrays)
+    for name in [name for name in arrays if name.endswith("_weights")]:
+        own = name.removesuffix("_weights")
+        parts = [made.pop(f"{own}_{part}", None) for part in Rounded._fields]
+        made[own] = RestoredArray(_fitting([part for part in parts if part is not None], number))
+    return made
+
+
+def _fitting(parts: Sequence[HostArray], number: int) -> Sequence[HostArray]:
+    dtypes = [dtype_name(part.dtype) for part in parts]
+    is_whole = len(parts) == len(Rounded._fields) and dtypes == ["U32", *2 * dtypes[1:2]]
+    if not (is_whole and fits(*(part.shape for part in parts))):
+        raise CorruptBlock("?", number, "the parts of its rows do not fit")
+    return parts
 
 
 def _parts(block: Block) -> dict[Part, Mapping[str, Rows]]:

@@ -251,6 +251,7 @@ class Restorer:
     uploader: Uploader | None = None  # without shared tiers nobody shares
     is_mixed: bool = False  # blocks may be of machines that compute other numbers
     unverified: UnverifiedBlocks | None = None  # without shared tiers all are known
+    at_rest: str | None = None  # the codec of rows on disk and in shared tiers; None: exact
     machine: str = ""  # the kind of this one: what was computed by another took another time
     answers: DiskAnswers | None = None  # about one prompt, for the engine's thread
 
@@ -762,7 +763,8 @@ class Capture:
         # Without delta layers, window rows are all that a block has.
         all_parts = ref.number in self._windowed or not self._restorer.needs.delta
         share = self.claim.share(ref)
-        for record in records_of(self._restorer.namespace, ref, block, self._prefill(ref)):
+        name, codec = self._restorer.namespace, self._restorer.at_rest
+        for record in records_of(name, ref, block, self._prefill(ref), codec):
             memory_only = record.header.part is Part.WINDOW and not all_parts
             with self.claim.unless_forgotten() as is_wanted:
                 if is_wanted:

@@ -26,6 +26,7 @@ from typing import BinaryIO, NamedTuple, Self, TypeAlias, TypeVar
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.files import SharedLock
 from keepwarm.prefix.blocks import BlockKey
+from keepwarm.records.at_rest import at_rest
 from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import (
     Header,
@@ -519,6 +520,7 @@ class DiskTier:
 
     def write(self, record: Record) -> UnpublishedRecord | None:
         """Write a record that cannot be found yet; None if there is no room for it."""
+        record = at_rest(record)
         header, buffers = record.header, encode_record(record, self.cipher)
         n_bytes = sum(memoryview(piece).nbytes for piece in buffers)
         reservation = self._make_room(header, n_bytes)
