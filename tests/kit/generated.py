@@ -1,7 +1,7 @@
 """Pages generated from code and results: the public API, the command line's help, the table of
 settings, models by memory, the results of `benchmarks.requests`, the README's
 figure and table of them, and the pages of the zoo, of the conversations, of coding agents, of their
-working day and of other projects' tests.
+working day, of other projects' tests and of the price of fewer bits.
 
 `python -m tests.kit.generated` writes them; tests compare them with the code.
 """
@@ -18,6 +18,7 @@ from typing import Any
 
 import typer.main
 from benchmarks.day.page import tables as day_tables
+from benchmarks.price.page import markdown as price_tables
 from benchmarks.requests.report import tables
 from benchmarks.requests.report.results import Results
 from benchmarks.requests.summary import summary
@@ -56,6 +57,10 @@ CLIENTS = DOCS / "clients.md"
 DAY, DAY_RESULTS = DOCS / "day.md", DOCS / "results" / "day.json"
 DAY_TABLES = re.compile(
     r"(?<=<!-- measured, from docs/results/day.json -->\n).*?(?=<!-- end -->)", re.DOTALL
+)
+PRICE, PRICE_RESULTS = (DOCS / "results" / f"price.{kind}" for kind in ("md", "json"))
+PRICE_TABLES = re.compile(
+    r"(?<=<!-- measured, from docs/results/price.json -->\n).*?(?=<!-- end -->)", re.DOTALL
 )
 JOURNEYS, SESSIONS = (DOCS / "results" / f"{name}.json" for name in ("journeys", "sessions"))
 BETWEEN = re.compile(r"(?<=<!-- settings, from the code -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -191,6 +196,11 @@ def day(page: str) -> str:
     return DAY_TABLES.sub(lambda _: day_tables(json.loads(DAY_RESULTS.read_text())), page)
 
 
+def price(page: str) -> str:
+    """The page with the generated tables."""
+    return PRICE_TABLES.sub(lambda _: price_tables(json.loads(PRICE_RESULTS.read_text())), page)
+
+
 def exact_types(results: ZooResults) -> str:
     """By dtype, as `keepwarm.models.load` reads them."""
     found = {
@@ -217,6 +227,7 @@ if __name__ == "__main__":
     asked = json.loads(CODERS.with_suffix(".json").read_text())
     CODERS.with_suffix(".md").write_text(coders.page(asked))
     DAY.write_text(day(DAY.read_text()))
+    PRICE.write_text(price(PRICE.read_text()))
     FOREIGN.with_suffix(".md").write_text(foreign_page(json.loads(FOREIGN.read_text())))
     journeys, begun = (json.loads(path.read_text()) for path in (JOURNEYS, SESSIONS))
     CLIENTS.write_text(coders.clients(CLIENTS.read_text(), journeys, begun))
