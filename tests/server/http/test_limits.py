@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 
 import httpx
 import pytest
@@ -235,6 +236,24 @@ def test_a_body_that_does_not_say_its_size_is_counted():
         app = create_app(Models(EngineHost(None, "x"), given), given)
         answer = ask(given, app=app, content=parts(), content_type="application/json")
         assert answer.status_code == status
+
+
+def test_a_client_that_leaves_before_its_request_is_read_is_no_error(caplog):
+    """Many do that wait for a thread of management."""
+    given, sent = settings(), []
+    app = create_app(Models(EngineHost(None, "x"), given), given)
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "GET", "path": "/v1/agents", "headers": headers}
+
+    async def leave():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(app({**scope, "query_string": b"", "root_path": "", "scheme": "http"}, leave, send))
+    assert sent[0]["status"] == 400
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
 
 
 def test_a_key_may_ask_so_often():
