@@ -167,7 +167,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         return respond(request.scope, validation_problem(error.errors(), error.body))
 
     @app.exception_handler(ClientDisconnect)
-    async def client_left(request: Request, error: ClientDisconnect) -> Response:
+    async def client_left(_: Request, __: ClientDisconnect) -> Response:
         return Response(status_code=400)  # nobody reads it
 
     @app.exception_handler(HTTPException)
