@@ -162,8 +162,8 @@ class StepCosts:
         self._count(size.key(width), seconds)
 
     def saw_end_ahead(self, size: BatchSize, now: float, is_undisturbed: bool) -> None:
-        """A plain step that ran ahead. It ends while the device computes: what it costs shows in
-        the time between the ends of two, if nothing else ran between them.
+        """A plain step that the device still computes. What it costs shows in the time between the
+        ends of two, if it ran ahead and nothing else ran between them.
         """
         before, self._ahead = self._ahead, (size.n_rows, now)
         if before is not None and before[0] == size.n_rows and is_undisturbed:
@@ -228,7 +228,7 @@ class DraftGate:
         return best
 
     def saw_step(self, size: BatchSize, width: int, n_accepted: int, seconds: float) -> None:
-        """What a step cost that did not run ahead, and how many drafted tokens it gave."""
+        """What a step cost that is computed, and how many drafted tokens it gave."""
         plain = self.costs.get(size, 1)
         self.costs.saw(size, width, seconds)
         gain = CREDIT_SHARE
@@ -237,7 +237,7 @@ class DraftGate:
         self._credit = min(MAX_CREDIT, self._credit + gain)
 
     def saw_end_ahead(self, size: BatchSize, now: float, is_undisturbed: bool) -> None:
-        """The same of one that ran ahead."""
+        """The same of a plain one that the device still computes."""
         self.costs.saw_end_ahead(size, now, is_undisturbed)
         self._credit = min(MAX_CREDIT, self._credit + CREDIT_SHARE)
 

@@ -728,9 +728,9 @@ class Scheduler:
             LOG.warning("a batch of %d sequences failed", len(batch.rows), exc_info=error)
             self._recover(key, batch, error)
             return ended
-        if gate is not None and runs_ahead:
-            gate.saw_end_ahead(size, self._clock(), self._is_undisturbed)
-        elif gate is not None and (fed.width > 1 or not batch.can_run_ahead):
+        if gate is not None and batch.can_run_ahead and fed.width == 1:
+            gate.saw_end_ahead(size, self._clock(), runs_ahead and self._is_undisturbed)
+        elif gate is not None:
             gate.saw_step(size, fed.width, fed.n_accepted, watch.seconds())
         return ended
 
