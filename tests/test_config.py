@@ -93,8 +93,8 @@ def test_the_ends_of_a_range_are_accepted(name, tmp_path):
         ("store = 5", "a path"),
         ('store = ""', "a path"),
         ('store = "~no-such-user-here/x"', "a path"),
-        ("[server]\nport = 1", "Unknown setting 'server'"),
-        ("prot = 1", "Unknown setting 'prot'"),
+        ("[server]\nport = 1", r"has no sections; write what is in \[server\] at its top"),
+        ("prot = 1", r"Unknown setting 'prot' in .*; did you mean port\?"),
         (f"x = {'[' * 5000}{']' * 5000}", "is not valid TOML"),
     ],
 )

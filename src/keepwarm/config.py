@@ -170,11 +170,19 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def _unknown_variable(name: str, known: list[str]) -> str:
-    nearest = get_close_matches(name, known, n=1)
-    hint = (
-        f"did you mean {PREFIX}{nearest[0]}?" if nearest else "docs/tuning.md lists all that are."
-    )
+    hint = _nearest(name, known, PREFIX)
     return f"Warning: the variable {PREFIX}{name} is not a setting and is ignored; {hint}"
+
+
+def _unknown_setting(name: str, value: Any, source: str, known: list[str]) -> str:
+    if isinstance(value, dict):
+        return f"{source} has no sections; write what is in [{name}] at its top."
+    return f"Unknown setting {name!r} in {source}; {_nearest(name, known)}"
+
+
+def _nearest(name: str, known: list[str], prefix: str = "") -> str:
+    nearest = get_close_matches(name, known, n=1)
+    return f"did you mean {prefix}{nearest[0]}?" if nearest else "docs/tuning.md lists all that are."
 
 
 class Folders(NamedTuple):
@@ -266,8 +274,7 @@ def _override(settings: Settings, values: Mapping[str, Any], source: str) -> Set
     changes: dict[str, Any] = {}
     for name, value in values.items():
         if name not in kinds:
-            known = ", ".join(sorted(kinds))
-            raise BadInput(f"Unknown setting {name!r} in {source}; known are {known}.")
+            raise BadInput(_unknown_setting(name, value, source, sorted(kinds)))
         changes[name] = parse_setting(name, kinds[name], value, source)
     return replace(settings, **changes)
 

@@ -71,7 +71,15 @@ def _options(
 
 
 INTERRUPTED = 128 + signal.SIGINT  # what typer makes of Ctrl-C
+UNKNOWN = "No such command "
 NUMBERS = {"int_parsing": "a whole number", "float_parsing": "a number"}
+HABITS = {  # commands of other programs
+    "list": "`keepwarm models` lists the models on this machine",
+    "ps": "`keepwarm doctor` and the dashboard show what runs",
+    "rm": "`keepwarm cache rm` deletes an agent",
+    "stop": "end `keepwarm serve` with Ctrl-C",
+    "help": "use `keepwarm --help`",
+}
 UsageError: Any = typer.BadParameter.__base__  # typer exports only its subclasses
 
 
@@ -124,6 +132,8 @@ def _sentence(error: Any) -> str:
         return f"{message}."
     if not message or "help" in type(error).__name__.lower():
         return str(error.ctx.get_help())
+    if message.startswith(UNKNOWN) and (said := HABITS.get(message.removeprefix(UNKNOWN)[1:-1])):
+        return f"{message}; {said}."
     end = " See" if message.endswith("?") else "; see"
     return f"{message}{end} `{error.ctx.command_path} --help`."
 

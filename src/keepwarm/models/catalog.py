@@ -46,7 +46,7 @@ def check_name(name: str) -> None:
 def _unknown(name: str) -> UnknownModel:
     return UnknownModel(
         f"There is no model {name!r}; use {' or '.join(builtin.BUILTINS)}, a model directory, "
-        f"a .gguf file or a hub id (org/name)."
+        f"a .gguf file or a hub id (org/name); `keepwarm models --fit` proposes some."
     )
 
 
