@@ -22,10 +22,10 @@ from fastapi import FastAPI
 from keepwarm.cli import main
 from keepwarm.config import Settings
 from keepwarm.kv.kinds import KINDS
+from keepwarm.models.choices import all_choices
 from keepwarm.server.app import ROUTERS
 from tests.kit import generated
 from tests.kit.checkpoints import write_checkpoint
-from tests.kit.choices import all_choices
 from tests.server.processes import served
 
 ROOT = Path(__file__).parent.parent

@@ -182,7 +182,9 @@ def _unknown_setting(name: str, value: Any, source: str, known: list[str]) -> st
 
 def _nearest(name: str, known: list[str], prefix: str = "") -> str:
     nearest = get_close_matches(name, known, n=1)
-    return f"did you mean {prefix}{nearest[0]}?" if nearest else "docs/tuning.md lists all that are."
+    return (
+        f"did you mean {prefix}{nearest[0]}?" if nearest else "docs/tuning.md lists all that are."
+    )
 
 
 class Folders(NamedTuple):

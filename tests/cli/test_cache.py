@@ -278,9 +278,11 @@ def test_labels_retention_and_several_forks(home):
         cache(home, "rm", name)
 
 
-def test_clear_asks_first(home, tmp_path):
+def test_clear_without_a_terminal_needs_yes(home, tmp_path):
     shutil.copytree(home / "store", tmp_path / "store")
-    cache(tmp_path, "clear", code=1)
+    refused = keepwarm_here("cache", "clear", home=tmp_path)
+    assert refused.returncode == 2
+    assert b"without a terminal it needs --yes" in refused.stderr
     assert cache_json(tmp_path, "ls")
     assert cache_json(tmp_path, "clear", "--yes")["removed_agents"] >= 1
     assert cache_json(tmp_path, "stats")["blocks"] == 0

@@ -113,6 +113,17 @@ def test_version(main_here):
 
 
 @pytest.mark.parametrize(
+    ("verb", "says"),
+    [("list", "`keepwarm models` lists"), ("ps", "dashboard"), ("help", "`keepwarm --help`")],
+)
+def test_commands_of_other_programs_are_answered_with_ours(main_here, verb, says):
+    code, out, err = main_here(verb)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"No such command '{verb}'; ")
+    assert says in err
+
+
+@pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["nonsense"], "No such command 'nonsense'"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,7 +42,7 @@ def test_pulled_models_are_listed(tmp_path, keepwarm):
     repo = write_checkpoint(tmp_path / "repo")
     pretended = write_checkpoint(tmp_path / "home" / "models" / "smollm2", n_context=2048)
     with serving({"org/tiny": repo}) as server:
-        pulled = keepwarm("pull", "org/tiny", HF_ENDPOINT=server.url)
+        pulled = keepwarm("pull", f"{server.url}/org/tiny", HF_ENDPOINT=server.url)
     assert pulled.returncode == 0, pulled.stderr
     path = Path(pulled.stdout.strip())
     assert (path / "model.safetensors").is_file()
@@ -105,6 +106,21 @@ def test_gguf_files_are_listed_with_the_reason_for_what_cannot_be_read(tmp_path,
     assert "unreadable" in table
     assert other["reason"] in table
     assert keepwarm("pull", "org/tiny/tiny.gguf").stdout.strip() == tiny["path"]
+
+
+def test_fitting_models_are_listed_in_80_columns(main_here, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, shown, _ = main_here("models", "--memory", "64G")
+    assert max(map(len, shown.splitlines())) <= 80
+    largest = shown.splitlines()[1]
+    assert re.match(r"\S+/\S+\* +\d+\.\d GiB +\d+k of \d+k Apache-2.0", largest), largest
+    assert "keepwarm pull" in shown
+    rows = json.loads(main_here("models", "--fit", "--memory", "16G", "--json")[1])
+    sizes = [row["weights_bytes"] for row in rows]
+    assert sizes == sorted(sizes, reverse=True)
+    assert 0 < sizes[0] < 12 * 2**30
+    assert all(row["sources"] and row["n_tokens"] >= 16_384 for row in rows)
+    assert main_here("models", "--memory", "much")[2].count("\n") == 1
 
 
 def test_names_and_paths_are_whole_in_80_columns(tmp_path, keepwarm):

@@ -28,6 +28,7 @@ from typer.testing import CliRunner
 
 from keepwarm.cli import main
 from keepwarm.config import Settings
+from keepwarm.models.choices import LEAST_TOKENS, ModelChoice, all_choices
 from keepwarm.units import format_bytes
 from tests.clients.coders import page as coders
 from tests.clients.foreign.page import RESULTS as FOREIGN
@@ -35,7 +36,6 @@ from tests.clients.foreign.page import page as foreign_page
 from tests.hostile.conversations.page import page as conversations_page
 from tests.kit import figure
 from tests.kit.api_page import api_page
-from tests.kit.choices import LEAST_TOKENS, ModelChoice, all_choices
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

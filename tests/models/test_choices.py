@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from tests.kit.choices import FILE, LEAST_TOKENS, USABLE, all_choices, figures
+from keepwarm.models.choices import FILE, LEAST_TOKENS, USABLE, all_choices
+from tests.kit.choices import figures
 
 ROWS = {row["id"]: row for row in json.loads(FILE.read_text())}
 GIB = 1 << 30
@@ -48,3 +49,9 @@ def test_what_fits_leaves_room():
         assert choice.n_tokens(sizes[0] * GIB) >= least
         smaller = choice.n_bytes(least) / USABLE - 1
         assert not choice.fits(int(smaller) - choice.kv_bytes_per_token)
+
+
+def test_on_a_cpu_a_weight_takes_four_bytes():
+    choice = all_choices()[0]
+    assert choice.in_fp32().weights_bytes == 4 * choice.n_weights
+    assert choice.in_fp32().kv_bytes_per_token == 2 * choice.kv_bytes_per_token

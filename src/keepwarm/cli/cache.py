@@ -110,7 +110,9 @@ def clear(
     They are deleted from the memory of running servers, too.
     """
     if not yes and not sys.stdin.isatty():
-        raise BadInput("`keepwarm cache clear` deletes everything; without a terminal it needs --yes.")
+        raise BadInput(
+            "`keepwarm cache clear` deletes everything; without a terminal it needs --yes."
+        )
     if not yes:
         typer.confirm(f"Delete everything in {config.load().store}?", abort=True, err=True)
     with open_store() as store, shown("deleting") as line:

@@ -1,17 +1,23 @@
-"""`keepwarm models`: built-in models, and models on this machine."""
+"""`keepwarm models`: built-in models, models on this machine, and models that would fit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from json import dumps
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from keepwarm import config
-from keepwarm.errors import BadModelFile, KeepwarmError
-from keepwarm.units import format_bytes
+from keepwarm.errors import BadInput, BadModelFile, KeepwarmError
+from keepwarm.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from keepwarm.models.choices import ModelChoice
+
 
 NAME_COLUMNS = 40  # a longer name moves the rest of its own row only
 
@@ -27,9 +33,19 @@ class ModelEntry(NamedTuple):
 
 
 def models(
+    fit: Annotated[
+        bool, typer.Option("--fit", help="List models to pull that fit into memory.")
+    ] = False,
+    memory: Annotated[
+        str | None,
+        typer.Option("--memory", help="Memory of another machine with a GPU, as 32G; for --fit."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
     """List built-in models and models on this machine."""
+    if fit or memory:
+        _print_fitting(memory, as_json)
+        return
     found = list(list_models(config.load()))
     if as_json:
         print(dumps([model._asdict() for model in found]))
@@ -92,3 +108,49 @@ def _row(model: ModelEntry) -> tuple[str, ...]:
         return model.name, "", "", model.source, ""
     size, context = format_bytes(model.n_bytes or 0), f"{model.n_context or 0:,}"
     return model.name, size, context, model.source, model.architecture or "unreadable"
+
+
+def _print_fitting(memory: str | None, as_json: bool) -> None:
+    from keepwarm.models.choices import all_choices
+
+    n_bytes, on_cpu = (_parsed(memory), False) if memory else _this_machine()
+    choices = [choice.in_fp32() if on_cpu else choice for choice in all_choices()]
+    fitting = [choice for choice in reversed(choices) if choice.fits(n_bytes)]
+    if as_json:
+        rows = [choice._asdict() | {"n_tokens": choice.n_tokens(n_bytes)} for choice in fitting]
+        print(dumps(rows))
+        return
+    Console().print(_fitting_table(fitting, n_bytes))
+    computed = "in fp32, as on every CPU" if on_cpu else "on a GPU"
+    share = f"{len(fitting)} of {len(choices)} models fit"
+    print(f"\n{share} into {format_bytes(n_bytes)} of memory, computed {computed}.")
+    print("Tokens: what fits beside the weights, of the model's context.")
+    print("* Not loaded by us: computed from public configs (docs/models.md).")
+    print("To download one: keepwarm pull MODEL")
+
+
+def _parsed(memory: str) -> int:
+    try:
+        return parse_bytes(memory)
+    except ValueError as error:
+        raise BadInput(f"--memory is {memory!r}; it must be a size, such as 32G.") from error
+
+
+def _this_machine() -> tuple[int, bool]:
+    """Bytes of memory that weights and caches share, and whether MLX computes on the CPU."""
+    from keepwarm.device.memory import gpu_memory, host_memory, on_cpu
+
+    return gpu_memory() or host_memory().total_bytes, on_cpu()
+
+
+def _fitting_table(fitting: list[ModelChoice], n_bytes: int) -> Table:
+    """At most 80 columns with the ids that there are."""
+    table = Table("Model", box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in ("Weights", "Tokens"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("Licence", no_wrap=True)
+    for choice in fitting:
+        tokens = f"{choice.n_tokens(n_bytes) // 1024}k of {choice.n_context // 1024}k"
+        name = choice.id if choice.is_loaded else f"{choice.id}*"
+        table.add_row(name, format_bytes(choice.weights_bytes), tokens, choice.licence)
+    return table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -10,9 +11,11 @@ from keepwarm import config
 
 
 def pull(
-    name: Annotated[str, typer.Argument(help="Built-in name, or hub id (org/name).")],
+    name: Annotated[str, typer.Argument(help="Built-in name, hub id (org/name), or its page.")],
 ) -> None:
     """Download a model if missing; print its path."""
     from keepwarm.models.catalog import locate
 
+    if "://" in name:
+        name = urlsplit(name).path.strip("/")
     print(locate(name, config.load(), refresh=True))
