@@ -98,6 +98,8 @@ def _serve(settings: Settings) -> None:
                 models.start()
                 gc.freeze()
                 gc.set_threshold(*usual)
+
+            def greet() -> None:
                 names = ", ".join(name for slot in models.slots.all for name in slot.names)
                 print(_greeting(settings, names, address_of(listening)), flush=True)
 
@@ -106,7 +108,7 @@ def _serve(settings: Settings) -> None:
 
                 return create_app(models, settings)
 
-            serve_app(make_app, settings, listening, start)
+            serve_app(make_app, settings, listening, start, greet)
 
 
 def _greeting(settings: Settings, names: str, address: str) -> str:

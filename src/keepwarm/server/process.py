@@ -100,12 +100,19 @@ def serve(
     settings: Settings,
     listening: socket.socket,
     start: Callable[[], None] = lambda: None,
+    greet: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve until SIGTERM or SIGINT; running answers then have `drain_s` seconds to finish.
 
-    Meanwhile `start` loads the model; what it raises ends the server and is raised here. A second
-    signal kills the process; only what is not yet on disk is lost.
+    Meanwhile `start` loads the model; what it raises ends the server and is raised here. `greet` is
+    called once it is loaded and the port is open. A second signal kills the process; only what is
+    not yet on disk is lost.
     """
+
+    def greet_if_loaded(started: Future[None]) -> None:
+        if started.exception() is None:
+            greet()
+
     sys.setswitchinterval(SWITCH_S)
     log_to_stderr(settings)
     for number in STOP_SIGNALS:  # until the server runs and has handlers of its own
@@ -115,6 +122,7 @@ def serve(
     server = DrainingServer(app, settings)
     started.add_done_callback(server.stop_if_failed)
     _listen(listening)
+    started.add_done_callback(greet_if_loaded)
     log_start(app.state.models.first.name, address_of(listening), settings)
     server.run(sockets=[listening])
     log_stop(settings)
