@@ -265,21 +265,36 @@ def test_tokens_that_repeat_are_proposed_by_the_longest_match():
     assert SeenTexts([]).propose() is None
 
 
-def test_what_is_proposed_is_what_a_slow_search_finds():
-    source = random.Random(4)
-    for _ in range(200):
-        # Few ids, and bytes that are equal across the borders of tokens.
-        tokens = [source.choice([0, 1, 256, 257, 65536]) for _ in range(source.randrange(60))]
-        found = SeenTexts(tokens).propose()
+def slow_search(own, others):
+    """The longest match, in the first text that has it, and its latest place there."""
+    best = None
+    for text in [own, *(other for other in others if own[: len(other)] != other)]:
         matches = [
             (n, end)
-            for end in range(len(tokens))
-            for n in range(MIN_MATCH, min(MAX_MATCH, end) + 1)
-            if tokens[end - n : end] == tokens[len(tokens) - n :]
+            for end in range(len(text))
+            for n in range(MIN_MATCH, min(MAX_MATCH, end, len(own)) + 1)
+            if text[end - n : end] == own[len(own) - n :]
         ]
         n, end = max(matches, default=(0, 0))
-        expected = Proposal(n, tokens[end : end + MAX_PROPOSED]) if n else None
-        assert found == expected
+        if n > (best.n_matched if best else 0):
+            best = Proposal(n, text[end : end + MAX_PROPOSED])
+    return best
+
+
+def test_what_is_proposed_is_what_a_slow_search_finds():
+    source = random.Random(4)
+
+    def text(n_most):
+        # Few ids, and bytes that are equal across the borders of tokens.
+        return [source.choice([0, 1, 256, 257, 65536]) for _ in range(source.randrange(n_most))]
+
+    for n_most in (MAX_MATCH, 60):
+        for _ in range(200):
+            own = text(n_most)
+            around = [*text(9), *own, *text(9)]  # all of it may be inside another text
+            others = [text(60), around, text(60)][: source.randrange(4)]
+            found = SeenTexts(own, lambda others=others: map(as_text, others)).propose()
+            assert found == slow_search(own, others)
 
 
 def test_other_texts_are_searched_where_the_conversation_has_no_longer_match():
@@ -375,6 +390,15 @@ def test_drafts_that_are_never_right_cost_little_in_the_end(gate):
         gate.saw_step(ONE_ROW, width, 0, 0.010 * width)
         lost += width - 1
     assert 3 < lost < 0.02 * n_steps
+
+
+def test_one_slow_step_does_not_turn_drafts_off_for_long(gate):
+    """As when kernels are compiled."""
+    gate.saw_step(ONE_ROW, 2, 1, 5.0)
+    assert gate.width([DRAFT], ONE_ROW) == 1
+    for _ in range(801):
+        gate.saw_step(ONE_ROW, 1, 0, 0.010)
+    assert gate.width([DRAFT], ONE_ROW) == 2
 
 
 def test_nothing_is_fed_before_a_plain_step_was_measured():

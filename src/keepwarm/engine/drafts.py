@@ -100,12 +100,13 @@ def _longest(text: str, own: str, start: int, n: int) -> tuple[int, int]:
     and its length; 0 and `n` if there is none.
     """
     following, end = 0, len(text) - 1  # something must follow
-    while n < min(MAX_MATCH, len(own)):
+    most = min(MAX_MATCH, len(own))
+    while n < most:
         found = text.rfind(own[-n - 1 :], start, end)
         if found < 0:
             break
         following, n = found + n + 1, n + 1
-        while n < min(MAX_MATCH, following) and text[following - n - 1] == own[-n - 1]:
+        while n < min(most, following) and text[following - n - 1] == own[-n - 1]:
             n += 1
         end = following - 1
     return following, n
@@ -234,7 +235,8 @@ class DraftGate:
         gain = CREDIT_SHARE
         if width > 1 and plain is not None:
             gain += 1 + n_accepted / size.n_rows - seconds / plain
-        self._credit = min(MAX_CREDIT, self._credit + gain)
+        # No lower: one slow step, as when kernels are compiled, would keep drafts off for long.
+        self._credit = max(-MAX_CREDIT, min(MAX_CREDIT, self._credit + gain))
 
     def saw_end_ahead(self, size: BatchSize, now: float, is_undisturbed: bool) -> None:
         """The same of a plain one that the device still computes."""
