@@ -122,6 +122,51 @@ def test_a_quota_beyond_the_share_is_refused(store):
     assert store.agents.show(f"{MINE}.a").quota_bytes == N_BYTES
 
 
+def test_quotas_of_forks_leave_the_store_to_others(store):
+    """They share all blocks at first, and none in the end."""
+    quota = 20 * (N_BYTES + 1024)
+    talk(store, f"{MINE}.0", 20, first=0)
+    store.agents.update(f"{MINE}.0", quota_bytes=quota)
+    for number in range(1, 5):
+        store.agents.fork(f"{MINE}.0", f"{MINE}.{number}")
+        with pytest.raises(BadInput, match="at most"):
+            store.agents.update(f"{MINE}.{number}", quota_bytes=quota)
+        store.agents.rewind(f"{MINE}.{number}", 0)
+        talk(store, f"{MINE}.{number}", 20, first=number)
+    assert put(store, [token + 10**6 for token in tokens_of(256 * 40)]) == 40
+
+
+def test_a_pin_that_costs_nothing_cannot_become_a_quota(store):
+    one, fork = f"{MINE}.one", f"{MINE}.fork"
+    talk(store, one, 20, first=0)
+    store.agents.pin(one)
+    store.agents.fork(one, fork)
+    store.agents.pin(fork)
+    with pytest.raises(BadInput, match="at most"):
+        store.agents.update(fork, pinned=False, quota_bytes=20 * N_BYTES)
+
+
+def test_a_quota_leaves_less_room_for_a_pinned_branch(store):
+    agent = f"{MINE}.0"
+    talk(store, agent, 15, first=0)
+    store.agents.update(agent, quota_bytes=15 * (N_BYTES + 1024))
+    with pytest.raises(BadInput, match="at most"):
+        store.agents.pin(agent, branch=store.agents.show(agent).head.number)
+
+
+def test_a_block_that_grows_counts_as_what_it_is():
+    shares = AgentShares(AgentLimits(9, 100, has_tenants=True), dict, lambda: 0.0)
+    shares.room("a.1")  # counts
+    shares.note("a.1", Protection([], {b"k": 10}))
+    shares.note("a.2", Protection([], {b"k": 60}))
+    assert shares.room("a.3").n_bytes == 40
+    shares.note("a.1", Protection([], {b"k": 70}))
+    assert shares.room("a.3").n_bytes == 30
+    for gone in ("a.1", "a.2"):
+        shares.drop(gone)
+    assert shares.room("a.3").n_bytes == 100
+
+
 def test_pins_that_are_there_stay_when_the_share_shrinks(store):
     tokens = talk(store, f"{MINE}.0", 20, first=0)
     store.agents.pin(f"{MINE}.0")
@@ -235,7 +280,7 @@ def test_a_key_may_have_so_many_agents(store):
 
 
 def test_agents_that_another_process_deletes_are_counted_no_longer():
-    there, now = {"a.1": Protection([], {b"k": 5}, 5), "a.2": UNPROTECTED}, [0.0]
+    there, now = {"a.1": Protection([], {b"k": 5}), "a.2": UNPROTECTED}, [0.0]
     shares = AgentShares(AgentLimits(2, 10, has_tenants=True), lambda: there, lambda: now[0])
     assert (shares.has_room("a.3"), shares.room("a.3").n_bytes) == (False, 5)
     del there["a.1"]

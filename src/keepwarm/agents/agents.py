@@ -230,8 +230,8 @@ class Agents:
         """Refuse what protects more than before, and more than there is room for."""
         if self._shares is None:
             return
-        found = protection(self._disk, after)
-        if found.n_bytes > protection(self._disk, before).n_bytes:
+        held, found = protection(self._disk, before), protection(self._disk, after)
+        if found.n_bytes > held.n_bytes or found.n_reserved > held.n_reserved:
             self._shares.check_bytes(after.id, found)
 
     def _refuse_known(self, agent_id: str) -> None:

@@ -103,11 +103,15 @@ class Protection(NamedTuple):
     """What an agent's pins and quota keep from being evicted."""
 
     keys: list[BlockKey]  # to pin: only leaves are evicted, so a pin protects all ancestors
-    blocks: Mapping[BlockKey, int]  # with these, and their bytes
-    n_bytes: int  # of these; all that is reserved for a quota included
+    blocks: Mapping[BlockKey, int]  # of pins, and their bytes; other agents may share them
+    n_reserved: int = 0  # for its quota: in full, because its blocks may become others
+
+    @property
+    def n_bytes(self) -> int:
+        return self.n_reserved + sum(self.blocks.values())
 
 
-UNPROTECTED = Protection([], {}, 0)
+UNPROTECTED = Protection([], {})
 
 
 class Room(NamedTuple):
@@ -122,19 +126,21 @@ def protection(disk: DiskTier, agent: Agent, room: Room | None = None) -> Protec
 
     What is pinned now stays so; pins grow only within `room`.
     """
+    n_reserved = agent.quota_bytes or 0
     runs: list[Sequence[NamedBlock]]
     runs = [branch.sized_blocks for branch in agent.branches if branch.pinned]
     if agent.pinned:
         runs.insert(0, agent.head.sized_blocks)
     if room is not None and runs:
-        runs = _within_room(disk, runs, agent_owner(agent.id), room)
-    if agent.quota_bytes and not agent.pinned:
-        head = agent.head.sized_blocks
-        runs.insert(0, head[: _n_within(disk, head, agent.quota_bytes)])
+        left = room._replace(n_bytes=room.n_bytes - n_reserved)
+        runs = _within_room(disk, runs, agent_owner(agent.id), left)
     known = disk.have({block.key for run in runs for block in run})
     blocks = {key: block.n_bytes for key, block in known.items()}
+    if n_reserved and not agent.pinned:
+        head = agent.head.sized_blocks
+        runs.insert(0, head[: _n_within(disk, head, n_reserved)])
     ends = dict.fromkeys(key for run in runs for key in _ends_of_runs(disk, run))
-    return Protection(list(ends), blocks, max(agent.quota_bytes or 0, sum(blocks.values())))
+    return Protection(list(ends), blocks, n_reserved)
 
 
 def _within_room(

@@ -75,14 +75,19 @@ class _KeyShare:
 
     def put(self, agent_id: str, found: Protection) -> None:
         self.drop(agent_id)
-        blocks = [
-            self._blocks.setdefault(each, _Block(each, n)) for each, n in found.blocks.items()
-        ]
+        blocks = [self._sized(key, n_bytes) for key, n_bytes in found.blocks.items()]
         for block in blocks:
             block.n_agents += 1
-        n_reserved = found.n_bytes - sum(found.blocks.values())
-        self.agents[agent_id] = _Protected(blocks, n_reserved)
+        self.agents[agent_id] = _Protected(blocks, found.n_reserved)
         self.n_bytes += self.agents[agent_id].n_own
+
+    def _sized(self, key: BlockKey, n_bytes: int) -> _Block:
+        """A block, which may have grown since another agent protected it."""
+        block = self._blocks.setdefault(key, _Block(key, n_bytes))
+        if block.n_agents:
+            self.n_bytes += n_bytes - block.n_bytes
+        block.n_bytes = n_bytes
+        return block
 
     def drop(self, agent_id: str) -> None:
         dropped = self.agents.pop(agent_id, NOTHING)
