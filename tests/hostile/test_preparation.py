@@ -434,6 +434,32 @@ def test_what_only_some_tasks_need_is_loaded_when_asked_for_and_by_the_next_proc
     process.close()
 
 
+def test_a_process_that_loads_does_not_hang(monkeypatch):
+    """Nor does the next, which loads before its first task; it is not in a request's time."""
+    monkeypatch.setattr(sandbox_process, "FORK_S", 0.5)
+    process = SandboxProcess().give(tasks.Loads(1.5))
+    run(process, tasks.report)
+    first = process._process
+    process.load()
+    assert run(process, tasks.report, deadline=PrepareDeadline(1.0))[0].n_loads == 1
+    assert process._process is first
+    first.kill()
+    first.wait()
+    assert run(process, tasks.report, deadline=PrepareDeadline(1.0))[0].n_loads == 1
+    process.close()
+
+
+def test_a_task_does_without_what_cannot_be_loaded(capfd):
+    process = SandboxProcess().give(tasks.LoadFails())
+    run(process, tasks.modules)
+    first = process._process
+    process.load()
+    run(process, tasks.modules)
+    assert process._process is first
+    assert "no such vocabulary" in capfd.readouterr().err
+    process.close()
+
+
 def test_only_a_grammar_has_the_process_read_the_vocabulary(model):
     """So that a server is ready sooner; what long texts need of it is known by then."""
     preparer = Preparer(model, N_VOCAB, RecentPrompts(), sandbox=new_process())

@@ -30,18 +30,37 @@ class Slow:
 class Loaded:
     """Counts."""
 
+    seconds: float
     n_loads: int = 0
 
     def load(self) -> None:
+        time.sleep(self.seconds)
         self.n_loads += 1
 
 
 @dataclass(frozen=True)
 class Loads:
-    """One with something to load."""
+    """One with something to load, which takes its time."""
+
+    seconds: float = 0.0
 
     def build(self) -> Loaded:
-        return Loaded()
+        return Loaded(self.seconds)
+
+
+class Unloadable:
+    """What cannot be loaded."""
+
+    def load(self) -> None:
+        raise OSError("no such vocabulary")
+
+
+@dataclass(frozen=True)
+class LoadFails:
+    """One with something to load that cannot be."""
+
+    def build(self) -> Unloadable:
+        return Unloadable()
 
 
 def report(tools: Any, _channel: Any, *given: Any) -> tuple[Any, ...]:

@@ -57,6 +57,7 @@ class SandboxProcess:
         self._closed = False
         self._has_worked = False
         self._is_loaded = False  # or is told to load, before any later task
+        self._loading: socket.socket | None = None  # closed at its end once that is done
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -85,7 +86,7 @@ class SandboxProcess:
         with self._lock:
             if not self._is_loaded:
                 self._is_loaded = True
-                self._tell(LOAD)
+                self._send_load()
 
     def run(
         self,
@@ -126,8 +127,8 @@ class SandboxProcess:
         end = time.monotonic() + READY_S
         with self._lock:
             control = self._connect()
-        if not is_ready(control, 0.0):
-            while not is_ready(control, TICK_S):
+        if not self._is_ready(control, 0.0):
+            while not self._is_ready(control, TICK_S):
                 deadline.check_client()
                 if time.monotonic() > end:
                     self._replace(control)
@@ -139,6 +140,13 @@ class SandboxProcess:
         with self._lock:
             self._closed = True
             self._end()
+
+    def _is_ready(self, control: socket.socket, timeout_s: float) -> bool:
+        return is_ready(control, timeout_s) and not self._is_loading(timeout_s)
+
+    def _is_loading(self, timeout_s: float = 0.0) -> bool:
+        loading = self._loading  # another thread may forget it
+        return loading is not None and not is_ready(loading, timeout_s)
 
     def _crash(self, control: socket.socket) -> Exception:
         """A process that has never worked is of no use here; one that has met its end.
@@ -162,8 +170,9 @@ class SandboxProcess:
     ) -> None:
         """A task that begins says so; one that ends before has no process to run in."""
         left_s = deadline.left_s
+        most_s = READY_S if self._is_loading() else FORK_S
         try:
-            link.settimeout(FORK_S if left_s is None else min(FORK_S, left_s))
+            link.settimeout(most_s if left_s is None else min(most_s, left_s))
             Channel(link).receive()
         except (OSError, EOFError) as error:
             deadline.check()
@@ -181,6 +190,7 @@ class SandboxProcess:
                 return
             LOG.warning("the preparing process hangs; another is started")
             process, self._control, self._process = self._process, None, None
+            self._forget_loading()
             with suppress(ProcessGone):
                 self._connect()
         _end(control, process)
@@ -235,13 +245,29 @@ class SandboxProcess:
             file.write(self._pickled)
             file.seek(0)
             try:
-                socket.send_fds(self._control, [MESSAGE.pack(RECIPE, 0)], [file.fileno()])
+                message = MESSAGE.pack(RECIPE, self._is_loaded)
+                socket.send_fds(self._control, [message], [file.fileno()])
             except OSError:
                 LOG.debug("the preparing process has ended already")
-        if self._is_loaded:
-            self._tell(LOAD)
+
+    def _send_load(self) -> None:
+        """To a process that has its recipe; a later one is told with it."""
+        if self._pickled is None or self._control is None:
+            return
+        self._loading, there = socket.socketpair()
+        with there:
+            try:
+                socket.send_fds(self._control, [MESSAGE.pack(LOAD, 0)], [there.fileno()])
+            except OSError:
+                LOG.debug("the preparing process has ended already")
+
+    def _forget_loading(self) -> None:
+        if self._loading is not None:
+            self._loading.close()
+            self._loading = None
 
     def _end(self) -> None:
+        self._forget_loading()
         _end(self._control, self._process)
         self._control = self._process = None
 
@@ -258,11 +284,11 @@ def _end(control: socket.socket | None, process: subprocess.Popen[bytes] | None)
             process.wait()
 
 
-def is_ready(control: socket.socket, timeout_s: float) -> bool:
+def is_ready(link: socket.socket, timeout_s: float) -> bool:
     """Also of a process that has ended: the task finds out. The byte is never read."""
     poll = select.poll()
     try:
-        poll.register(control, select.POLLIN)
+        poll.register(link, select.POLLIN)
     except ValueError:  # closed by another thread
         return True
     return bool(poll.poll(1000 * timeout_s))

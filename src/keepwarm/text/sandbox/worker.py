@@ -5,11 +5,12 @@ has no threads and never imports MLX. It ends when the server does.
 
 On the control socket come messages of `MESSAGE.size` bytes: first the recipe, as an open file; then
 tasks, each with a socket to its child, or the order to kill one, or to load what only some tasks
-need. One byte goes back: ready for tasks.
+need, with a socket that is closed when that is done. One byte goes back: ready for tasks.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import pickle
@@ -22,7 +23,8 @@ from importlib import import_module
 from struct import Struct
 from typing import Any, NamedTuple, Protocol
 
-MESSAGE = Struct("<cQ")  # what to do, and the task's number
+LOG = logging.getLogger(__name__)
+MESSAGE = Struct("<cQ")  # what to do, and the task's number, or whether a recipe is loaded too
 RECIPE, START, KILL, LOAD, READY = b"r", b"s", b"k", b"l", b"y"
 LENGTH = Struct("<Q")
 NICE = 5  # what answers is more urgent than what prepares
@@ -91,8 +93,13 @@ def main(control_file: int, *modules: str) -> None:
     for name in modules:
         import_module(name)
     with socket.socket(fileno=control_file) as control:
-        if recipe := _receive_recipe(control):
-            _serve(control, recipe.build())
+        recipe, wants_all = _receive_recipe(control)
+        if recipe is None:
+            return
+        tools = recipe.build()
+        if wants_all:
+            _load(tools)
+        _serve(control, tools)
 
 
 def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
@@ -104,14 +111,14 @@ def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
     return data, files
 
 
-def _receive_recipe(control: socket.socket) -> Recipe | None:
-    """None if the parent is gone."""
-    _, files = _receive(control)
+def _receive_recipe(control: socket.socket) -> tuple[Recipe | None, bool]:
+    """And whether to load what only some tasks need; None if the parent is gone."""
+    data, files = _receive(control)
     if not files:
-        return None
+        return None, False
     with os.fdopen(files[0], "rb") as file:
         recipe: Recipe = pickle.load(file)  # noqa: S301 (the parent wrote it)
-    return recipe
+    return recipe, bool(MESSAGE.unpack(data)[1])
 
 
 def _serve(control: socket.socket, tools: Any) -> None:
@@ -153,10 +160,19 @@ def _obey(control: socket.socket, children: dict[int, int], tools: Any) -> bool:
         with socket.socket(fileno=links[0]) as link:
             children[task] = os.fork() or _work(control, link, tools)
     elif kind == LOAD:
-        tools.load()
+        with socket.socket(fileno=links[0]):
+            _load(tools)
     elif task in children:
         os.kill(children[task], signal.SIGKILL)  # not yet reaped, so the number is still its own
     return True
+
+
+def _load(tools: Any) -> None:
+    """A task that needs what cannot be loaded says so; the others do without."""
+    try:
+        tools.load()
+    except BaseException:  # native code that panics raises no Exception
+        LOG.exception("the preparing process could not load what some tasks need")
 
 
 def _work(control: socket.socket, link: socket.socket, tools: Any) -> int:
