@@ -67,6 +67,14 @@ def test_a_script_keeps_the_last_place_before_the_end(models, tmp_path, architec
     assert answers[0] == answers[1]
 
 
+def test_an_agent_id_that_could_not_be_a_file_name_is_refused(tmp_path):
+    with keepwarm.Store(tmp_path / "store") as store:
+        store.check_agent(None)
+        store.check_agent("coder")
+        with pytest.raises(BadInput, match="is not an agent id"):
+            store.check_agent("../coder")
+
+
 def test_no_file_stays_open(model, tmp_path):
     store = keepwarm.Store(tmp_path / "store")
     kw, prompt = store.attach(model.module, source=model.path), prompt_of(300)

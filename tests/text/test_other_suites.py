@@ -1,4 +1,4 @@
-"""Cases that the suites of vLLM, SGLang, llama.cpp and XGrammar have, in our own words.
+"""Cases that the suites of vLLM, SGLang and llama.cpp have, in our own words.
 
 Which answers a request with tools allows: by `tool_choice`, with a format, with strict tools, after
 reasoning, and which arguments. `docs/tools.md` says where those servers answer otherwise.
