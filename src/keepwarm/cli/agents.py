@@ -108,12 +108,17 @@ def set_(
     changes: dict[str, Any] = {} if retention is None else {"retention_s": retention or None}
     if quota is not None:
         changes["quota_bytes"] = _size(quota) or None
+    if branch is not None and pin is None:
+        raise BadInput("--branch names what is pinned; use it with --pin or --unpin.")
+    if pin is not None and branch is None:
+        changes["pinned"] = pin
     with open_store() as store:
-        if pin is not None:
-            store.agents.pin(agent, pin, branch)
-        metadata = {**store.agents.show(agent).metadata, **labels}
-        kept = {key: value for key, value in metadata.items() if value}
-        changed = store.agents.update(agent, metadata=kept, **changes)
+        if labels:
+            metadata = {**store.agents.show(agent).metadata, **labels}
+            changes["metadata"] = {key: value for key, value in metadata.items() if value}
+        changed = store.agents.update(agent, **changes)
+        if pin is not None and branch is not None:
+            changed = store.agents.pin(agent, pin, branch)
         print_agent(store, changed, as_json)
 
 

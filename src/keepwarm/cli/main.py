@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -71,11 +72,11 @@ def _options(
 
 
 INTERRUPTED = 128 + signal.SIGINT  # what typer makes of Ctrl-C
-UNKNOWN = "No such command "
 NUMBERS = {"int_parsing": "a whole number", "float_parsing": "a number"}
 HABITS = {  # commands of other programs
     "list": "`keepwarm models` lists the models on this machine",
-    "ps": "`keepwarm doctor` and the dashboard show what runs",
+    "ps": "the dashboard and `GET /api/ps` show what is loaded",
+    "demo": "run `make demo` in a checkout",
     "rm": "`keepwarm cache rm` deletes an agent",
     "stop": "end `keepwarm serve` with Ctrl-C",
     "help": "use `keepwarm --help`",
@@ -132,10 +133,15 @@ def _sentence(error: Any) -> str:
         return f"{message}."
     if not message or "help" in type(error).__name__.lower():
         return str(error.ctx.get_help())
-    if message.startswith(UNKNOWN) and (said := HABITS.get(message.removeprefix(UNKNOWN)[1:-1])):
-        return f"{message}; {said}."
+    if not error.ctx.parent and (said := HABITS.get(_unknown_command(message))):
+        return f"No such command; {said}."
     end = " See" if message.endswith("?") else "; see"
     return f"{message}{end} `{error.ctx.command_path} --help`."
+
+
+def _unknown_command(message: str) -> str:
+    found = re.match(r"No such command '([^']*)'", message)
+    return found[1] if found else ""
 
 
 def _wrong_number(error: Any) -> str:

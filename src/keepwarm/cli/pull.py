@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import typer
 
@@ -15,7 +14,7 @@ def pull(
 ) -> None:
     """Download a model if missing; print its path."""
     from keepwarm.models.catalog import locate
+    from keepwarm.models.hub import id_of_page
 
-    if "://" in name:
-        name = urlsplit(name).path.strip("/")
+    name = id_of_page(name) if "://" in name else name
     print(locate(name, config.load(), refresh=True))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from huggingface_hub import (
     HfApi,
@@ -15,7 +16,7 @@ from huggingface_hub import (
     snapshot_download,
     try_to_load_from_cache,
 )
-from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE
 from huggingface_hub.errors import (
     CacheNotFound,
     GatedRepoError,
@@ -43,6 +44,15 @@ ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 def is_id(name: str) -> bool:
     return ID.fullmatch(name) is not None and not name.endswith(".gguf")
+
+
+def id_of_page(address: str) -> str:
+    """The model that a page of the hub is about, whichever of its tabs."""
+    page = urlsplit(address)
+    name = "/".join(page.path.split("/")[1:3])
+    if page.hostname not in ("hf.co", "huggingface.co", urlsplit(ENDPOINT).hostname):
+        raise UnknownModel(f"{address} is not a page of the hub; name the model as org/name.")
+    return name
 
 
 def cached(name: str) -> Path | None:

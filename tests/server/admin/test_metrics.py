@@ -197,6 +197,9 @@ def test_where_a_shared_tier_is_is_for_the_operator(serving, tmp_path, keys, key
         (reason,) = live.get("/v1/dashboard/now", **you).json()["condition"]["reasons"]
         assert reason.startswith("The tier shared 1 is not used (open)")
         assert ("No such file" in reason) == is_told
+        settings = live.get("/v1/dashboard/settings", **you).json()["data"]
+        remote = next(row["value"] for row in settings if row["name"] == "remote")
+        assert remote == (live.settings.remote if is_told else "set")
 
 
 def test_openmetrics_is_spoken_too(live):

@@ -82,6 +82,7 @@ AMBER = {
 }
 ONE_FOR_ALL = frozenset({"memory", "buffers"})  # the store's tier, and MLX's buffers
 FOLDERS = frozenset({"home", "store", "downloads"})  # each machine has its own
+ADDRESSES = frozenset({"remote", "kv_events"})
 TITLES = {
     "claude": "Claude Code",
     "codex": "Codex",
@@ -534,20 +535,23 @@ def _curl(server: ServerInfo, key: str | None, first: list[str]) -> JsonObject:
 
 
 @router.get("/settings", dependencies=[Depends(require_totals)])
-def show_settings(settings: Config) -> JsonObject:
-    """The settings in force, without secrets; with more than one key, the admin key is needed."""
+def show_settings(settings: Config, viewer: CurrentViewer) -> JsonObject:
+    """The active settings, without secrets; keys that share a cache see no addresses either."""
     defaults = {
         field.name: field.default for field in fields(settings) if field.name not in FOLDERS
     }
     named = [(field.name, getattr(settings, field.name)) for field in fields(settings)]
-    data = [_setting(name, value, defaults.get(name, MISSING)) for name, value in named]
+    hidden = SECRETS if viewer.may_see_addresses else SECRETS | ADDRESSES
+    data = [
+        _setting(name, value, defaults.get(name, MISSING), name in hidden) for name, value in named
+    ]
     return {"object": "list", "data": data}
 
 
-def _setting(name: str, value: object, default: object) -> JsonObject:
+def _setting(name: str, value: object, default: object, is_hidden: bool) -> JsonObject:
     return {
         "name": name,
-        "value": ("set" if value else "") if name in SECRETS else _text(value),
+        "value": ("set" if value else "") if is_hidden else _text(value),
         "default": None if default is MISSING else _text(default),
         "changed": default is not MISSING and value != default,
     }

@@ -289,6 +289,7 @@ class Limits:
             try:
                 reader = self._admit(scope, receive, held)
             except KeepwarmError as error:
+                held.close()  # a refused request has no share of what is limited
                 await respond(scope, problem_of(error))(scope, receive, send)
                 return
             await self._answer(scope, reader, send)
@@ -323,7 +324,7 @@ class Limits:
     def _identify(self, scope: Scope, headers: Headers) -> str:
         """Whose request it is; raises if it is refused."""
         caller = self._keys.check(headers)
-        if _is_admin(scope) and not caller.admin:
+        if is_admin(scope) and not caller.admin:
             raise Forbidden(
                 "This endpoint needs the admin key; set KEEPWARM_ADMIN_KEY and send that key."
             )
@@ -362,10 +363,10 @@ def _is_open(scope: Scope) -> bool:
     return bool(scope["path"] == "/" or scope["path"].startswith(OPEN_PATHS))
 
 
-def _is_admin(scope: Scope) -> bool:
+def is_admin(scope: Scope) -> bool:
     return bool(scope["path"] == ADMIN_PATH or scope["path"].startswith(f"{ADMIN_PATH}/"))
 
 
 def _is_metered(scope: Scope) -> bool:
     """Whether the limits apply: to all but the admin's requests, health and metrics."""
-    return not (_is_admin(scope) or _is_open(scope) or scope["path"] == METRICS_PATH)
+    return not (is_admin(scope) or _is_open(scope) or scope["path"] == METRICS_PATH)

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from keepwarm.config import Settings
 from keepwarm.errors import Busy, KeepwarmError
 from keepwarm.server.http.body import check_structure
-from keepwarm.server.http.limits import METRICS_PATH, UNTIMED
+from keepwarm.server.http.limits import METRICS_PATH, UNTIMED, is_admin
 from keepwarm.server.http.problems import problem_of, respond
 from keepwarm.telemetry.ledger import RequestRecord
 from keepwarm.text.request import Arrival
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 LONG_BODY = 64 << 10  # bytes
 MANAGEMENT_THREADS, MANAGEMENT_OF_ONE_KEY = 16, 2  # these share one interpreter with all answers
-UNMANAGED = UNTIMED | {METRICS_PATH}
+UNMANAGED = UNTIMED | {METRICS_PATH, "/v1/cache/verify"}
 PATHS = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/embeddings"),
@@ -247,10 +247,12 @@ class PrepareLimiter:
     async def _manage(self, scope: Scope, receive: Receive, send: Send) -> None:
         """With a permit until the answer begins: streams have threads of their own, or none."""
         owner = scope.get("state", {}).get("owner")
-        if owner is None or scope["path"] in UNMANAGED:  # health and pages; transfers; scrapes
+        # Health and pages; transfers and scrapes; what the operator waits for minutes for.
+        if owner is None or scope["path"] in UNMANAGED or is_admin(scope):
             await self._app(scope, receive, send)
             return
         async with self._managing.permit(owner) as permit:
+            scope["state"]["release"] = permit.release
 
             async def send_released(message: Message) -> None:
                 permit.release()
@@ -268,7 +270,7 @@ class PrepareLimiter:
             deadline = PrepareDeadline(self._timeout_s)
             watcher.add_done_callback(lambda task: None if task.cancelled() else deadline.cancel())
             slot = PrepareSlot(deadline, self._threads, permit, watcher, is_long=is_long)
-            scope["state"]["slot"] = slot
+            scope["state"] |= {"slot": slot, "release": slot.end}
             with slot.held:
                 await slot.build(partial(check_structure, body))
                 await self._app(scope, _replay(body, receive), send)

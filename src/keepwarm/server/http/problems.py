@@ -210,8 +210,7 @@ class ProblemResponse(Response):
         state = scope.setdefault("state", {})
         state["problem"] = self._problem
         if self._problem.status == 429:
-            if "slot" in state:
-                state["slot"].end()
+            state.get("release", bool)()
             await asyncio.sleep(REFUSAL_S)
         await super().__call__(scope, receive, send)
 
