@@ -92,7 +92,7 @@ def test_a_report_names_no_host():
         "\n- Shared tier, redis: 1.0 ms, reads 200 MB/s, writes 100 MB/s\n"
         "- Shared tier, s3: not usable\n"
         "- Shared tier, redis: 30.0 ms, reads 200 MB/s, writes 100 MB/s; "
-        "too far for what computes in 1.2 s or less\n"
+        "too far for prompts that compute in 1.2 s or less\n"
     )
     assert _tiers_page([]) == ""
 

@@ -73,7 +73,11 @@ def _speed(remote: RemoteReport) -> str:
     put = remote.put_bytes_per_s
     written = f"writes {format_rate(put)}" if put else "is full or read-only"
     read = format_rate(remote.bytes_per_s)
-    far = f"; too far for what computes in {remote.far_s:.1f} s or less" if remote.far_s else ""
+    far = (
+        f"; too far for prompts that compute in {remote.far_s:.1f} s or less"
+        if remote.far_s
+        else ""
+    )
     return f"{remote.latency_s * 1000:.1f} ms, reads {read}, {written}{far}"
 
 
