@@ -50,6 +50,17 @@ def test_it_goes_with_the_block_that_the_answer_ends_in(machine, place, options)
     assert len(told_in(place)) == 2
 
 
+def test_a_block_goes_with_its_beginning_that_an_answer_ended_in(machine, place, options):
+    one, tokens = machine(**options), tokens_of(100)
+    shorter, longer = ending(tokens[:44]), ending(tokens)
+    one.put(record(shorter))
+    one.put(record(longer))
+    one.tell(NAMESPACE, TEXT, TOLD, shorter)
+    doomed = NamedBlock(longer.key, longer.parent, longer.n_tokens)
+    assert erase_from_tier(one, [NAMESPACE], [doomed], keep=())
+    assert names_in(place) == []
+
+
 def test_a_pointer_that_somebody_has_made_deletes_nothing_else(machine, place):
     one, names = machine(), RemoteNames(CLASS)
     one.put(record(BESIDE))

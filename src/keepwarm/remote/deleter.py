@@ -240,14 +240,14 @@ class _Folder:
         """The blocks, those that begin with an open one, and their own beginnings."""
         keys = {block.key for block in blocks}
         yield from keys
-        lengths = {key: _n_tokens(blobs) for key, blobs in listed.items()}
+        lengths = {key: n for key, blobs in listed.items() if (n := _n_tokens(blobs))}
         own = [self._tokens_of(listed[key]) for key in keys & listed.keys()]
         starts = {self._key(one[: 4 * n]) for one in own for n in set(lengths.values())}
         yield from (key for key in listed if key in starts)
         opened = {block.n_tokens for block in blocks if block.is_open}
-        for key, blobs in listed.items():
-            if opened and lengths[key] > min(opened):
-                tokens = self._tokens_of(blobs)
+        for key, n_tokens in lengths.items():
+            if opened and n_tokens > min(opened):
+                tokens = self._tokens_of(listed[key])
                 if any(self._key(tokens[: 4 * n]) in keys for n in opened if 4 * n < len(tokens)):
                     yield key
 
@@ -279,4 +279,6 @@ def _is_window(blob: Listed) -> bool:
 
 
 def _n_tokens(blobs: Sequence[Listed]) -> int:
-    return max(word.n_tokens for one in blobs if (word := parse_last(one.name)))
+    """As the names of its records say; 0 if it has none: a pointer's says nothing of it."""
+    words = (parse_last(one.name) for one in blobs)
+    return max((word.n_tokens for word in words if word and word.part), default=0)
