@@ -267,6 +267,55 @@ def test_deleting_takes_what_was_rewound_along(to_turn, disk_store):
     assert disk_store.tokens_of(disk_store.agents.show("other")) == tokens[:256]
 
 
+def ends_to_delete(disk_store, agent_id):
+    """Keys that are deleted from shared tiers with an agent."""
+    disk_store.agents.delete(agent_id)
+    return {block.key for dead in disk_store.tombstones.all().values() for block in dead.blocks}
+
+
+def last_key(tokens):
+    *_, last = chain(NAME, tokens)
+    return last.key
+
+
+def rewind_it(agents, tokens):
+    agents.rewind("a", 1)
+
+
+def answer_again(agents, tokens):
+    agents.advance("a", NAME, tokens[:270] + tokens_of(100, seed=3), 260)
+
+
+def let_it_age(agents, tokens):
+    agents.rewind("a", 1, branch=1)
+    for seed in range(MAX_SIDES):
+        agents.advance("a", NAME, tokens_of(20, seed=10 + seed))
+
+
+@pytest.mark.parametrize("drop", [rewind_it, answer_again, let_it_age])
+def test_deleting_names_the_ends_of_turns_that_were_dropped(drop, disk_store):
+    """Answers may have been told that end there."""
+    agents, tokens = disk_store.agents, tokens_of(350)
+    disk_store.tombstones.share_with(["file:///nowhere"])
+    agents.advance("a", NAME, tokens_of(500, seed=1))
+    keep(disk_store, tokens)
+    for n, n_prompt in ((50, 40), (300, 260), (350, 260)):
+        agents.advance("a", NAME, tokens[:n], n_prompt)
+    assert agents.show("a").head.turns == (50, 300, 350)
+    drop(agents, tokens)
+    assert all(300 not in branch.turns for branch in agents.show("a").branches)
+    assert last_key(tokens[:300]) in ends_to_delete(disk_store, "a")
+
+
+def test_the_end_of_a_dropped_turn_is_listed_as_long_as_blocks_are_shared(disk_store, monkeypatch):
+    monkeypatch.setattr(reachability, "MAX_UNCHECKED_LEFT", 6)
+    disk_store.tombstones.share_with(["file:///nowhere"])
+    for seed in range(MAX_SIDES + 10):
+        turn(disk_store, "a", tokens_of(300, seed=seed))
+        disk_store.disk.delete_all([stored.key for stored in disk_store.disk.walk()])
+    assert last_key(tokens_of(300, seed=1)) in ends_to_delete(disk_store, "a")
+
+
 def test_deleting_spares_what_goes_on_from_a_turn_of_another(disk_store):
     """As it spares what descends from a whole block that both have."""
     tokens = tokens_of(100)

@@ -32,6 +32,7 @@ from keepwarm.agents.reachability import (
     abandoned,
     blocks_to_forget,
     delete_blocks,
+    dropped_ends,
     existing,
     protection,
     used_by,
@@ -214,7 +215,7 @@ class Agents:
         sides.sort(key=lambda each: (not each.pinned, -each.used))
         left = [*agent.left, *abandoned(matched)]
         for old in sides[MAX_SIDES:]:
-            left += old.sized_blocks
+            left += [*old.sized_blocks, *old.turn_ends()]
         return replace(
             agent,
             head=head,
@@ -284,10 +285,9 @@ class Agents:
             head = replace(agent.head.first(turn), used=self._clock())
             n_kept = head.n_tokens // BLOCK_TOKENS
             is_all = head.n_tokens == agent.n_tokens
-            left = () if is_all else agent.head.sized_blocks[n_kept:]
-            return self._save(
-                replace(agent, head=head, left=tuple(dict.fromkeys((*agent.left, *left))))
-            )
+            blocks = () if is_all else agent.head.sized_blocks[n_kept:]
+            left = (*agent.left, *blocks, *dropped_ends(agent.head, head))
+            return self._save(replace(agent, head=head, left=tuple(dict.fromkeys(left))))
 
     def update(self, agent_id: str, **changes: Any) -> Agent:
         """Change `pinned`, `quota_bytes`, `retention_s` or `metadata`."""

@@ -7,12 +7,12 @@ from itertools import chain as joined
 from itertools import islice
 from typing import NamedTuple
 
-from keepwarm.agents.agent import Agent, MatchedBranch
+from keepwarm.agents.agent import Agent, Branch, MatchedBranch
 from keepwarm.agents.block_refs import find_extensions
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.disk.maintenance import Progress, no_progress
-from keepwarm.store.disk.tombstones import delete_everywhere
+from keepwarm.store.disk.tombstones import Tombstones, delete_everywhere
 from keepwarm.store.tier import NamedBlock, agent_owner
 
 MAX_UNCHECKED_LEFT = 64  # abandoned blocks listed without checking that they still exist
@@ -24,7 +24,13 @@ def abandoned(matched: MatchedBranch) -> list[NamedBlock]:
     if before is None or matched.n_shared == before.n_tokens:
         return []
     kept = set(matched.branch.blocks)
-    return [block for block in before.sized_blocks if block.key not in kept]
+    blocks = [block for block in before.sized_blocks if block.key not in kept]
+    return [*blocks, *dropped_ends(before, matched.branch)]
+
+
+def dropped_ends(before: Branch, after: Branch) -> list[NamedBlock]:
+    """The ends of turns that a branch has no more; shared tiers may have answers by them."""
+    return [end for end in before.turn_ends() if end.key not in after.ends]
 
 
 def dropped_by_rewind(before: Agent, after: Agent) -> list[NamedBlock]:
@@ -36,13 +42,16 @@ def dropped_by_rewind(before: Agent, after: Agent) -> list[NamedBlock]:
 def existing(disk: DiskTier, left: tuple[NamedBlock, ...]) -> tuple[NamedBlock, ...]:
     """Of abandoned blocks those still on disk; checked only when there are many.
 
-    One that was replaced by a longer block is listed as that block from then on.
+    One that was replaced by a longer block is listed as that block from then on. Open ones stay
+    listed while there are shared tiers, which may have answers that end there.
     """
     if len(left) <= MAX_UNCHECKED_LEFT:
         return left
     known = disk.have([block.key for block in left])
     gone = [block for block in left if block.key not in known]
     kept = [block for block in left if block.key in known]
+    if Tombstones(disk).places():
+        kept += [block for block in gone if block.is_open]
     longer = (found.header for found in find_extensions(disk, gone))
     kept += [NamedBlock(it.key, it.parent, len(it.tokens) // 4) for it in longer]
     return tuple(dict.fromkeys(kept))
