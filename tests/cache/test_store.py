@@ -99,6 +99,17 @@ def test_other_kv_options_are_another_identity(model, tmp_path):
         assert kw.restore(prompt).rest == prompt[-1:]
 
 
+def test_exact_by_name_is_exact(model, tmp_path):
+    prompt = prompt_of(300)
+    with keepwarm.Store(tmp_path / "store") as store:
+        kw = store.attach(model.module, source=model.path, at_rest="exact")
+        kw.commit(prompt, prefill(model.module, make_prompt_cache(model.module), prompt))
+    with keepwarm.Store(tmp_path / "store") as store:
+        plain = store.attach(model.module, source=model.path)
+        assert plain.identity == kw.identity
+        assert plain.restore(prompt).rest == prompt[-1:]
+
+
 def test_a_cache_must_hold_what_is_named(model, tmp_path):
     prompt = prompt_of(20)
     with keepwarm.Store(tmp_path / "store") as store:

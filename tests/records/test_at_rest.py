@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from keepwarm.cache.restore.records import block_of
-from keepwarm.errors import CorruptBlock
+from keepwarm.errors import BadRecord, CorruptBlock
 from keepwarm.kv.buffers import from_buffer, to_buffer
 from keepwarm.prefix.blocks import Namespace, block_key, pack, root
 from keepwarm.records.at_rest import WANTED, Rounded, at_rest, fits, restored, rounded
@@ -62,6 +62,13 @@ def test_only_what_wants_it_is_rounded_and_only_once():
     once = at_rest(record_of(*plain.tensors, **{WANTED: "q8"}))
     assert len(once.tensors) == 3
     assert at_rest(once) is once
+
+
+@pytest.mark.parametrize("codec", ["exact", "q9"])
+def test_a_codec_that_is_not_known_is_refused(codec):
+    plain = record_of(Tensor("L0_B0_K", *to_buffer(rows_of("BF16"))), **{WANTED: codec})
+    with pytest.raises(BadRecord, match=codec):
+        at_rest(plain)
 
 
 @pytest.mark.parametrize("rows", [mx.zeros((1, 2, 256, 80)), mx.full((1, 2, 256, 64), np.inf)])

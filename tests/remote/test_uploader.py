@@ -1,8 +1,11 @@
 """What is written to a shared tier: root first, within a day's budget, nothing that was deleted."""
 
+from contextlib import closing
+
 import pytest
 
 from keepwarm.concurrency import CallError
+from keepwarm.records.at_rest import at_rest
 from keepwarm.remote.compression import count_bytes
 from keepwarm.remote.directory import DirectoryBackend
 from keepwarm.remote.records import parse_last
@@ -12,7 +15,7 @@ from keepwarm.store.disk.write_budget import WriteBudget
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tiers import Tiers
 from tests.remote.test_codes import numbers
-from tests.store.kit import NAMESPACE, encode, record, refs_of
+from tests.store.kit import NAMESPACE, encode, record, refs_of, wanting_q8
 
 SOON = 30.0
 REFS = refs_of(4)
@@ -103,6 +106,21 @@ def test_a_budget_counts_the_bytes_that_are_sent(tier, place, memory, tmp_path):
     n_headers = sum(len(encode(one)) - one.n_bytes for one in made)
     (n_sent,) = budget.by_day().values()
     assert n_sent == place.n_bytes - n_headers < 0.75 * sum(one.n_bytes for one in made)
+
+
+def test_a_budget_counts_rounded_rows_as_they_are_sent(tier, place, tmp_path):
+    (tmp_path / "tmp").mkdir()
+    made = [wanting_q8(ref) for ref in REFS]
+    n_bytes = sum(at_rest(one).n_bytes for one in made)
+    budget = WriteBudget(tmp_path, n_bytes, name="uploaded")
+    with closing(MemoryTier(1 << 24)) as memory:
+        for one in made:
+            memory.put(one)
+        share(tier, memory, budget)
+    assert place.keys == [ref.key for ref in REFS]
+    assert list(budget.by_day().values()) == [n_bytes]
+    known = tier.have(place.keys)
+    assert sum(info.n_bytes for info in known.values()) == n_bytes
 
 
 def test_what_is_deleted_while_it_is_put_is_withdrawn(tier, place, memory):

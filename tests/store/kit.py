@@ -5,11 +5,13 @@ import os
 import random
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, Namespace, chain, root
+from keepwarm.records.at_rest import WANTED
 from keepwarm.records.header import ITEM_BYTES
 from keepwarm.records.record import (
     Header,
@@ -71,6 +73,14 @@ def record(
     inner, rest = divmod(n_bytes // 2, max(1, rows))
     shape = (n_bytes // 2,) if rest else (1, rows, inner)
     return Record(header, tuple(tensor(name, "U8", shape) for name in names))
+
+
+def wanting_q8(ref: BlockRef) -> Record:
+    """A record of this block whose rows are rounded when it is written."""
+    header = replace(record(ref).header, extra={WANTED: "q8"})
+    shape = (1, 2, ref.n_tokens, 64)
+    rows = memoryview(bytes(2 * ref.n_tokens * 64 * ITEM_BYTES["BF16"]))
+    return Record(header, (Tensor(f"L0_B{ref.number}_K", "BF16", shape, rows),))
 
 
 def chain_of(n_blocks: int, seed: int = 0, n_bytes: int = 1024) -> list[Record]:

@@ -20,12 +20,14 @@ from keepwarm.kv.layout import LayerSpec, Layout
 from keepwarm.models.catalog import locate, read_config
 from keepwarm.models.published import rope_changes
 from keepwarm.prefix.fingerprint import Identity, digest
+from keepwarm.records.at_rest import EXACT
 from keepwarm.state_file import MACHINE, StateFile
 
 WEIGHTS = ("*.safetensors", "*.gguf", "*.npz")
 TOKENIZER = ("tokenizer*", "*.tiktoken", "vocab*", "merges.txt", "special_tokens_map.json",
              "added_tokens.json")  # fmt: skip
 MAKE_OPTIONS = frozenset({"max_kv_size", "kv_bits", "kv_group_size", "at_rest"})
+DEFAULT_AT_REST = ("at_rest", EXACT)
 
 
 def identity_of(
@@ -115,9 +117,14 @@ def identify(
         tokenizer=digest(_digests(source, TOKENIZER, digests)) if source.is_dir() else "",
         layout=digest([_layer_json(layer) for layer in layout.layers]),
         adapter=digest(adapter_files) if adapter else "",
-        kv_options=dict(kv_options or {}),
+        kv_options=_without_exact(kv_options or {}),
         salt=salt,
     )
+
+
+def _without_exact(kv_options: Mapping[str, Any]) -> dict[str, Any]:
+    """Naming what is the default anyway makes no other identity."""
+    return {name: value for name, value in kv_options.items() if (name, value) != DEFAULT_AT_REST}
 
 
 def make_options_in(identity: Identity) -> dict[str, Any]:

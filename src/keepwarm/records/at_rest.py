@@ -12,10 +12,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from keepwarm.errors import BadRecord
 from keepwarm.records.header import HasBytes
 from keepwarm.records.record import Record, Tensor
 
-AT_REST = ("exact", "q8")
+EXACT, Q8 = AT_REST = ("exact", "q8")
 WANTED, CODEC = "at_rest", "codec"  # in the `extra` of a header: before, and after
 GROUP = 64
 PER_WORD = 4
@@ -41,7 +42,9 @@ def at_rest(record: Record) -> Record:
     extra = dict(record.header.extra)
     if WANTED not in extra:
         return record
-    header = replace(record.header, extra={CODEC: extra.pop(WANTED), "axis": "token", **extra})
+    if (codec := extra.pop(WANTED)) != Q8:
+        raise BadRecord(f"{codec!r} is no codec of rows at rest.")
+    header = replace(record.header, extra={CODEC: codec, "axis": "token", **extra})
     return replace(record, header=header, tensors=list(_rounded(record.tensors)))
 
 

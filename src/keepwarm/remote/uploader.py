@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, Namespace, block_key, chain
+from keepwarm.records.at_rest import at_rest
 from keepwarm.records.record import Header, Part, Record
 from keepwarm.remote.tier import RemoteTier
 from keepwarm.store.disk.write_budget import WriteBudget
@@ -184,8 +185,11 @@ class Uploader:
         header = self._read(key, part, ())
         if header is None or tier.has(header.header) is not False:
             return
-        record = self._read(key, part)
-        if record is None or not self._fits(record.n_bytes):
+        found = self._read(key, part)
+        if found is None:
+            return
+        record = at_rest(found)  # so that the budget counts what is sent
+        if not self._fits(record.n_bytes):
             return
         put = tier.put(record)
         self._give_back(put.n_saved if put.stored else record.n_bytes)

@@ -11,6 +11,7 @@ from keepwarm.cache.restore import writing
 from keepwarm.cache.restore.forgetting import Deletions, RequestClaim, Share
 from keepwarm.cache.restore.writing import WRITE_BACKOFF_S, MemorySaver, Writer
 from keepwarm.prefix.policy import Policy
+from keepwarm.records.at_rest import at_rest
 from keepwarm.records.record import Part, ReadBuffer
 from keepwarm.store.disk.disk import DiskLimits
 from keepwarm.store.disk.write_budget import WriteBudget
@@ -301,3 +302,16 @@ def test_bytes_that_were_there_already_wear_nothing(disk, records):
         writer.put(records[0], Policy.READ_WRITE)
         writer.close()
     assert list(wear.by_day().values()) == [records[0].n_bytes]
+
+
+def test_rounded_rows_wear_by_what_is_written(disk):
+    """A day's budget that has no room for the exact rows has room for these."""
+    (ref,) = kit.refs_of(1)
+    exact = kit.wanting_q8(ref)
+    n_bytes = at_rest(exact).n_bytes
+    wear = WriteBudget(disk.root, n_bytes)
+    writer = Writer(None, disk, 64 * MIB, wear)
+    writer.put(exact, Policy.READ_WRITE)
+    writer.close()
+    assert list(wear.by_day().values()) == [n_bytes]
+    assert writer.stats().written_bytes == n_bytes < 0.6 * exact.n_bytes

@@ -10,7 +10,7 @@ from keepwarm.kv.layout import Layout
 from keepwarm.kv.slabs import SlabArray
 from keepwarm.kv.slices import Block, Rows, SlabRows, check_block
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockRef, Namespace
-from keepwarm.records.at_rest import CODEC, PER_WORD, WANTED, Array, Rounded, fits, restored
+from keepwarm.records.at_rest import CODEC, PER_WORD, Q8, WANTED, Array, Rounded, fits, restored
 from keepwarm.records.header import HasBytes, LazyTensors
 from keepwarm.records.record import (
     Header,
@@ -59,7 +59,7 @@ def block_of(record: Record | RecordView) -> Block:
     """The part of a block that is in one record; nothing is copied."""
     header, arrays = record.header, _arrays_of(record.tensors)
     if codec := header.extra.get(CODEC):
-        if codec != "q8":
+        if codec != Q8:
             raise CorruptBlock("?", header.number, "its codec is not known")
         arrays = _restored_arrays(arrays, header.number)
     return Block(
