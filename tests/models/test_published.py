@@ -2,7 +2,8 @@
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
+from importlib import import_module
 from pathlib import Path
 
 import mlx.core as mx
@@ -149,6 +150,7 @@ def test_rope_of_two_kinds_of_layers():
         ("llama", KINDS, "rope_local_base_freq"),
         ("gpt_neox", {"rope_theta": 5e5, **LLAMA3}, "rope_scaling"),
         ("dbrx", {"rope_theta": 5e5}, "rope_theta"),
+        ("llama", {"rope_theta": 5e5, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
 )
 def test_rope_that_would_not_be_read_is_refused_by_name(kind, given, named):
@@ -156,9 +158,37 @@ def test_rope_that_would_not_be_read_is_refused_by_name(kind, given, named):
         read_rope_changes({"model_type": kind, "rope_parameters": given})
 
 
+@pytest.mark.parametrize(
+    ("kind", "partial"), [("llama", 1.0), ("phi3", 0.5), ("minimax", 0.5), ("deepseek_v3", 0.5)]
+)
+def test_rotated_part_is_read_where_a_model_knows_it_under_any_name(kind, partial):
+    given = {"rope_theta": 5e5, "partial_rotary_factor": partial}
+    found = read_rope_changes({"model_type": kind, "rope_parameters": given})
+    assert found["partial_rotary_factor"] == partial
+
+
 def test_rope_that_mlx_lm_reads_itself_is_left_to_it():
-    assert read_rope_changes({"model_type": "qwen3", "rope_parameters": {"rope_theta": 5e5}}) == {}
+    assert read_rope_changes({"model_type": "gemma4_text", "rope_parameters": KINDS}) == {}
     assert read_rope_changes({"model_type": "olmo3", "rope_theta": 5e5}) == {}
+
+
+LONG = {"rope_type": "longrope", "long_factor": [2.0] * 4, "short_factor": [1.0] * 4}
+
+
+@pytest.mark.parametrize(("kind", "given"), [("phi3", LONG), ("exaone_moe", LLAMA3)])
+@pytest.mark.parametrize("old", [{}, {"rope_scaling": None, "rope_theta": None}])
+def test_scaling_reaches_models_that_read_the_frequency_alone(kind, given, old):
+    config = {"model_type": kind, "rope_parameters": {"rope_theta": 5e5, **given}, **old}
+    args = args_of(kind, config | read_rope_changes(config))
+    assert args.rope_theta == 5e5
+    assert args.rope_scaling.items() >= {"type": given["rope_type"], **given}.items()
+
+
+def args_of(kind, config):
+    """With 1 for what it must have besides."""
+    found = import_module(f"mlx_lm.models.{kind}").ModelArgs
+    needed = {each.name: 1 for each in fields(found) if each.default is MISSING}
+    return found.from_dict(needed | config)
 
 
 def test_blocks_of_another_rope_are_of_another_namespace(tmp_path):

@@ -55,10 +55,10 @@ def identity_of(
 def _rope_in(model: Any, path: Path) -> dict[str, Any]:
     """RoPE as the model has it, where mlx-lm alone would not have read it from the config."""
     config = read_config(path) if path.is_dir() else {}
-    named = rope_changes(config.get("text_config") or config)
+    named = [*rope_changes(config.get("text_config") or config)]
     args = getattr(getattr(model, "language_model", model), "args", None)
-    if hasattr(args, "rope_parameters"):
-        return {}
+    if hasattr(args, "rope_parameters"):  # from which mlx-lm may have read the frequency alone
+        named = [name for name in named if name == "rope_scaling"]
     return {name: getattr(args, name) for name in named if hasattr(args, name)}
 
 

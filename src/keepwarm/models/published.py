@@ -32,6 +32,8 @@ SAVED, CONVERTED = "model.language_model.", "language_model.model."
 THETA = ("rope_theta", "rotary_emb_base")
 WINDOW_THETA = ("rope_local_base_freq", "swa_rope_theta")
 PARTIAL = ("partial_rotary_factor", "rotary_pct")
+# What tells models the same in another way, outside of `rope_parameters`.
+ROTATED = ("rotary_dim", "qk_rope_head_dim", "partial_rotary_factors")
 
 
 def is_vision_language(config: Mapping[str, Any]) -> bool:
@@ -58,14 +60,16 @@ def rope_changes(config: Mapping[str, Any]) -> dict[str, Any]:
     given = config.get("rope_parameters") or {}
     all_layers = given.get("full_attention", given)
     windows = given.get("sliding_attention", {})
-    is_scaled = all_layers.get("rope_type", all_layers.get("type", "default")) != "default"
+    kind = all_layers.get("rope_type", all_layers.get("type", "default"))
+    scaling = {"type": kind, **all_layers}  # the name that some models look for alone
     found = {
         **dict.fromkeys(THETA, all_layers.get("rope_theta")),
         **dict.fromkeys(PARTIAL, all_layers.get("partial_rotary_factor")),
         **dict.fromkeys(WINDOW_THETA, windows.get("rope_theta")),
-        "rope_scaling": all_layers if is_scaled else None,
+        "rope_scaling": scaling if kind != "default" else None,
     }
-    return {name: found[name] for name in found if found[name] is not None and name not in config}
+    missing = [name for name in found if config.get(name) is None]
+    return {name: found[name] for name in missing if found[name] is not None}
 
 
 def read_rope_changes(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,8 +79,11 @@ def read_rope_changes(config: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     known = {field.name for field in fields(_module(kind).ModelArgs)}
     if "rope_parameters" in known:
-        return {}
+        # A model with one for each kind of layer reads them itself, others the frequency alone.
+        return {} if "full_attention" in config["rope_parameters"] else changes
     needed = [THETA, ("rope_scaling",)]
+    if changes.get(PARTIAL[0]) != 1.0:
+        needed.append((*PARTIAL, *ROTATED))
     if changes.get(WINDOW_THETA[0]) != changes.get(THETA[0]):
         needed.append(WINDOW_THETA)
     for names in needed:
