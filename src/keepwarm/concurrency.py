@@ -213,6 +213,8 @@ class DeviceLock:
         self._lock = threading.Lock()
         self._is_taken = False
         self._waiting: deque[threading.Event] = deque()
+        self._latest: int | None = None  # the thread that has it, or had it last
+        self._is_handed_over = False  # another one had it before
 
     @contextmanager
     def take(self) -> Iterator[None]:
@@ -225,10 +227,16 @@ class DeviceLock:
                 self._is_taken = True
                 granted.set()
         granted.wait()
+        before, self._latest = self._latest, threading.get_ident()
+        self._is_handed_over = before != self._latest
         try:
             yield
         finally:
             self._pass_on()
+
+    def others_ran(self) -> bool:
+        """Whether another engine computed between this turn and the one before; inside one."""
+        return self._is_handed_over
 
     def others_wait(self) -> bool:
         """Whether another engine waits for this one to end."""

@@ -32,6 +32,22 @@ def test_who_has_work_alternates():
     assert log == list("abc" * N)
 
 
+def test_who_had_it_before_knows_whether_others_had_it_since():
+    device = DeviceLock()
+
+    def others_ran():
+        with device.take():
+            return device.others_ran()
+
+    others_ran()
+    assert not others_ran()
+    other = threading.Thread(target=others_ran)
+    other.start()
+    other.join(60)
+    assert others_ran()
+    assert not others_ran()
+
+
 def test_a_turn_that_fails_ends():
     device = DeviceLock()
 

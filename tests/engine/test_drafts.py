@@ -5,7 +5,9 @@ import random
 import pytest
 
 from keepwarm.cache.restore.restorer import Capture
+from keepwarm.concurrency import DeviceLock
 from keepwarm.engine import batch as batches
+from keepwarm.engine import scheduler
 from keepwarm.engine.batch import Batch
 from keepwarm.engine.drafts import (
     MAX_DRAFT,
@@ -134,7 +136,7 @@ def test_an_answer_is_the_same_with_drafts(
         counts = fast.receipt.speculation
         assert counts["accepted"] > 3
         assert counts["drafted"] > counts["accepted"]
-        assert counts["steps"] + counts["accepted"] in (N, N - 1)
+        assert counts["steps"] + counts["accepted"] == N
         for a, b in zip(cold.choices[0].tokens, fast.choices[0].tokens, strict=True):
             assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
     assert later.receipt.recomputed <= 2  # the last token is fed again, and the new one
@@ -190,6 +192,39 @@ def test_a_request_can_turn_drafts_off(models, tmp_path, monkeypatch):
     with drafting(models.of("llama"), tmp_path) as engine:
         (answer,) = run(engine, [ask(PROMPTS[0], N, speculation=False)])
     assert answer.receipt.speculation is None
+
+
+@pytest.mark.parametrize("policy", [Policy.READ_WRITE, Policy.NO_STORE])
+def test_every_device_counts_the_same_steps(policy, runs_ahead, models, tmp_path, monkeypatch):
+    """In a batch that gets no drafts, too; and the gate knows that it missed them."""
+    monkeypatch.setattr(scheduler, "MAX_DRAFTED_ROWS", 0)
+    with drafting(models.of("llama"), tmp_path) as engine:
+        costs = engine.lane_of().gate.costs
+        costs.saw_end_ahead(ONE_ROW, 1.0, True)
+        (answer,) = run(engine, [ask(PROMPTS[0], N, policy=policy)])
+        assert costs._ahead is None
+    assert answer.receipt.speculation == {"steps": N, "drafted": 0, "accepted": 0}
+
+
+def test_a_step_in_which_nothing_is_fed_is_not_measured(models, tmp_path):
+    """The last one, if nobody keeps the answer."""
+    with drafting(models.of("llama"), tmp_path) as engine:
+        run(engine, [ask(PROMPTS[0], 1, policy=Policy.NO_STORE)])
+        assert not engine.lane_of().gate.costs._times
+        run(engine, [ask(PROMPTS[0], 2, policy=Policy.NO_STORE)])
+        (times,) = engine.lane_of().gate.costs._times.values()
+    assert len(times) == 1
+
+
+@pytest.mark.parametrize("others_ran", [False, True])
+def test_steps_between_those_of_another_model_are_not_measured(
+    others_ran, models, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(batches, "works_beside_host", lambda: True)
+    monkeypatch.setattr(DeviceLock, "others_ran", lambda _: others_ran)
+    with drafting(models.of("llama"), tmp_path) as engine:
+        run(engine, [ask(PROMPTS[0], 8)])
+        assert bool(engine.lane_of().gate.costs._times) != others_ran
 
 
 def test_a_model_with_states_gets_no_drafts(models, tmp_path):
@@ -442,6 +477,9 @@ def test_a_step_that_runs_ahead_costs_the_time_between_two_ends():
     costs.saw_end_ahead(size, 4.1, True)  # after a step with drafts
     costs.saw_end_ahead(size, 9.0, False)  # disturbed
     costs.saw_end_ahead(BatchSize(1, 100), 9.1, True)  # a row has left
+    costs.saw_end_ahead(size, 9.2, True)
+    costs.missed_step()
+    costs.saw_end_ahead(size, 9.9, True)
     assert list(costs._times[size.key(1)]) == [1.0, 1.0, 1.0]
     assert BatchSize(1, 100).key(1) not in costs._times
 

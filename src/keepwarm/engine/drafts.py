@@ -170,6 +170,10 @@ class StepCosts:
         if before is not None and before[0] == size.n_rows and is_undisturbed:
             self._count(size.key(1), now - before[1])
 
+    def missed_step(self) -> None:
+        """A step that is not measured: the next end says nothing of a single step."""
+        self._ahead = None
+
     def _count(self, key: tuple[int, int, int], seconds: float) -> None:
         self._n_steps += 1
         self._times.setdefault(key, deque(maxlen=N_TIMES)).append(seconds)

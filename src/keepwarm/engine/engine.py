@@ -152,6 +152,7 @@ class Engine:
             end_durably=self._recorder.end_durably,
             ledger=self.ledger,
             others_wait=self._device.others_wait,
+            others_ran=self._device.others_ran,
         )
 
     def _start(self, memory: MemoryConfig) -> None:

@@ -134,9 +134,13 @@ class RunningSequence(Row):
         """Tokens that may come next."""
         return None if self._drafts is None else self._drafts.propose()
 
-    def count_step(self, n_drafted: int, n_accepted: int) -> None:
+    def count_step(self) -> None:
         if self._drafts is not None:
-            self._drafts.counts += Counter(steps=1, drafted=n_drafted, accepted=n_accepted)
+            self._drafts.counts["steps"] += 1
+
+    def count_draft(self, n_drafted: int, n_accepted: int) -> None:
+        if self._drafts is not None:
+            self._drafts.counts.update(drafted=n_drafted, accepted=n_accepted)
 
     @property
     def draft_counts(self) -> Counter[str] | None:

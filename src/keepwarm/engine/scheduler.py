@@ -430,6 +430,7 @@ class Scheduler:
         *,
         clock: Clock = time.perf_counter,
         others_wait: Callable[[], bool] = bool,  # for this step to end; never
+        others_ran: Callable[[], bool] = bool,  # between this step and the one before
     ) -> None:
         """`end_durably` ends a job, by `end`, once all that was kept of it is on disk."""
         self.slice_sizer = slice_sizer
@@ -437,13 +438,14 @@ class Scheduler:
         self.prefilling: deque[PrefillTask] = deque()
         self._batches: dict[Hashable, Batch[RunningSequence]] = {}
         self._untried: RowSharing | None = None  # of rows that could have been fed drafts
-        self._is_undisturbed = False  # nothing but one batch runs in this step
+        self._is_undisturbed = False  # nothing but one batch ran since the step before
         self._open: dict[Job, None] = {}  # jobs not computed yet; other threads read it
         self._starts, self._slices = KeyRotation(), KeyRotation()
         self._end_durably = end_durably
         self._keeper = Keeper(ledger, on_kept)
         self._clock = clock
         self._others_wait = others_wait
+        self._others_ran = others_ran
         self._thread: int | None = None  # the first that calls
         publish = self._keeper.publish_partial_block
         self._intake = Intake(admission, ledger, publish, clock)
@@ -509,7 +511,8 @@ class Scheduler:
             self._prefill(schedule.prefill, schedule.slice_tokens, result)
             waited_s = schedule.prefill.prefill.waited_s
         watch = Stopwatch(self._clock)
-        self._is_undisturbed = schedule.is_decode_alone and len(self._batches) == 1
+        runs_alone = schedule.is_decode_alone and len(self._batches) == 1
+        self._is_undisturbed = runs_alone and not self._others_ran()
         if self._decode(result):
             self.slice_sizer.record_step(watch.seconds() + waited_s)
         return result
@@ -711,12 +714,12 @@ class Scheduler:
         runs_ahead = batch.runs_ahead and not (gate and any(self._drafts(gate, batch).values()))
         if runs_ahead:
             batch.feed()
-            for row in batch.rows:
-                row.count_step(0, 0)
         emitted, watch = batch.emit(), Stopwatch(self._clock)
+        for row in batch.rows:
+            row.count_step()
         finished = [row for row, token in emitted if not self._add_token(row, token)]
         is_kept = any(row.job.request.policy.writes for row in finished)
-        fed = FedStep(1, 0, [])
+        fed: FedStep | None = None
         if not runs_ahead and (is_kept or len(finished) < len(batch.rows)):
             # else nobody needs the last tokens in the caches
             fed = self._feed(gate, batch, finished)
@@ -728,21 +731,25 @@ class Scheduler:
             LOG.warning("a batch of %d sequences failed", len(batch.rows), exc_info=error)
             self._recover(key, batch, error)
             return ended
-        if gate is not None and batch.can_run_ahead and fed.width == 1:
-            gate.saw_end_ahead(size, self._clock(), runs_ahead and self._is_undisturbed)
-        elif gate is not None:
-            gate.saw_step(size, fed.width, fed.n_accepted, watch.seconds())
+        if gate is not None and (runs_ahead or fed is not None):
+            width, n_accepted = (1, 0) if fed is None else (fed.width, fed.n_accepted)
+            if batch.can_run_ahead and width == 1:
+                gate.saw_end_ahead(size, self._clock(), runs_ahead and self._is_undisturbed)
+            else:
+                gate.saw_step(size, width, n_accepted, watch.seconds())
         return ended
 
     def _gate_of(self, batch: Batch[RunningSequence]) -> DraftGate | None:
         """None if the rows get no drafts, or not yet."""
         lane = batch.rows[0].job.lane
-        if len(batch.rows) > MAX_DRAFTED_ROWS:
+        if lane.gate is None:
             return None
-        if lane.gate is not None and not lane.sharing.allowed:
+        if len(batch.rows) <= MAX_DRAFTED_ROWS and lane.sharing.allowed:
+            return lane.gate
+        if len(batch.rows) <= MAX_DRAFTED_ROWS:
             self._untried = lane.sharing
-            return None
-        return lane.gate
+        lane.gate.costs.missed_step()
+        return None
 
     def _drafts(
         self,
@@ -787,7 +794,7 @@ class Scheduler:
                     batch.end_draft(row)
                     ended.append(row)
         for row, (n_drafted, n_accepted) in batch.settle().items():
-            row.count_step(n_drafted, n_accepted)
+            row.count_draft(n_drafted, n_accepted)
             n_all += n_accepted
             self.ledger.count(drafted_tokens=n_drafted, accepted_tokens=n_accepted)
         return FedStep(width, n_all, ended)
