@@ -337,6 +337,13 @@ def test_other_texts_are_searched_where_the_conversation_has_no_longer_match():
     others = [as_text(text) for text in ([9, 1, 2, 3, 60, 61], [5, 1, 2, 3, 70, 71])]
     assert SeenTexts(own, lambda: others).propose() == Proposal(4, [60, 61])
     assert SeenTexts(own, lambda: others[1:]).propose().tokens[:2] == [50, 51]
+    # An earlier turn is not searched, however long, and takes no other text's place.
+    long = [*[0] * MAX_OTHER_TOKENS, *own]
+    recent = RecentPrompts()
+    recent.remember("ours", [9, 1, 2, 3, 60, 61])
+    recent.remember("ours", long[:-1])
+    drafts = DraftGate(recent).drafts_for(long, (), "ours")
+    assert drafts.propose() == Proposal(4, [60, 61])
     # Only so much is searched.
     far = as_text([9, 1, 2, 3, 60, *[0] * MAX_OTHER_TOKENS])
     assert SeenTexts(own, lambda: [far]).propose().tokens[:2] == [50, 51]

@@ -128,7 +128,7 @@ def test_a_conversation_takes_one_place():
 
 
 def test_memory_is_bounded_and_the_oldest_goes():
-    recent = RecentPrompts(max_bytes=4 * 100)
+    recent = RecentPrompts(max_bytes=2 * 4 * 100)
     for seed in range(5):
         recent.remember("ours", tokens_of(40, seed))
     assert len(recent) == 2
@@ -136,3 +136,30 @@ def test_memory_is_bounded_and_the_oldest_goes():
     assert recent.nearest("ours", tokens_of(40, 0)).n_common == 0
     recent.remember("ours", tokens_of(101))
     assert len(recent) == 0
+
+
+def test_prompts_as_characters_are_within_the_bound():
+    recent = RecentPrompts(max_bytes=1000)
+    for seed in range(50):
+        recent.remember(f"owner {seed % 3}", [2**16 + token for token in tokens_of(20, seed)])
+    texts = [text for owner in range(3) for text in recent.latest(f"owner {owner}")]
+    assert 4 < len(texts) == len(recent)
+    assert sum(8 * len(text) for text in texts) <= 1000  # packed, and four bytes a character
+
+
+def test_the_latest_are_the_owners_own_and_the_latest_first():
+    recent = RecentPrompts()
+    for owner, tokens in (("ours", [1]), ("theirs", [2]), ("ours", [3]), ("ours", [1, 4])):
+        recent.remember(owner, tokens)
+    assert list(recent.latest("ours")) == ["\x01\x04", "\x03"]
+    assert list(recent.latest("theirs")) == ["\x02"]
+    assert not list(recent.latest("nobody"))
+    recent.clear()
+    assert not list(recent.latest("ours"))
+
+
+def test_owners_without_prompts_are_forgotten():
+    recent = RecentPrompts(max_bytes=8 * 100)
+    for number in range(50):
+        recent.remember(number, tokens_of(40, number))
+    assert list(recent._seen) == [48, 49]

@@ -15,7 +15,7 @@ changes an answer, only how many tokens a step gives.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from operator import mul
 from statistics import median
@@ -83,16 +83,24 @@ class SeenTexts:
         """What followed the longest match with the latest tokens: the latest one of several, and in
         the conversation itself before other texts.
         """
-        best, n_matched, n_left = "", MIN_MATCH - 1, MAX_OTHER_TOKENS
-        for text in (self._own, *self._others()):
-            is_own = text is self._own
-            if not is_own and self._own.startswith(text):
-                continue  # an earlier turn
-            start = 0 if is_own else max(0, len(text) - n_left)
-            n_left -= 0 if is_own else len(text) - start
+        best, n_matched = "", MIN_MATCH - 1
+        for text, start in self._searched():
             following, n_matched = _longest(text, self._own, start, n_matched)
             best = text[following : following + MAX_PROPOSED] if following else best
         return Proposal(n_matched, list(map(ord, best))) if best else None
+
+    def _searched(self) -> Iterator[tuple[str, int]]:
+        """The texts, and from where on each is searched."""
+        yield self._own, 0
+        n_left = MAX_OTHER_TOKENS
+        for text in self._others():
+            if self._own.startswith(text):
+                continue  # an earlier turn
+            n_searched = min(n_left, len(text))
+            yield text, len(text) - n_searched
+            n_left -= n_searched
+            if not n_left:
+                return
 
 
 def _longest(text: str, own: str, start: int, n: int) -> tuple[int, int]:
@@ -208,7 +216,7 @@ class DraftGate:
         def others() -> Iterable[str]:
             yield from results
             if owner is not None:
-                yield from self._recent.latest(owner, MAX_OTHER_TOKENS)
+                yield from self._recent.latest(owner)
 
         return RowDrafts(self.source(tokens, others), self.rates)
 

@@ -6,7 +6,6 @@ Tokens are held packed, four bytes each, and compared as bytes: never by length,
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +28,11 @@ class RememberedPrompt:
     @property
     def n_tokens(self) -> int:
         return len(self.packed) // 4
+
+    @property
+    def n_bytes(self) -> int:
+        """What it takes at most: its tokens twice, once `text` was asked for."""
+        return 2 * len(self.packed)
 
     @cached_property
     def text(self) -> str:
@@ -92,14 +96,15 @@ class RecentPrompts:
     `owner` separates namespaces and tenants: a miss is never explained by another tenant's prompt.
     """
 
-    def __init__(self, max_bytes: int = 16 << 20) -> None:
+    def __init__(self, max_bytes: int = 32 << 20) -> None:
         self._max_bytes = max_bytes
         self._n_bytes = 0
         self._numbers = count()
-        self._seen: OrderedDict[tuple[Hashable, int], RememberedPrompt] = OrderedDict()
+        self._owners: dict[int, Hashable] = {}  # of all prompts, the least recent first
+        self._seen: dict[Hashable, dict[int, RememberedPrompt]] = {}  # by owner and number
 
     def __len__(self) -> int:
-        return len(self._seen)
+        return len(self._owners)
 
     def remember(
         self,
@@ -112,31 +117,28 @@ class RecentPrompts:
         `n_computed` tokens."""
         n_computed = len(tokens) if n_computed is None else n_computed
         entry = RememberedPrompt(pack(tokens), tuple(cuts), n_computed)
-        for key in self._of(owner):
-            if entry.packed.startswith(self._seen[key].packed):
-                self._drop(key)
-        self._seen[owner, next(self._numbers)] = entry
-        self._n_bytes += len(entry.packed)
-        while self._n_bytes > self._max_bytes or len(self._seen) > MAX_PROMPTS:
-            self._drop(next(iter(self._seen)))
+        for number, earlier in list(self._seen.get(owner, {}).items()):
+            if entry.packed.startswith(earlier.packed):
+                self._drop(number)
+        number = next(self._numbers)
+        self._owners[number] = owner
+        self._seen.setdefault(owner, {})[number] = entry
+        self._n_bytes += entry.n_bytes
+        while self._n_bytes > self._max_bytes or len(self) > MAX_PROMPTS:
+            self._drop(next(iter(self._owners)))
 
     def clear(self) -> None:
+        self._owners.clear()
         self._seen.clear()
         self._n_bytes = 0
 
-    def latest(self, owner: Hashable, max_tokens: int) -> Iterator[str]:
-        """The latest ones as characters, as many as hold so many tokens."""
-        for key in reversed(self._of(owner)):
-            if max_tokens <= 0:
-                return
-            entry = self._seen[key]
-            max_tokens -= entry.n_tokens
-            yield entry.text
+    def latest(self, owner: Hashable) -> Iterator[str]:
+        """An owner's prompts as characters, the latest first."""
+        return (entry.text for entry in self._latest(owner))
 
     def nearest(self, owner: Hashable, tokens: Sequence[int]) -> NearestPrompt:
         packed, best = pack(tokens), NearestPrompt(0, None)
-        for key in reversed(self._of(owner)):
-            entry = self._seen[key]
+        for entry in self._latest(owner):
             if n_common := common_tokens_beyond(entry.packed, packed, best.n_common):
                 best = NearestPrompt(n_common, entry)
         return best
@@ -166,11 +168,14 @@ class RecentPrompts:
             nearest=max(found.n_computed, stored.n_tokens),
         )
 
-    def _of(self, owner: Hashable) -> list[tuple[Hashable, int]]:
-        return [key for key in self._seen if key[0] == owner]
+    def _latest(self, owner: Hashable) -> Iterator[RememberedPrompt]:
+        return reversed(self._seen.get(owner, {}).values())
 
-    def _drop(self, key: tuple[Hashable, int]) -> None:
-        self._n_bytes -= len(self._seen.pop(key).packed)
+    def _drop(self, number: int) -> None:
+        owner = self._owners.pop(number)
+        self._n_bytes -= self._seen[owner].pop(number).n_bytes
+        if not self._seen[owner]:
+            del self._seen[owner]
 
 
 def _reason(n_prompt: int, restored: int, stored: StoredPrefix, found: NearestPrompt) -> Reason:
