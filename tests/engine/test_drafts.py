@@ -8,6 +8,7 @@ from keepwarm.cache.restore.restorer import Capture
 from keepwarm.concurrency import DeviceLock
 from keepwarm.engine import batch as batches
 from keepwarm.engine import scheduler
+from keepwarm.engine.answer import Answer
 from keepwarm.engine.batch import Batch
 from keepwarm.engine.drafts import (
     MAX_DRAFT,
@@ -23,6 +24,7 @@ from keepwarm.engine.drafts import (
     SeenTexts,
     StepCosts,
 )
+from keepwarm.engine.jobs import Job, _drafts_of
 from keepwarm.kv import Kind
 from keepwarm.prefix.blocks import BLOCK_TOKENS, as_text
 from keepwarm.prefix.policy import Policy
@@ -367,6 +369,16 @@ def test_drafts_come_from_the_tenants_other_texts_and_from_nobody_elses(models, 
         assert proposed([9, *PROMPTS[2][-3:]], "") is None
         engine._texts.forget(())
         assert proposed([9, a, b, c], "ada") is None
+
+
+@pytest.mark.parametrize("policy", Policy)
+def test_a_no_store_request_reads_no_other_texts(policy, models, tmp_path):
+    with drafting(models.of("llama"), tmp_path) as engine:
+        run(engine, [ask(PROMPTS[0], 4)])
+        prepared = engine.prepare(ask([9, *PROMPTS[0][-3:]], 4, policy=policy))
+        job = Job(prepared.request, prepared, engine.lane_of(), Answer(lambda _: None))
+        found = engine.call(_drafts_of(job).propose).result()
+    assert (found is None) == (policy is Policy.NO_STORE)
 
 
 @pytest.fixture
