@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 Medium: TypeAlias = Literal["GPU", "CPU", "DISK", "EXTERNAL"]
 MAX_SHARED = 1 << 17  # blocks that are remembered as shared
+MAX_AWAITED = 1 << 14  # the latest blocks that may still be shared
 
 
 class HeldBlock(NamedTuple):
@@ -56,6 +57,7 @@ class BlockView:
         self._on_disk: Blocks = {}
         self._number = 0  # of the last change of the disk
         self._shared: Blocks = {}
+        self._awaited: Blocks = {}  # used or written here, and not shared so far
 
     def look(self) -> Holdings:
         """A medium in which nothing has changed is the very same object as before."""
@@ -107,14 +109,20 @@ class BlockView:
         }
 
     def _in_shared(self, used: Blocks) -> Blocks:
-        """Blocks that were put into a shared tier or found there, when they were last used here.
-        That another machine, or the place itself, has deleted one since is not known.
+        """Blocks that were put into a shared tier or found there; a block may be put long after it
+        was used. That another machine, or the place itself, has deleted one since is not known.
         """
-        new = used.keys() - self._shared
-        found = {key for tier in self.restorer.tiers.shared for key in tier.have(new)}
+        tiers = self.restorer.tiers.shared
+        if not tiers:
+            return self._shared
+        before = {key: block for key, block in self._awaited.items() if key not in used}
+        new = {key: one for key, one in (before | used).items() if key not in self._shared}
+        found = {key for tier in tiers for key in tier.have(new)}
         if found:
-            latest = [*self._shared.items(), *((key, used[key]) for key in found)]
+            latest = [*self._shared.items(), *((key, new[key]) for key in found)]
             self._shared = dict(latest[-MAX_SHARED:])
+        awaited = [(key, block) for key, block in new.items() if key not in found]
+        self._awaited = dict(awaited[-MAX_AWAITED:])
         return self._shared
 
 

@@ -8,6 +8,7 @@ import pytest
 from keepwarm.config import load
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import chain
+from keepwarm.records.record import Part
 from keepwarm.server import kv_events as publisher
 from keepwarm.server.app import create_app
 from keepwarm.server.kv_events import BlockView, HeldBlock, block_hash
@@ -101,6 +102,26 @@ def test_the_disk_is_walked_once_and_then_followed(models, tmp_path, monkeypatch
         (left,) = view.look()["DISK"]
         assert left != key
     assert len(walks) == 1
+
+
+def test_what_is_shared_long_after_it_came_is_told(models, tmp_path, monkeypatch):
+    """The latest blocks are asked for, though memory no longer has them."""
+    monkeypatch.setattr(publisher, "MAX_AWAITED", 2)
+    (tmp_path / "shared").mkdir()
+    remote = {"KEEPWARM_REMOTE": (tmp_path / "shared").as_uri()}
+    with engine_on(models.of("llama"), tmp_path, environment=remote) as engine:
+        view = BlockView(engine.lane_of().restorer, engine.live, engine.store)
+        disk, (tier,) = engine.store.on_disk.disk, view.restorer.tiers.shared
+        wait_until(lambda: tier.is_trusted)
+        for seed in range(3):
+            engine.submit(ask(prompt_of(300, seed), 1)).result()
+        engine.wait_until_saved()
+        engine.clear()
+        keys = list(view.look()["DISK"])
+        assert view.look()["EXTERNAL"] == {}
+        assert all(tier.put(disk.read(key, Part.DELTA)).stored for key in keys)
+        assert view.look()["EXTERNAL"].keys() == set(keys[1:])
+        assert view.look()["EXTERNAL"] is view.look()["EXTERNAL"]
 
 
 def test_a_long_history_is_told_anew(models, tmp_path, monkeypatch):
