@@ -31,7 +31,7 @@ from keepwarm.prefix.policy import Policy
 from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.text.request import KVOptions
 from tests.kit.engines import ask, engine_on, held, tokens_of
-from tests.kit.models import CACHE_KINDS, WINDOW
+from tests.kit.models import ARCHITECTURES, CACHE_KINDS, WINDOW
 from tests.kit.runs import prompt_of
 from tests.kit.waiting import wait_until
 
@@ -47,6 +47,7 @@ SAMPLINGS = {
     "seeded": {"temperature": 0.8, "seed": 7},
     "penalised": {"frequency_penalty": 0.7, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
 }
+OTHERS = [name for name in ARCHITECTURES if name not in CACHE_KINDS]
 
 
 class Oracle:
@@ -144,8 +145,11 @@ def test_an_answer_is_the_same_with_drafts(
     assert later.receipt.recomputed <= 2  # the last token is fed again, and the new one
 
 
-@pytest.mark.parametrize("architecture", CACHE_KINDS)
-def test_every_kind_of_cache_answers_the_same_with_drafts(
+@pytest.mark.parametrize(
+    "architecture",
+    [*CACHE_KINDS, *(pytest.param(name, marks=pytest.mark.soak) for name in OTHERS)],
+)
+def test_every_architecture_answers_the_same_with_drafts(
     architecture, models, tmp_path, monkeypatch
 ):
     """Those with states, or caches without a batched form, get none."""

@@ -26,7 +26,7 @@ from tests.kit.redis_server import free_port, redis_server
 from tests.kit.waiting import wait_until
 from tests.store.kit import NAMESPACE, content, record, refs_of
 
-SOON, RECOVERY_S = 60.0, 20.0  # ten seconds, and as many again for a busy machine
+SOON, RECOVERY_S = 60.0, 20.0  # on a busy machine too
 CLASS = "cpu-mlx-0.1"
 (ONE,), (TWO,) = refs_of(1), refs_of(1, seed=2)
 RECORD = record(ONE)

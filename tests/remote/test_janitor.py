@@ -11,7 +11,7 @@ from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.backend import Listed
 from keepwarm.remote.health import MAX_FAILURES, MAX_RETRY_S
 from keepwarm.remote.janitor import LEASE_S, SWEEP_S, Janitor, RemoteLimits, surplus, walk
-from keepwarm.remote.records import RemoteNames, RemoteRecord
+from keepwarm.remote.records import FleetKey, RemoteNames, RemoteRecord, parse_last
 from keepwarm.remote.tier import RemoteTier
 from tests.kit.waiting import wait_until
 from tests.remote.conftest import CLASS, REAL, SOON
@@ -60,6 +60,20 @@ def test_bytes_go_ends_first(place, clock):
     clock.now += LEASE_S
     assert late.sweep() == 3
     assert left(place) == LONG[:3]
+
+
+def test_what_a_fleet_key_signed_goes_too(share, clock):
+    key = FleetKey(b"k" * 32)
+    with closing(RemoteTier(open_backend(share.as_uri()), CLASS, fleet_key=key)) as tier:
+        assert tier.health.wait_until_tried(SOON)
+        assert all(tier.put(record(ref)).stored for ref in LONG)
+        names = [one.name for one in walk(tier.backend)]
+        assert len(names) == len(LONG)
+        assert all(name.endswith(".mac") for name in names)
+        (size,) = tier.backend.sizes(names[:1], SOON)
+        assert Janitor(tier.backend, RemoteLimits(n_bytes=3 * size + 600), clock).sweep() == 1
+        kept = {parse_last(one.name).key for one in walk(tier.backend)}
+        assert kept == {ref.key for ref in LONG[:3]}
 
 
 def test_age_goes_by_the_clock_of_the_place(place, clock):
