@@ -1,6 +1,7 @@
 """A prepared request: what it refuses, and the effect of tool_choice."""
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from tokenizers import AddedToken
 import keepwarm
 from keepwarm.errors import BadInput, ContextTooLong
 from keepwarm.prefix.recent import RecentPrompts
+from keepwarm.text import grammar
 from keepwarm.text.prepare import Preparer
 from keepwarm.text.request import Format, Request, Sampling, ToolChoice
 from keepwarm.text.tools import call_text
@@ -44,6 +46,13 @@ def plain(tmp_path_factory):
 @pytest.fixture(scope="module")
 def channels(tmp_path_factory):
     return model_with(tmp_path_factory.mktemp("channels"), special=CHANNELS)
+
+
+@pytest.fixture(scope="module")
+def nested(tmp_path_factory):
+    """One whose calls have their objects in a way of their own."""
+    special = special_tokens(CALLS["gemma4"])
+    return model_with(tmp_path_factory.mktemp("nested"), special=special, parser="gemma4")
 
 
 def prepared_by(model, **wishes):
@@ -204,6 +213,43 @@ def test_a_schema_beyond_a_grammar_takes_the_binding_and_not_the_request(plain, 
     assert may_say(plain, call_text("f", '{"city": ["any"]}'), format=YES, **wishes)
     assert not may_say(plain, call_text("f", '{"town": 1}'), format=YES, **wishes)
     assert not may_say(plain, "Hm.", format=YES, **wishes)
+
+
+def test_tools_beyond_a_grammar_whatever_their_arguments_leave_the_format(plain, monkeypatch):
+    tool = {**WEATHER, "function": {"name": "f" * 400, "parameters": BEYOND}}
+    wishes = {"tools": [tool], "tool_choice": AUTO, "format": YES}
+    call = call_text("f" * 400, '{"city": 1}')
+    assert may_say(plain, call, **wishes)
+    monkeypatch.setattr(grammar, "MAX_CHARACTERS", 400)
+    assert may_say(plain, ANSWER, **wishes)
+    assert not may_say(plain, call, **wishes)
+
+
+ODD = [
+    {"properties": ["city"]},
+    {"properties": "city"},
+    {"properties": {"city": {}}, "required": True},
+    {"properties": {"city": {}}, "required": "city"},
+    {"properties": {"city": {}}, "required": [["city"], {}, None]},
+    {"properties": {"city": {"type": "object", "properties": [1], "required": 1}}},
+    {"properties": {"city": {"type": "string", "enum": 1}}},
+    {"properties": {"city": {"anyOf": 1}}, "$defs": [1]},
+    {"properties": {"city": {"type": ["object", 1, []], "items": 1}}, "definitions": 1},
+]
+
+
+@pytest.mark.parametrize("schema", ODD)
+@pytest.mark.parametrize("template", ["plain", "channels", "nested"])
+def test_an_odd_schema_is_ignored_or_refused_with_a_sentence(request, template, schema):
+    model = request.getfixturevalue(template)
+    tool = {**WEATHER, "function": {"name": "f", "parameters": schema, "strict": True}}
+    wishes = {"tools": [tool], "tool_choice": AUTO}
+    prepared_by(model, **wishes)
+    assert prepared_by(model, format=YES, **wishes).new_matcher() is not None
+    with suppress(BadInput):
+        prepared_by(model, tools=[tool], tool_choice=ToolChoice("required"))
+    with suppress(BadInput):
+        prepared_by(model, format=Format(schema={"type": "object", **schema}))
 
 
 def test_the_receipt_names_keywords_of_a_schema_that_are_ignored(plain):

@@ -275,14 +275,27 @@ def _joins(part: Any) -> bool:
     return bool(adds or "allOf" in part) or any(map(_joins, part.values()))
 
 
+def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """None if they are not an object, as clients may send them."""
+    found = schema.get("properties")
+    return found if isinstance(found, Mapping) else {}
+
+
+def required_of(schema: Mapping[str, Any]) -> list[str]:
+    """The names that are texts, and none if they are no list."""
+    found = schema.get("required")
+    names = found if isinstance(found, Sequence) and not isinstance(found, str) else ()
+    return [name for name in names if isinstance(name, str)]
+
+
 def _closed(schema: Any) -> Any:
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
-    own = schema.get("properties")
+    own = properties_of(schema)
     kept = {key: _closed_part(key, value) for key, value in schema.items()}
-    names_all = own and set(schema.get("required") or ()) <= own.keys()
+    names_all = own and set(required_of(schema)) <= own.keys()
     if names_all and not OPEN_KEYS & schema.keys():
         kept["additionalProperties"] = False
     return kept

@@ -16,7 +16,7 @@ from keepwarm.models.load import Model
 from keepwarm.prefix.blocks import common_prefix
 from keepwarm.prefix.recent import NOTHING_STORED, RecentPrompts, StoredPrefix
 from keepwarm.text.detokenize import decode
-from keepwarm.text.grammar import GrammarMatcher, Grammars, Trial
+from keepwarm.text.grammar import GrammarMatcher, Grammars, Trial, properties_of, required_of
 from keepwarm.text.parsing import NORMAL, REASONING, Markup, Preamble
 from keepwarm.text.past_answers import Splicer, StoredAnswers
 from keepwarm.text.prompt import Prompt, Prompter, RenderedPrompt
@@ -363,15 +363,12 @@ class Preparer:
         if calls is not None:
             return compile_(Format(grammar=calls), after)
         if request.format is not None:
-            around = self._around_answer(request, request.format, bool(after))
-            try:
-                return compile_(request.format, after, around)
-            except BadInput:
-                if not request.tools:
-                    raise
-            loose = replace(request, tools=[_loose(tool) for tool in request.tools])
-            around = self._around_answer(loose, request.format, bool(after))
-            return compile_(request.format, after, around)
+            for tools in _binding_less(request.tools):
+                around = self._around_answer(request, request.format, tools, bool(after))
+                with suppress(BadInput):
+                    return compile_(request.format, after, around)
+            alone = self._around_answer(request, request.format, (), bool(after))
+            return compile_(request.format, after, alone)
         if _forbids_calls(request):
             return compile_(Format(grammar=no_call_grammar(self.markup)))
         with suppress(BadInput):  # the same of strict tools: their calls are free
@@ -388,7 +385,9 @@ class Preparer:
 
         return trial
 
-    def _around_answer(self, request: Request, wanted: Format, thinks: bool) -> str:
+    def _around_answer(
+        self, request: Request, wanted: Format, tools: Sequence[Tool], thinks: bool
+    ) -> str:
         """A grammar for what comes before an answer that has a format, or in its place.
 
         Before it the model's reasoning and header; in the place of JSON calls that the model may
@@ -402,16 +401,24 @@ class Preparer:
         if thinks:  # the prompt has begun it
             preamble = Preamble()
         may_call = choice.mode != "none" and wanted.grammar is None
-        tools = request.tools if may_call else ()
-        return answer_grammar(self.markup, preamble, tools, choice.parallel)
+        offered = tools if may_call else ()
+        return answer_grammar(self.markup, preamble, offered, choice.parallel)
+
+
+def _binding_less(tools: Sequence[Tool]) -> Iterator[Sequence[Tool]]:
+    """The tools, and if their schemas are beyond a grammar the same with any arguments."""
+    if tools:
+        yield tools
+        yield [_loose(tool) for tool in tools]
 
 
 def _loose(tool: Tool) -> Tool:
     """The tool with any values for its arguments: some part of its schema is beyond a grammar."""
     function = tool["function"]
     schema = function.get("parameters") or {}
-    names: dict[str, object] = {name: {} for name in schema.get("properties") or ()}
-    named = {"properties": names, "required": schema.get("required") or []} if names else {}
+    names: dict[str, object] = {name: {} for name in properties_of(schema)}
+    required = [name for name in required_of(schema) if name in names]
+    named = {"properties": names, "required": required} if names else {}
     return {**tool, "function": {**function, "parameters": {"type": "object", **named}}}
 
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from keepwarm.errors import BadInput
-from keepwarm.text.grammar import OPEN_KEYS, closed
+from keepwarm.text.grammar import OPEN_KEYS, closed, properties_of, required_of
 from keepwarm.text.parsing import Markup, Preamble
 from keepwarm.text.request import Tool, ToolChoice
 from keepwarm.text.tools import HARMONY, STRICT, parses
@@ -24,6 +24,7 @@ _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 _GUIDANCE = {**_SPACES, "lenient": True}  # unknown schema keywords are ignored, not refused
 _ATOM: Mapping[str, Any] = {"type": ["number", "boolean", "null"]}
 _PLAIN = ("string", "integer", "number", "boolean", "null")
+_WAYS = ("enum", "anyOf", "oneOf")
 _BARE_KEY = re.compile(r"\w+")
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
 
@@ -190,13 +191,19 @@ def _blanks(preamble: Preamble) -> str:
 
 def _resolved(part: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     """A property's schema on its own: its `$ref` resolved, the definitions added."""
-    schema = part if isinstance(part, Mapping) else {}  # it may be `true`
+    schema = _sound(part)
     named = {key: root.get(key) for key in ("$defs", "definitions")}
     definitions = {key: each for key, each in named.items() if isinstance(each, Mapping)}
     _, _, name = str(schema.get("$ref", "")).rpartition("/")
     found = (each.get(name) for each in definitions.values())
     targets = [each for each in found if isinstance(each, Mapping)]
-    return {**(targets[0] if targets else schema), **definitions}
+    return {**(_sound(targets[0]) if targets else schema), **definitions}
+
+
+def _sound(part: Any) -> dict[str, Any]:
+    """A schema as an object, which may be `true`; without lists of ways that are no lists."""
+    given = part.items() if isinstance(part, Mapping) else ()
+    return {key: value for key, value in given if key not in _WAYS or isinstance(value, list)}
 
 
 def _is_open(schema: Mapping[str, Any]) -> bool:
@@ -326,8 +333,8 @@ class CallWriter(LarkWriter):
         named: Mapping[str, str] = MappingProxyType({}),
     ) -> Iterator[str]:
         """Those of the schema in its order; one that is not required may be left out."""
-        properties = schema.get("properties") or {}
-        required = [name in (schema.get("required") or ()) for name in properties]
+        properties, names = properties_of(schema), required_of(schema)
+        required = [name in names for name in properties]
         rules = [f"{rule}_{number}" for number in range(len(properties))]
         separated = [f"({self.literal(form.separator)} {each})" for each in rules]
         later = [f"{r}{'' if must else '?'}" for r, must in zip(separated, required, strict=True)]
@@ -349,7 +356,8 @@ class CallWriter(LarkWriter):
         named = {
             f"#/{key}/{name}": (f"{rule}_{key.strip('$')}_{number}", part)
             for key in ("$defs", "definitions")
-            for number, (name, part) in enumerate((schema.get(key) or {}).items())
+            if isinstance(schema.get(key), Mapping)
+            for number, (name, part) in enumerate(schema[key].items())
         }
         rules = {ref: each for ref, (each, _) in named.items()}
         found = [self._nested(each, form, part, rules) for each, part in named.values()]
@@ -359,7 +367,7 @@ class CallWriter(LarkWriter):
         self, rule: str, form: Parameters, part: Any, named: Mapping[str, str]
     ) -> Iterator[str]:
         """A value in the form's own way; as JSON its texts could be taken for braces and keys."""
-        schema = part if isinstance(part, Mapping) else {}  # it may be `true`
+        schema = _sound(part)
         kind, items = schema.get("type"), schema.get("items")
         ways = schema.get("anyOf") or schema.get("oneOf")
         if isinstance(kind, list):
@@ -371,7 +379,7 @@ class CallWriter(LarkWriter):
             yield f"{rule}: {' | '.join(rules)}"
             for each, way in zip(rules, ways, strict=True):
                 yield from self._nested(each, form, way, named)
-        elif kind == "object" and schema.get("properties") and not _is_open(schema):
+        elif kind == "object" and properties_of(schema) and not _is_open(schema):
             yield f'{rule}: "{{" {rule}_of "}}"'
             yield from self._parameters(f"{rule}_of", form, schema, named)
         elif kind == "array" and isinstance(items, Mapping):
