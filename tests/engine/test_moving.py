@@ -7,6 +7,7 @@ import pytest
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.janitor import walk as walk_place
 from keepwarm.remote.records import parse_last
+from keepwarm.remote.tier import RemoteTier
 from keepwarm.text.request import Request, Sampling
 from tests.engine.test_shared import machine
 
@@ -78,14 +79,15 @@ def test_a_walk_over_three_machines_has_the_tokens_of_one(
         assert walk(apart, [0, 1], 4) != expected[:4]
 
 
+def n_told(place):
+    """Blobs with answers, and those that name them."""
+    with closing(open_backend(place.as_uri())) as there:
+        words = [parse_last(one.name) for one in walk_place(there)]
+    return sum(word.part is None for word in words)
+
+
 def test_a_conversation_that_is_deleted_leaves_no_answers_there(models, tmp_path, place):
     """Those of every turn go, and another conversation's stay."""
-
-    def told():
-        with closing(open_backend(place.as_uri())) as there:
-            words = [parse_last(one.name) for one in walk_place(there)]
-        return sum(word.part is None for word in words)
-
     with machine(models.of("llama"), tmp_path / "a", place.as_uri()) as engine:
         for agent in ("coder", "other"):
             messages = []
@@ -93,7 +95,28 @@ def test_a_conversation_that_is_deleted_leaves_no_answers_there(models, tmp_path
                 messages = [*messages, {"role": "user", "content": f"{agent}'s {turn}. question"}]
                 _, messages = say(engine, messages, agent)
         engine.wait_until_saved()
-        assert told() == 12, "with what names them"
+        assert n_told(place) == 12, "with what names them"
         engine.forget("coder")
         assert engine.store.unreached() == []
-        assert told() == 6
+        assert n_told(place) == 6
+
+
+def test_an_answer_that_is_told_after_its_conversation_was_deleted_is_taken_back(
+    models, tmp_path, place, monkeypatch
+):
+    tell, seen = RemoteTier.tell, []
+    with machine(models.of("llama"), tmp_path / "a", place.as_uri()) as engine:
+
+        def tell_late(*args):
+            engine.forget("coder")
+            seen.append(engine.store.unreached())
+            tell(*args)
+            seen.append(n_told(place))
+
+        _, messages = say(engine, [{"role": "user", "content": "a question"}], "coder")
+        engine.wait_until_saved()
+        monkeypatch.setattr(RemoteTier, "tell", tell_late)
+        say(engine, [*messages, {"role": "user", "content": "another"}], "coder")
+        engine.wait_until_saved()
+        assert engine.store.unreached() == []
+        assert (seen, n_told(place)) == ([[], 2], 0)

@@ -50,6 +50,18 @@ def test_it_goes_with_the_block_that_the_answer_ends_in(machine, place, options)
     assert len(told_in(place)) == 2
 
 
+def test_all_that_was_told_of_the_same_end_goes_with_it(machine, place, options):
+    one = machine(**options)
+    one.tell(NAMESPACE, TEXT, TOLD, END)
+    one.tell(NAMESPACE, TEXT, TOLD[:40], END)
+    assert one.take_back(NAMESPACE, TEXT, TOLD[:40], END)
+    assert one.answers_to(NAMESPACE, [TEXT]) == [TOLD]
+    one.tell(NAMESPACE, "another text", TOLD[:40], END)
+    doomed = NamedBlock(END.key, END.parent, END.n_tokens)
+    assert erase_from_tier(one, [NAMESPACE], [doomed], keep=())
+    assert names_in(place) == []
+
+
 def test_a_block_goes_with_its_beginning_that_an_answer_ended_in(machine, place, options):
     one, tokens = machine(**options), tokens_of(100)
     shorter, longer = ending(tokens[:44]), ending(tokens)
@@ -67,7 +79,7 @@ def test_a_pointer_that_somebody_has_made_deletes_nothing_else(machine, place):
     (kept,) = before = names_in(place)
     doomed = NamedBlock(END.key, END.parent, END.n_tokens)
     for said in (kept.encode(), f"classes/{CLASS}".encode(), b"../001.up.a.0", b"\xff" * 3000):
-        place.put(names.of_pointer(NAMESPACE, END.parent, END.key), [said], SOON)
+        place.put(names.of_pointer(NAMESPACE, END.parent, END.key, TEXT), [said], SOON)
         assert erase_from_tier(one, [NAMESPACE], [doomed], keep=())
         assert names_in(place) == before
 

@@ -5,6 +5,7 @@ from contextlib import closing
 import pytest
 
 from keepwarm.concurrency import CallError
+from keepwarm.prefix.blocks import chain
 from keepwarm.records.at_rest import at_rest
 from keepwarm.remote.compression import count_bytes
 from keepwarm.remote.directory import DirectoryBackend
@@ -13,9 +14,11 @@ from keepwarm.remote.tier import RemoteTier
 from keepwarm.remote.uploader import Uploader
 from keepwarm.store.disk.write_budget import WriteBudget
 from keepwarm.store.memory import MemoryTier
+from keepwarm.store.tier import NamedBlock
 from keepwarm.store.tiers import Tiers
+from tests.contract.shared import names_in
 from tests.remote.test_codes import numbers
-from tests.store.kit import NAMESPACE, encode, record, refs_of, wanting_q8
+from tests.store.kit import NAMESPACE, encode, record, refs_of, tokens_of, wanting_q8
 
 SOON = 30.0
 REFS = refs_of(4)
@@ -67,7 +70,7 @@ def patience(monkeypatch):
     monkeypatch.setattr("keepwarm.remote.uploader.CLOSE_S", SOON)
 
 
-def share(tier, memory, budget=None, uses=1, delete_later=lambda header: None):
+def share(tier, memory, budget=None, uses=1, delete_later=lambda *_: None):
     uploader = Uploader([tier], Tiers([("memory", memory)]), memory.have, budget, delete_later)
     for _ in range(uses):
         uploader.offer(NAMESPACE, REFS)
@@ -150,8 +153,31 @@ def test_what_cannot_be_withdrawn_is_deleted_later(tier, place, memory, monkeypa
     later = []
     place.on_put = lambda: memory.delete(place.keys[-1]) if len(place.keys) == 4 else None
     monkeypatch.setattr(place, "delete", fail)
-    share(tier, memory, delete_later=later.append)
-    assert [header.key for header in later] == [REFS[3].key]
+    share(tier, memory, delete_later=lambda *block: later.append(block))
+    assert later == [(NAMESPACE, NamedBlock(REFS[3].key, REFS[3].parent, REFS[3].n_tokens))]
+
+
+@pytest.mark.parametrize("can_delete", [True, False])
+def test_what_is_told_and_not_wanted_by_then_is_taken_back(
+    can_delete, tier, place, memory, monkeypatch
+):
+    def fail(names, timeout_s):
+        raise CallError("gone")
+
+    if not can_delete:
+        monkeypatch.setattr(place, "delete", fail)
+    later = []
+    here = Tiers([("memory", memory)])
+    uploader = Uploader([tier], here, memory.have, None, lambda *block: later.append(block))
+    tokens, is_wanted = tokens_of(300), iter([True, False])
+    *_, end = chain(NAMESPACE, tokens)
+    for text in ("wanted", "deleted"):
+        told = uploader.tell(NAMESPACE, text, text.encode, tokens, lambda: next(is_wanted))
+        told.result(SOON)
+    uploader.close()
+    assert len(names_in(place)) == (2 if can_delete else 4)
+    named = NAMESPACE, NamedBlock(end.key, end.parent, end.n_tokens)
+    assert later == ([] if can_delete else [named])
 
 
 def test_the_queue_is_bounded_by_bytes(tier, place, memory, monkeypatch):

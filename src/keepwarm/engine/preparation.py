@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -127,8 +127,13 @@ def _stored_answers(lane: Lane) -> StoredAnswers:
     def elsewhere(texts: Sequence[str]) -> list[list[KnownSpan]]:
         return [spans for told in restorer.answers_to(texts) if (spans := _decode_spans(told))]
 
-    def share(text: str, spans: Sequence[KnownSpan], tokens: Sequence[int]) -> Future[None] | None:
-        return restorer.share_answers(text, partial(_encode_spans, spans), tokens)
+    def share(
+        text: str,
+        spans: Sequence[KnownSpan],
+        tokens: Sequence[int],
+        is_wanted: Callable[[], bool],
+    ) -> Future[None] | None:
+        return restorer.share_answers(text, partial(_encode_spans, spans), tokens, is_wanted)
 
     return StoredAnswers(follow, elsewhere, share)
 

@@ -253,7 +253,8 @@ class RecentTexts:
         """The answers, for the client's next turn, which sends them back as text, to any machine;
         of a prompt that was cut short, how far it was computed."""
         for sequence in job.sequences if job.request.policy.writes else ():
-            if sequence.capture.claim.is_forgotten:
+            claim = sequence.capture.claim
+            if claim.is_forgotten:
                 continue
             n_computed = job.n_processed
             if n_computed >= len(job.tokens):
@@ -261,7 +262,8 @@ class RecentTexts:
             kept = [*job.cuts, len(job.tokens) - 1, n_computed]
             owner = (job.request.kv, job.request.tenant)
             self._recent.remember(owner, sequence.tokens, kept, n_computed)
-            job.told = self._preparer.remember(job.prepared, sequence.tokens) or job.told
+            told = self._preparer.remember(job.prepared, sequence.tokens, claim.is_wanted)
+            job.told = told or job.told
 
     def candidate(self, job: Job) -> MissCandidate | None:
         """A request that ended, if it may have computed known tokens again."""

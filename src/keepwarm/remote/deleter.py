@@ -208,22 +208,18 @@ class _Folder:
             has_windows = any(_is_window(one) for blobs in listed.values() for one in blobs)
             for block in blocks:
                 names += self._names_of(block, has_windows or block.key not in listed)
-        names = [*self._told_of(doomed, listed), *names]
+        pointers = [name for name in names if _is_pointer(name)]
+        names = [*self._told_by(pointers), *names]
         for start in range(0, len(names), AT_ONCE):
             self._backend.delete(names[start : start + AT_ONCE], CALL_S)
 
-    def _told_of(
-        self, doomed: Iterable[BlockKey], listed: Mapping[BlockKey, Sequence[Listed]]
-    ) -> Iterator[str]:
-        """What is told of answers that end in these blocks, before what names it."""
-        pointers = {self._names.of_pointer(self._namespace, self._parent, key) for key in doomed}
-        if not self._backend.in_batches:
-            pointers &= {one.name for blobs in listed.values() for one in blobs}
+    def _told_by(self, pointers: Iterable[str]) -> Iterator[str]:
+        """The names of what is told of answers."""
         for pointer in pointers:
             found = self._backend.read(pointer, at_most(MAX_NAME), CALL_S, n_bytes=MAX_NAME)
             name = bytes(found or b"").decode(errors="replace")
             if self._names.is_of_answers(self._namespace, name):
-                yield from (name, pointer)
+                yield name
 
     def _listed(self) -> dict[BlockKey, list[Listed]]:
         """Records, by block."""
@@ -276,6 +272,11 @@ class _Folder:
 def _is_window(blob: Listed) -> bool:
     word = parse_last(blob.name)
     return word is not None and word.part is Part.WINDOW
+
+
+def _is_pointer(name: str) -> bool:
+    word = parse_last(name)
+    return word is not None and word.part is None
 
 
 def _n_tokens(blobs: Sequence[Listed]) -> int:

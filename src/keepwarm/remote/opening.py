@@ -19,7 +19,6 @@ from keepwarm.device import machine
 from keepwarm.errors import BadInput, BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BlockKey, Namespace
 from keepwarm.records.cipher import Cipher
-from keepwarm.records.record import Header
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.backend import Backend, Listed
 from keepwarm.remote.compression import memory_for
@@ -101,9 +100,8 @@ class SharedTiers:
         tombstones = Tombstones(self._disk)
         tombstones.share_with(addresses)
 
-        def delete_later(header: Header) -> None:
-            block = NamedBlock(header.key, header.parent, len(header.tokens) // 4)
-            tombstones.add([header.namespace], [block])
+        def delete_later(namespace: Namespace, block: NamedBlock) -> None:
+            tombstones.add([namespace], [block])
             self.notice_deletion(block)
 
         self.uploader = Uploader(self.tiers, here, kept, budget, delete_later)
@@ -210,7 +208,7 @@ READ_S = 60.0  # a record; nobody waits for it
 
 
 class HeldBlob(NamedTuple):
-    """A record, or what is told of past answers, which nobody can read here."""
+    """A record, or what is told of past answers, or what names that."""
 
     listed: Listed
     compute_class: str

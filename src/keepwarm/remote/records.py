@@ -14,7 +14,7 @@ Beside the records lie token ids of past answers, for conversations that move to
 
 Their name lies beside the block that the answer ends in, so that they are deleted with that:
 
-    <compute class>/<namespace>/<parent>/256.<key>.a.0
+    <compute class>/<namespace>/<parent>/256.<key>.a<digest of that name>.0
 
 The compute class is what numbers depend on besides the namespace, such as backend and version of
 MLX. Machines of different classes compute slightly different keys and values, so that an answer
@@ -51,8 +51,11 @@ from keepwarm.remote.compression import decode_record, find_start, undo_code
 
 CLASSES = "classes"
 ANSWERS = "a"  # in a name, in place of a part
+POINTER_BYTES = 8  # of a digest
 CLASS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")  # other files may lie beside them
-LAST = re.compile(rf"(\d{{3}})\.([0-9a-f]{{{2 * KEY_BYTES}}})\.([a-z]+)\.(\d{{1,3}})(\.mac)?")
+LAST = re.compile(
+    rf"(\d{{3}})\.([0-9a-f]{{{2 * KEY_BYTES}}})\.([a-z][0-9a-f]*)\.(\d{{1,3}})(\.mac)?"
+)
 MAC_BYTES = 32
 FLEET_KEY_BYTES = 32
 HEADER_GUESS = 1 << 16  # bytes; most headers are shorter
@@ -95,7 +98,7 @@ def parse_last(name: str) -> LastWord | None:
         return None
     tokens, key, part, rows, mac = found.groups()
     try:
-        kind = None if part == ANSWERS else Part(part)
+        kind = None if part.startswith(ANSWERS) else Part(part)
         word = LastWord(BlockKey(bytes.fromhex(key)), kind, int(tokens), int(rows), bool(mac))
     except ValueError:
         return None
@@ -128,9 +131,11 @@ class RemoteNames:
         digest.update(text.encode("utf-8", "surrogatepass"))
         return self.folder(namespace, BlockKey(digest.digest()))
 
-    def of_pointer(self, namespace: Namespace, parent: BlockKey, key: BlockKey) -> str:
+    def of_pointer(self, namespace: Namespace, parent: BlockKey, key: BlockKey, told: str) -> str:
         """For the name of what is told, after all names that look-ups want."""
-        return f"{self.folder(namespace, parent)}/{self.stem(BLOCK_TOKENS, key)}{ANSWERS}.0"
+        digest = blake2b(told.encode(), digest_size=POINTER_BYTES, person=b"keepwarm.told.2")
+        stem = self.stem(BLOCK_TOKENS, key)
+        return f"{self.folder(namespace, parent)}/{stem}{ANSWERS}{digest.hexdigest()}.0"
 
     def is_of_answers(self, namespace: Namespace, name: str) -> bool:
         """Whether it may be one of these: strangers may have written it."""

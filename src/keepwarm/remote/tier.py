@@ -211,7 +211,7 @@ class RemoteTier:
         Never fails.
         """
         name = self._names.of_answers(namespace, text, answers)
-        pointer = self._names.of_pointer(namespace, end.parent, end.key)
+        pointer = self._names.of_pointer(namespace, end.parent, end.key, name)
         data = self.cipher.seal(name.encode(), answers) if self.cipher else answers
         pieces = [data, self._fleet_key.mac(name, [data])] if self._fleet_key else [data]
 
@@ -221,6 +221,12 @@ class RemoteTier:
 
         if self.is_writable:
             self.health.call("written", put)
+
+    def take_back(self, namespace: Namespace, text: str, answers: bytes, end: BlockRef) -> bool:
+        """Delete what was just told; whether that is done."""
+        name = self._names.of_answers(namespace, text, answers)
+        pointer = self._names.of_pointer(namespace, end.parent, end.key, name)
+        return self.clear([], lambda: self.backend.delete([name, pointer], WRITE_S))
 
     def load_s(self, n_bytes: int) -> float:
         return self.speed.load_s(n_bytes)

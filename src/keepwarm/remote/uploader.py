@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, Namespace, block_key, chain
 from keepwarm.records.at_rest import at_rest
-from keepwarm.records.record import Header, Part, Record
+from keepwarm.records.record import Part, Record
 from keepwarm.remote.tier import RemoteTier
 from keepwarm.store.disk.write_budget import WriteBudget
-from keepwarm.store.tier import BlockInfo, CheckpointRef
+from keepwarm.store.tier import BlockInfo, CheckpointRef, NamedBlock
 from keepwarm.store.tiers import Tiers
 
 LOG = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Uploader:
         here: Tiers,
         kept: Callable[[Collection[BlockKey]], dict[BlockKey, BlockInfo]],
         budget: WriteBudget | None = None,
-        delete_later: Callable[[Header], None] = lambda header: None,  # noqa: ARG005
+        delete_later: Callable[[Namespace, NamedBlock], None] = lambda *_: None,
     ) -> None:
         """`kept` says which blocks are on disk or will be: others are not shared. `budget` is what
         may be written in a day.
@@ -90,10 +90,11 @@ class Uploader:
         text: str,
         answers: Callable[[], bytes],
         tokens: Sequence[int],
+        is_wanted: Callable[[], bool],
     ) -> Future[None] | None:
         """Tell other machines what answers a conversation of these tokens has; from any thread,
         without waiting. Done when they can know, or None if that may take long: nobody should wait
-        then.
+        then. If it is not wanted by then, because it was deleted, it is taken back.
         """
         usable = [tier for tier in self._shared if not tier.is_open]
 
@@ -102,6 +103,9 @@ class Uploader:
             *_, end = chain(namespace, tokens)
             for tier in usable if self._fits(len(told)) else ():
                 tier.tell(namespace, text, told, end)
+                if not is_wanted() and not tier.take_back(namespace, text, told, end):
+                    block = NamedBlock(end.key, end.parent, end.n_tokens)
+                    self._delete_later(namespace, block)
 
         with self._changed:
             if self._closing or not usable:
@@ -196,7 +200,9 @@ class Uploader:
         is_there = put.stored or put.durable.exception() is not None  # perhaps, if it was late
         is_deleted = is_there and not self._kept([key])  # an `rm` may have looked before
         if is_deleted and not tier.withdraw(record.header):
-            self._delete_later(record.header)
+            key, parent, tokens = record.header.key, record.header.parent, record.header.tokens
+            block = NamedBlock(key, parent, len(tokens) // 4)
+            self._delete_later(record.header.namespace, block)
 
     def _fits(self, n_bytes: int) -> bool:
         try:

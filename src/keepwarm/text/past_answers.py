@@ -53,10 +53,11 @@ class StoredAnswers(NamedTuple):
     follow: Continuations
     # Given texts of prompts: all answers until then, as machines that have answered them know.
     elsewhere: Callable[[Sequence[str]], Iterable[Sequence[KnownSpan]]] = lambda _: ()
-    # Given the text of a prompt, all answers with its own, and the tokens of both: tells others.
-    share: Callable[[str, Sequence[KnownSpan], Sequence[int]], Future[None] | None] = lambda *_: (
-        None
-    )
+    # Given the text of a prompt, all answers with its own, the tokens of both, and whether that is
+    # still wanted: tells others.
+    share: Callable[
+        [str, Sequence[KnownSpan], Sequence[int], Callable[[], bool]], Future[None] | None
+    ] = lambda *_: None
 
 
 class _Step(NamedTuple):

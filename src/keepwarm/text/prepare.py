@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -262,9 +262,11 @@ class Preparer:
         """The same for its tokens."""
         return self._render(request, stored, None, deadline, wants_cuts=False).tokens
 
-    def remember(self, prepared: PreparedRequest, tokens: Sequence[int]) -> Future[None] | None:
+    def remember(
+        self, prepared: PreparedRequest, tokens: Sequence[int], is_wanted: Callable[[], bool]
+    ) -> Future[None] | None:
         """Remember an answer, the end of these tokens, for a client that sends it back as text, to
-        this machine or to another; done when that is told.
+        this machine or to another, if it is still wanted there; done when that is told.
 
         Of a conversation that was continued it is found among the stored blocks.
         """
@@ -278,7 +280,7 @@ class Preparer:
         span, stored = self.splicer.remember(*made), prepared.stored
         if span is None or stored is None or not prepared.request.policy.to_disk:
             return None
-        return stored.share(prompt.text, [*prompt.spans, span], tokens)
+        return stored.share(prompt.text, [*prompt.spans, span], tokens, is_wanted)
 
     def forget(self) -> None:
         """Forget all texts: answers, and tokens of what was prepared."""

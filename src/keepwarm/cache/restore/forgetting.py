@@ -213,6 +213,12 @@ class RequestClaim:
             self._checked = forgetting.generation
         return self._is_forgotten
 
+    def is_wanted(self) -> bool:
+        """Whether none of its tokens was deleted since it began, by any process until now."""
+        if self._forgetting is not None:
+            self._forgetting.catch_up()
+        return not self.is_forgotten
+
     @property
     def is_of_deleted_agent(self) -> bool:
         """Whether its agent was deleted since it began."""

@@ -518,13 +518,18 @@ class Restorer:
         return self.uploader.offer(self.namespace, refs) if self.uploader and refs else None
 
     def share_answers(
-        self, text: str, answers: Callable[[], bytes], tokens: Sequence[int]
+        self,
+        text: str,
+        answers: Callable[[], bytes],
+        tokens: Sequence[int],
+        is_wanted: Callable[[], bool],
     ) -> Future[None] | None:
         """Tell other machines the answers of a conversation that has these tokens, the one to this
         text last; done when they can know. None if nobody should wait for that.
         """
-        told = self.uploader and self.uploader.tell(self.namespace, text, answers, tokens)
-        return told or None
+        if self.uploader is None:
+            return None
+        return self.uploader.tell(self.namespace, text, answers, tokens, is_wanted)
 
     def answers_to(self, texts: Sequence[str]) -> Iterator[bytes]:
         """What other machines have told of these texts; on the caller's thread."""
