@@ -120,6 +120,18 @@ def test_a_server_without_that_request_is_asked_one_by_one():
     assert {method for method, *_ in seen} == {"POST"}, "a store that has no time gets no more work"
 
 
+def test_a_name_that_is_gone_does_not_keep_others_from_being_deleted():
+    def refuse(one):
+        is_gone = one.path.endswith("/a/1.d")
+        answer(501 if one.command == "POST" else 404 if is_gone else 204)(one)
+
+    names = [f"a/{number}.d" for number in range(1, 41)]
+    with bucket_that(refuse) as (blobs, seen):
+        blobs.delete(names, SOON)
+    paths = {path for method, path, _ in seen if method == "DELETE"}
+    assert paths == {f"/bucket/pre/fix/{name}" for name in names}
+
+
 def test_a_janitor_lists_by_pages(bucket, monkeypatch):
     monkeypatch.setattr("keepwarm.remote.s3.PAGE", 2)
     with closing(open_backend(bucket)) as blobs:

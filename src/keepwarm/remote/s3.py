@@ -201,8 +201,13 @@ class S3Backend(Backend):
 
 
 def _delete(store: S3Store, paths: Sequence[str]) -> None:
-    with suppress(FileNotFoundError), _blob_errors():
-        obstore.delete(store, paths)
+    try:
+        with _blob_errors():
+            obstore.delete(store, paths)
+    except FileNotFoundError:  # it stops at the first that is gone
+        for path in paths:
+            with suppress(FileNotFoundError), _blob_errors():
+                obstore.delete(store, path)
 
 
 def _patiently(work: Callable[[], T]) -> T:
