@@ -13,6 +13,7 @@ from keepwarm.cli.main import command_line
 from keepwarm.errors import BadInput, Unreachable
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.remote.addresses import open_backend
+from keepwarm.remote.opening import held_blobs
 from keepwarm.remote.records import RemoteNames, RemoteRecord
 from keepwarm.remote.tier import RemoteTier
 from keepwarm.store.disk.disk import DiskLimits
@@ -85,7 +86,10 @@ def test_rm_deletes_what_is_wanted_and_never_all_by_accident(remote, place):
         assert tier.health.wait_until_tried(SOON)
         tier.tell(NAMESPACE, "a conversation", b"its past answers", REFS[0])
     assert remote("verify") == "3 of 3 records are intact.\n"
-    assert remote("rm", "--all") == "Deleted 5 records.\n"
+    assert [row["records"] for row in rows(remote)] == [3]
+    assert remote("rm", "--all") == "Deleted 3 records.\n"
+    with closing(open_backend(place)) as backend:
+        assert not list(held_blobs(backend)), "past answers are gone too"
     assert rows(remote) == []
 
 

@@ -23,7 +23,7 @@ from keepwarm.units import format_bytes
 if TYPE_CHECKING:
     from keepwarm.agents.agent_store import AgentStore
     from keepwarm.prefix.blocks import Namespace
-    from keepwarm.remote.backend import Backend, Listed
+    from keepwarm.remote.backend import Backend
     from keepwarm.remote.opening import HeldBlob
 
 AT_ONCE = 256  # names deleted in one call
@@ -112,13 +112,13 @@ def list_records(
     A model or tenant that this machine does not know is shown by its hash.
     """
     wanted = Wanted(model, compute_class, tenant, older_than)
-    groups: defaultdict[tuple[str, ...], list[Listed]] = defaultdict(list)
+    groups: defaultdict[tuple[str, ...], list[HeldBlob]] = defaultdict(list)
     with open_store() as store:
         for address in config.load().remotes:
             with _opened(address) as backend:
                 for one in _found(store, backend, wanted):
-                    groups[address, *one[:3]].append(one.held.listed)
-    rows = [_row(names, listed) for names, listed in sorted(groups.items())]
+                    groups[address, *one[:3]].append(one.held)
+    rows = [_row(names, groups[names]) for names in sorted(groups)]
     if as_json:
         print(json.dumps(rows))
         return
@@ -134,11 +134,17 @@ def list_records(
         print("Nothing is there.")
 
 
-def _row(names: tuple[str, ...], listed: list[Listed]) -> dict[str, Any]:
-    used = [one.used for one in listed if one.used]
-    sizes = {"records": len(listed), "n_bytes": sum(one.n_bytes for one in listed)}
+def _row(names: tuple[str, ...], held: list[HeldBlob]) -> dict[str, Any]:
+    used = [one.listed.used for one in held if one.listed.used]
+    n_bytes = sum(one.listed.n_bytes for one in held)
+    sizes = {"records": _n_records(held), "n_bytes": n_bytes}
     ages = {"oldest": min(used, default=None), "newest": max(used, default=None)}
     return dict(zip(("tier", "model", "class", "tenant"), names, strict=True)) | sizes | ages
+
+
+def _n_records(held: list[HeldBlob]) -> int:
+    """Without what is told of past answers."""
+    return sum(one.record is not None for one in held)
 
 
 @app.command()
@@ -160,10 +166,11 @@ def rm(
     with open_store() as store:
         for address in config.load().remotes:
             with _opened(address) as backend:
-                names = [one.held.listed.name for one in _found(store, backend, wanted)]
+                doomed = [one.held for one in _found(store, backend, wanted)]
+                names = [held.listed.name for held in doomed]
                 for start in range(0, len(names), AT_ONCE):
                     backend.delete(names[start : start + AT_ONCE], CALL_S)
-                n_deleted += len(names)
+                n_deleted += _n_records(doomed)
     print(f"Deleted {n_deleted:,} records.")
 
 
