@@ -120,3 +120,18 @@ def test_an_answer_that_is_told_after_its_conversation_was_deleted_is_taken_back
         engine.wait_until_saved()
         assert engine.store.unreached() == []
         assert (seen, n_told(place)) == ([[], 2], 0)
+
+
+@pytest.mark.parametrize(("agent", "n_choices"), [("coder", 1), (None, 3)])
+def test_of_several_answers_to_an_agent_only_the_first_is_told(
+    agent, n_choices, models, tmp_path, place
+):
+    """Nothing names the ends of the others, so nothing could delete them."""
+    with machine(models.of("llama"), tmp_path / "a", place.as_uri()) as engine:
+        sampling = Sampling(max_tokens=6, temperature=2, seed=1)
+        messages = [{"role": "user", "content": "a question"}]
+        request = Request(messages=messages, sampling=sampling, agent=agent, n=3)
+        result = engine.submit(request).result()
+        assert len({choice.text for choice in result.choices}) == 3
+        engine.wait_until_saved()
+        assert n_told(place) == 2 * n_choices

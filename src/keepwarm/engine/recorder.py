@@ -262,7 +262,9 @@ class RecentTexts:
             kept = [*job.cuts, len(job.tokens) - 1, n_computed]
             owner = (job.request.kv, job.request.tenant)
             self._recent.remember(owner, sequence.tokens, kept, n_computed)
-            told = self._preparer.remember(job.prepared, sequence.tokens, claim.is_wanted)
+            is_recorded = job.request.agent is None or sequence.choice == 0
+            is_wanted = claim.is_wanted if is_recorded else None
+            told = self._preparer.remember(job.prepared, sequence.tokens, is_wanted)
             job.told = told or job.told
 
     def candidate(self, job: Job) -> MissCandidate | None:

@@ -263,10 +263,14 @@ class Preparer:
         return self._render(request, stored, None, deadline, wants_cuts=False).tokens
 
     def remember(
-        self, prepared: PreparedRequest, tokens: Sequence[int], is_wanted: Callable[[], bool]
+        self,
+        prepared: PreparedRequest,
+        tokens: Sequence[int],
+        is_wanted: Callable[[], bool] | None,
     ) -> Future[None] | None:
         """Remember an answer, the end of these tokens, for a client that sends it back as text, to
-        this machine or to another, if it is still wanted there; done when that is told.
+        this machine or, if it is wanted there, to another; done when that is told. `is_wanted`:
+        None if no other machine is told, because no agent would have it deleted there.
 
         Of a conversation that was continued it is found among the stored blocks.
         """
@@ -278,7 +282,9 @@ class Preparer:
             return None
         made = (prepared.request.tenant, prompt.text, prompt.tokens, generated, prompt.spans)
         span, stored = self.splicer.remember(*made), prepared.stored
-        if span is None or stored is None or not prepared.request.policy.to_disk:
+        if span is None or stored is None or is_wanted is None:
+            return None
+        if not prepared.request.policy.to_disk:
             return None
         return stored.share(prompt.text, [*prompt.spans, span], tokens, is_wanted)
 
