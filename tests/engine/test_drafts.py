@@ -454,7 +454,7 @@ def test_one_slow_step_does_not_turn_drafts_off_for_long(gate):
     """As when kernels are compiled."""
     gate.saw_step(ONE_ROW, 2, 1, 5.0)
     assert gate.width([DRAFT], ONE_ROW) == 1
-    for _ in range(801):
+    for _ in range(1601):
         gate.saw_step(ONE_ROW, 1, 0, 0.010)
     assert gate.width([DRAFT], ONE_ROW) == 2
 

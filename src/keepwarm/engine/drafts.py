@@ -37,6 +37,7 @@ FORGET_STEPS = 2048  # a cost that was not seen for so long is tried again
 # What drafts may lose, in plain steps: so many, and a share of all steps. What they gain may be
 # lost again, but never more at a time.
 MAX_CREDIT, CREDIT_SHARE = 8.0, 0.01
+MAX_DEBT = 16.0  # what the widest step may lose where every token costs a plain step
 MIN_GAIN = 1.03
 MAX_WAIT = 1.5  # what a row without a draft waits for others, in plain steps
 FIRST_GUESS = 0.6  # of a drafted token that it is right, before any was seen
@@ -248,7 +249,7 @@ class DraftGate:
         if width > 1 and plain is not None:
             gain += 1 + n_accepted / size.n_rows - seconds / plain
         # No lower: one slow step, as when kernels are compiled, would keep drafts off for long.
-        self._credit = max(-MAX_CREDIT, min(MAX_CREDIT, self._credit + gain))
+        self._credit = max(-MAX_DEBT, min(MAX_CREDIT, self._credit + gain))
 
     def saw_end_ahead(self, size: BatchSize, now: float, is_undisturbed: bool) -> None:
         """The same of a plain one that the device still computes."""
