@@ -50,6 +50,17 @@ def test_it_goes_with_the_block_that_the_answer_ends_in(machine, place, options)
     assert len(told_in(place)) == 2
 
 
+def test_what_is_read_is_evicted_before_what_names_it(machine, place, options, monkeypatch):
+    """Nothing could delete it without that."""
+    one, other = machine(**options), machine(**options)
+    one.tell(NAMESPACE, TEXT, TOLD, END)
+    touched = []
+    monkeypatch.setattr(other.backend, "touch", lambda names, _: touched.extend(names))
+    assert other.answers_to(NAMESPACE, [TEXT]) == [TOLD]
+    assert sorted(touched) == sorted(names_in(place))
+    assert parse_last(touched[-1]).key == END.key, "the last is evicted last"
+
+
 def test_all_that_was_told_of_the_same_end_goes_with_it(machine, place, options):
     one = machine(**options)
     one.tell(NAMESPACE, TEXT, TOLD, END)

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -19,7 +19,7 @@ from threading import Thread
 
 from keepwarm.concurrency import CallDeadline, CallError, SingleFlight
 from keepwarm.errors import BadRecord, KeepwarmError, NewerFormat
-from keepwarm.prefix.blocks import BlockKey, BlockRef, Namespace
+from keepwarm.prefix.blocks import KEY_BYTES, BlockKey, BlockRef, Namespace
 from keepwarm.records.at_rest import at_rest
 from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import (
@@ -62,6 +62,7 @@ LOG = logging.getLogger(__name__)
 ASK_S = 0.05  # for a question
 ANSWERS_S = 1.0  # for the tokens of past answers, on which those of a prompt depend
 ANSWERS_BYTES = 1 << 20  # of one conversation
+END_BYTES = 2 * KEY_BYTES  # parent and key of the block that its last answer ends in, before them
 MAX_TOLD = 8  # conversations that begin with the same text, or its beginnings
 BATCH_CALLS = 2  # that a question to Redis may take as long as
 MAX_ASK_SHARE = 0.1  # of the time to compute, for a question to a distant store
@@ -187,14 +188,28 @@ class RemoteTier:
             places = [FolderRange(self._names.answers_to(namespace, text), "") for text in texts]
             lists = self.backend.look(places, deadline.left_s())
             named = [one.name for some in lists for one in some]
-            read: list[bytes] = []
+            read: dict[str, bytes] = {}
             with suppress(CallError):  # what was read until then will do
                 for name in named[:MAX_TOLD]:
-                    read.append(self._told(name, deadline))
-            return [answers for answers in read if answers]
+                    read[name] = self._told(name, deadline)
+            told = {name: data for name, data in read.items() if len(data) > END_BYTES}
+            self._touch_told(namespace, told, deadline)
+            return [data[END_BYTES:] for data in told.values()]
 
         found = self.health.call("asked", ask) if texts else None
         return found if found and self._is_noted(namespace) else []
+
+    def _touch_told(
+        self, namespace: Namespace, told: Mapping[str, bytes], deadline: CallDeadline
+    ) -> None:
+        """Have what was read evicted later, and what names it after that."""
+        pointers = []
+        for name, data in told.items():
+            parent, key = BlockKey(data[:KEY_BYTES]), BlockKey(data[KEY_BYTES:END_BYTES])
+            pointers.append(self._names.of_pointer(namespace, parent, key, name))
+        if told and self.is_writable:
+            with suppress(CallError):
+                self.backend.touch([*told, *pointers], deadline.left_s())
 
     def _told(self, name: str, deadline: CallDeadline) -> bytes:
         """Empty if it is not what a machine of this fleet has put there."""
@@ -210,9 +225,10 @@ class RemoteTier:
         """Put what is known of the answers in a conversation, the last of which ends with a block.
         Never fails.
         """
-        name = self._names.of_answers(namespace, text, answers)
+        told = end.parent + end.key + answers
+        name = self._names.of_answers(namespace, text, told)
         pointer = self._names.of_pointer(namespace, end.parent, end.key, name)
-        data = self.cipher.seal(name.encode(), answers) if self.cipher else answers
+        data = self.cipher.seal(name.encode(), told) if self.cipher else told
         pieces = [data, self._fleet_key.mac(name, [data])] if self._fleet_key else [data]
 
         def put() -> None:
@@ -224,7 +240,7 @@ class RemoteTier:
 
     def take_back(self, namespace: Namespace, text: str, answers: bytes, end: BlockRef) -> bool:
         """Delete what was just told; whether that is done."""
-        name = self._names.of_answers(namespace, text, answers)
+        name = self._names.of_answers(namespace, text, end.parent + end.key + answers)
         pointer = self._names.of_pointer(namespace, end.parent, end.key, name)
         return self.clear([], lambda: self.backend.delete([name, pointer], WRITE_S))
 
