@@ -15,6 +15,7 @@ from tests.server.dashboard.test_dashboard import LONG, A, B, ask
 VIEWS = ["Overview", "Requests", "Forest", "Misses", "Agents", "Health", "Connect"]
 SIZES = [(1280, 900), (390, 844)]
 WHY = "These totals cover all keys; the admin key is needed to see them."
+UUID = "3f0c6f0e-8a5e-4c1e-9b59-2f3d0c1a7b71"  # as coding agents name themselves
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,7 @@ def missed(serving):
     with serving(admin_key="admin") as live:
         ask(live, f"It is nine. {LONG}", "clock")
         ask(live, f"It is ten. {LONG}", "clock")
+        ask(live, "Hello.", UUID)
         yield live
 
 
@@ -321,7 +323,7 @@ def test_it_asks_for_the_key_and_shows_no_more_than_it_opens(browser, serving):
             verify = page.get_by_role("button", name="Verify every record")
             page.get_by_text("Needs the admin key").wait_for()
             assert verify.is_disabled()
-            page.get_by_role("button", name="Key…").click()
+            page.get_by_role("button", name="API key…").click()
             give(dialog, "admin")
             verify.click()
             page.get_by_text("are intact").wait_for()
@@ -330,7 +332,7 @@ def test_it_asks_for_the_key_and_shows_no_more_than_it_opens(browser, serving):
             page.locator("#agent-list tr", has_text="bob").get_by_text(
                 "with its own key"
             ).wait_for()
-            page.get_by_role("button", name="Key…").click()
+            page.get_by_role("button", name="API key…").click()
             give(dialog, "a")
             page.get_by_text("bob").wait_for(state="hidden")
         with watched(browser, live.url, allowed="401") as page:  # another tab knows no key
@@ -339,7 +341,7 @@ def test_it_asks_for_the_key_and_shows_no_more_than_it_opens(browser, serving):
             dialog.wait_for()
             for key, opened in (("a", False), ("admin", True), ("b", False)):
                 if not dialog.is_visible():
-                    page.get_by_role("button", name="Key…").click()
+                    page.get_by_role("button", name="API key…").click()
                 give(dialog, key)
                 page.get_by_text(WHY).first.wait_for(state="hidden" if opened else "visible")
                 page.get_by_text("0 queued").wait_for()
@@ -398,8 +400,8 @@ def give(dialog, key):
 
 @pytest.mark.parametrize(
     ("scheme", "size"),
-    [("light", SIZES[0]), ("dark", SIZES[1])],
-    ids=["light-wide", "dark-narrow"],
+    [("light", SIZES[0]), ("light", (1024, 768)), ("dark", SIZES[1])],
+    ids=["light-wide", "light-medium", "dark-narrow"],
 )
 def test_every_view_fits_and_can_be_read(browser, missed, scheme, size):
     """Nothing is beyond the edge or under the header, and every text has the contrast that WCAG AA
@@ -416,6 +418,9 @@ def test_every_view_fits_and_can_be_read(browser, missed, scheme, size):
             assert page.evaluate("document.documentElement.scrollWidth") <= width, name
             assert page.evaluate(CONTRAST) == [], name
             assert page.evaluate(OUTSIDE) == [], name
+            assert page.evaluate(OVER) == [], name
+            if width >= 1024:
+                assert page.evaluate(SCROLLS) == [], name
             heading = page.get_by_role("heading", level=2, name=name).bounding_box()
             header = page.locator("header").bounding_box()
             assert heading["y"] >= header["y"] + header["height"], name
@@ -434,6 +439,16 @@ OUTSIDE = """() => [...document.querySelectorAll("button, input, select, canvas"
   .filter((one) => one.checkVisibility())
   .map((one) => [one.id || one.textContent, one.getBoundingClientRect()])
   .filter(([, box]) => box.left < 0 || box.right > innerWidth).map(([name]) => name)"""
+
+
+OVER = """() => [...document.querySelectorAll("tbody :is(th, td) *")]
+  .filter((one) => one.checkVisibility())
+  .map((one) => [one.textContent, one.getBoundingClientRect(), one.closest("th, td")])
+  .filter(([, box, cell]) => box.right > cell.getBoundingClientRect().right + 1)
+  .map(([text]) => text)"""
+SCROLLS = """() => [...document.querySelectorAll("main div")]
+  .filter((one) => one.checkVisibility() && getComputedStyle(one).overflowX === "auto")
+  .filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.id)"""
 
 
 def test_the_forest_has_most_of_a_narrow_window(browser, missed):

@@ -3,7 +3,7 @@
 import { file, patch, post, remove } from "./api.js";
 import * as chat from "./chat.js";
 import { byId, details, empty, h, pages, put, say, slice, table } from "./dom.js";
-import { ago, bytes, count, plural } from "./format.js";
+import { ago, bytes, count, middle, plural } from "./format.js";
 
 const PAGE = 25;
 const COLUMNS = [
@@ -54,7 +54,7 @@ function sorted(agents) {
 
 function row(agent) {
   const badges = [agent.pinned && "pinned", agent.ephemeral && "ephemeral", agent.imported && "imported"].filter(Boolean);
-  const name = [h("strong", {}, agent.id), agent.key ? h("span", { class: "quiet" }, ` key ${agent.key}`) : "",
+  const name = [h("strong", { title: agent.id }, middle(agent.id, 40)), agent.key ? h("span", { class: "quiet" }, ` key ${agent.key}`) : "",
     ...badges.map((badge) => h("span", { class: "badge" }, badge)),
     h("div", { class: "quiet" }, [`created ${ago(agent.created)}`, agent.forked_from ? `fork of ${agent.forked_from}` : ""].filter(Boolean).join(", "))];
   const branches = h("button", { type: "button", class: "link", "aria-label": `${plural(agent.branches.length, "branch", "branches")} of ${agent.id}`,

@@ -13,6 +13,13 @@ export function short(n) {
   return new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 }).format(n);
 }
 
+// A name of at most so many characters, shortened in the middle: ids often begin alike.
+export function middle(name, most = 14) {
+  if (name.length <= most) return name;
+  const kept = most - 1;
+  return `${name.slice(0, Math.ceil(kept / 2))}…${name.slice(-Math.floor(kept / 2))}`;
+}
+
 export function bytes(n) {
   let size = Math.abs(n);
   let unit = 0;

@@ -2,7 +2,7 @@
 
 import { post } from "./api.js";
 import { byId, details, empty, h, pages, put, say, slice, table } from "./dom.js";
-import { ago, count, percent, plural, saved, seconds } from "./format.js";
+import { ago, count, middle, percent, plural, saved, seconds } from "./format.js";
 
 const PAGE = 20;
 const COLUMNS = [
@@ -52,7 +52,7 @@ function matches(one) {
 }
 
 function row(one) {
-  const name = [h("span", { class: "quiet" }, `#${one.number} `), h("strong", {}, one.agent ?? ""),
+  const name = [h("span", { class: "quiet" }, `#${one.number} `), h("strong", { title: one.agent }, middle(one.agent ?? "")),
     one.key ? h("span", { class: "quiet" }, ` key ${one.key}`) : "",
     one.request_id ? h("div", { class: "quiet id" }, one.request_id) : ""];
   return [
