@@ -77,7 +77,9 @@ def test_expired_ttl_pins_are_not_warmed(models, tmp_path):
         engine.submit(with_words("Which dog?", Breakpoint(0, -1.0))).result()
         engine.submit(with_words("Which dog?", seed=1)).result()
     with engine_on(models.of("llama"), tmp_path) as engine:
-        assert Warmer(engine).run() == []
+        warmer = Warmer(engine)
+        assert warmer.run() == []
+        warmer.wait()  # for no thread
 
 
 def test_places_that_are_held_come_before_who_is_not_pinned(models, tmp_path):

@@ -14,9 +14,11 @@ from keepwarm.models.load import load
 from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.server.http.permits import LONG_BODY
 from keepwarm.text.prepare import Preparer
+from keepwarm.text.request import Request
 from keepwarm.text.template import Template
 from tests.kit.checkpoints import CHATML, make_tokenizer, write_checkpoint
 from tests.server.conftest import serve
+from tests.text.formats import WEATHER
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 PANICS = "a" * 40 + "!"
@@ -89,5 +91,16 @@ def test_a_tokenizer_that_panics_refuses_the_text(live, path):
     answer = live.post(path, {field: value, "max_tokens": 1})
     assert answer.status_code == 400, answer.text
     assert "tokenizer cannot read this text" in answer.text
+
+
+def test_a_tool_result_that_panics_where_it_is_written_back_is_left_out(live):
+    """The prompt itself has other texts."""
+    preparer = live.host.engine.preparer
+    talk = [{"role": "user", "content": "Hi"}]
+    prepared = preparer.prepare(Request(messages=talk, tools=[WEATHER]))
+    results = [{"role": "tool", "content": f"1→{text}"} for text in ("the fox", PANICS)]
+    asked = Request(messages=[*talk, *results], tools=[WEATHER])
+    (found,) = preparer.with_rewritten(replace(prepared, request=asked)).rewritten
+    assert preparer.markup.tokenizer.decode(list(found)) == "the fox"
     fine = live.post("/v1/completions", {"prompt": "the fox", "max_tokens": 1})
     assert fine.status_code == 200

@@ -266,5 +266,8 @@ def test_tool_results_are_tokens_of_the_call_that_would_write_them_back(plain):
     prepared = preparer.prepare(Request(messages=talk, tools=[WEATHER]))
     (found,) = preparer.with_rewritten(prepared).rewritten
     assert plain.tokenizer.decode(list(found)) == 'say(\\"Oslo\\")\\n'
+    larger, smaller = (Preparer(plain, max(found) + n, RecentPrompts()) for n in (1, 0))
+    assert larger.with_rewritten(prepared).rewritten == [found]
+    assert smaller.with_rewritten(prepared).rewritten == []
     without = preparer.prepare(Request(messages=talk))
     assert preparer.with_rewritten(without).rewritten == ()

@@ -72,8 +72,9 @@ class Warmer:
         return self.warmed
 
     def wait(self) -> None:
-        """Return once it has run."""
-        self._has_run.wait()
+        """Return once it has run in the background; at once if it was not started there."""
+        if self._thread is not None:
+            self._has_run.wait()
 
     def close(self) -> None:
         """Stop after the current conversation."""

@@ -228,14 +228,23 @@ class Preparer:
         )
 
     def with_rewritten(self, prepared: PreparedRequest) -> PreparedRequest:
-        """The same, with tool results as a call would write them back."""
+        """The same, with tool results as a call would write them back.
+
+        Not those that the tokenizer cannot read, or with tokens that the model does not have.
+        """
         request = prepared.request
         if not request.tools or request.messages is None:
             return prepared
         past = request.history.turn if request.history else None
         messages = [*(past.messages if past else ()), *request.messages]
         texts = rewritten(messages, as_json=self.markup.tool_format.header is not None)
-        return replace(prepared, rewritten=self._prompter.tokens_of(request, list(texts)))
+        found: list[Sequence[int]] = []
+        for text in texts:
+            with suppress(BadInput):
+                tokens = self._prompter.tokens_of(request, text)
+                self._check_tokens(tokens)
+                found.append(tokens)
+        return replace(prepared, rewritten=found)
 
     def _opens_thinking(self, request: Request, prompt: Prompt | RenderedPrompt) -> bool:
         if not (request.partial_answer and request.messages):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from time import thread_time
@@ -220,14 +221,8 @@ class Prompter:
         `stored` looks up answers from before a restart among the stored blocks. What `limits` rules
         out is not tokenised.
         """
-        try:
+        with _refused_panics():
             return self._render(request, stored, limits)
-        except BaseException as error:
-            if type(error).__module__ != NATIVE_PANIC:
-                raise
-            raise BadInput(
-                "The model's tokenizer cannot read this text; change it, or use another model."
-            ) from error
 
     def _render(
         self, request: Request, stored: StoredAnswers | None, limits: PromptLimits | None
@@ -317,10 +312,12 @@ class Prompter:
             keeps=request.policy.writes,
         )
 
-    def tokens_of(self, request: Request, texts: Sequence[str]) -> list[Sequence[int]]:
-        """The tokens of texts that may come in the middle of an answer."""
+    def tokens_of(self, request: Request, text: str) -> Sequence[int]:
+        """The tokens of a text that may come in the middle of an answer."""
         encoder = self._encoder(request, partial(encode, self._tokenizer), is_masked=False)
-        return [*encoder.all([(text, 1) for text in texts])]
+        with _refused_panics():
+            (tokens,) = encoder.all([(text, 1)])
+        return tokens
 
     def _write(self, messages: Sequence[Message], tools: Sequence[Tool], **options: Any) -> str:
         tools_first = self._ordering.tools_first
@@ -340,6 +337,19 @@ class Prompter:
         if not self._raw_special_tokens:
             return self._specials.raw(prompt)
         return list(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+
+
+@contextmanager
+def _refused_panics() -> Iterator[None]:
+    """What makes the tokenizer's native code give up is the text's fault."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != NATIVE_PANIC:
+            raise
+        raise BadInput(
+            "The model's tokenizer cannot read this text; change it, or use another model."
+        ) from error
 
 
 def _written(tokenizer: Any, calls: CallMarkers) -> list[str | None]:
