@@ -4,14 +4,12 @@ import json
 from dataclasses import replace
 
 import pytest
-from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from keepwarm.errors import BadCacheFile
 from keepwarm.models.load import Model
 from keepwarm.text.request import KVOptions
-from tests.kit.engines import N_CONTEXT, ask, engine_on, tokens_of, write_tiny
-from tests.kit.models import tiny
-from tests.kit.runs import FedCounter, prompt_of
+from tests.kit.engines import ask, engine_on, tokens_of
+from tests.kit.runs import prompt_of
 from tests.kit.waiting import wait_until
 
 Q8 = KVOptions(at_rest="q8")
@@ -20,12 +18,8 @@ N_PROMPT = 600
 
 
 @pytest.fixture(scope="module", params=WIDE)
-def model(request, tmp_path_factory) -> Model:
-    module = tiny(request.param, **WIDE[request.param])
-    path = write_tiny(tmp_path_factory.mktemp("model"), request.param, module)
-    tokenizer = load_tokenizer(path)
-    tokenizer.eos_token_ids = set()
-    return Model(request.param, path, FedCounter(module), tokenizer, {}, N_CONTEXT)
+def model(request, models) -> Model:
+    return models.of(request.param, **WIDE[request.param])
 
 
 def extras_in(store) -> list[dict]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from keepwarm.models.load import Model
 from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import Choice, KVOptions
-from tests.kit.engines import N_CONTEXT, ask, engine_on, held, tokens_of, write_tiny
-from tests.kit.models import tiny
-from tests.kit.runs import FedCounter, prompt_of
+from tests.kit.engines import ask, engine_on, held, tokens_of
+from tests.kit.runs import prompt_of
 
 START = 200
 KV = KVOptions(kv_bits=4, kv_group_size=32, quantized_kv_start=START)
@@ -27,12 +25,8 @@ WIDE: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", params=WIDE)
-def model(request, tmp_path_factory) -> Model:
-    module = tiny(request.param, **WIDE[request.param])
-    path = write_tiny(tmp_path_factory.mktemp("model"), request.param, module)
-    tokenizer = load_tokenizer(path)
-    tokenizer.eos_token_ids = set()
-    return Model(request.param, path, FedCounter(module), tokenizer, {}, N_CONTEXT)
+def model(request, models) -> Model:
+    return models.of(request.param, **WIDE[request.param])
 
 
 def asked(prompt: list[int], n: int = 5, policy: Policy = Policy.READ_WRITE):

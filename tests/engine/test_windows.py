@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from keepwarm.engine.engine import Engine
 from keepwarm.kv.kinds import Kind
@@ -12,9 +11,8 @@ from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.prefix.policy import Policy
 from keepwarm.records.record import Part
 from keepwarm.text.request import Message, Request, Sampling
-from tests.kit.engines import N_CONTEXT, Exam, ask, engine_on, tokens_of, write_tiny
-from tests.kit.models import tiny
-from tests.kit.runs import FedCounter, prompt_of
+from tests.kit.engines import Exam, Models, ask, engine_on, tokens_of
+from tests.kit.runs import prompt_of
 
 # Smaller than a block, larger, and no multiple of one.
 WINDOWS = [("gpt_oss", 32), ("gemma3_text", 512), ("gpt_oss", 300)]
@@ -22,13 +20,9 @@ wide = pytest.mark.parametrize("made", WINDOWS[1:], indirect=True)
 
 
 @pytest.fixture(scope="module", params=WINDOWS, ids=str)
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+def made(request: pytest.FixtureRequest, models: Models) -> Model:
     architecture, window = request.param
-    module = tiny(architecture, sliding_window=window)
-    path = write_tiny(tmp_path_factory.mktemp("model"), architecture, module)
-    tokenizer = load_tokenizer(path)
-    tokenizer.eos_token_ids = set()
-    return Model(architecture, path, FedCounter(module), tokenizer, {}, N_CONTEXT)
+    return models.of(architecture, sliding_window=window)
 
 
 def window_of(engine: Engine) -> tuple[int, int]:

@@ -671,7 +671,7 @@ def open_index(root: Path, cipher: Cipher | None) -> Index:
                     f"The index of {root} cannot be opened ({error}); "
                     "look at its disk, then try again."
                 ) from error
-        LOG.warning("the index is damaged and is rebuilt")
+        LOG.warning("The index is damaged, or of an earlier version; it is being rebuilt")
         for name in (*INDEX_FILES, DAMAGED):
             (root / name).unlink(missing_ok=True)
         path.touch(FILE_MODE)
