@@ -150,7 +150,7 @@ def test_page_is_true(page):
 
 def written_of_today(page):
     """Without what a page says of names that are gone."""
-    text = page.read_text().partition("\n## Names that changed\n")[0]
+    text = page.read_text() if page.name != "names.md" else ""
     return re.sub("`[^`\n]+`", "", text) if page.name == "CHANGELOG.md" else text
 
 
@@ -330,7 +330,7 @@ def test_every_folder_has_its_place_in_the_structure():
 
 
 def test_the_structure_names_files_that_exist():
-    page = written_of_today(ROOT / "docs" / "structure.md")
+    page = (ROOT / "docs" / "structure.md").read_text()
     rooms = "|".join(p.name for p in SOURCE.iterdir() if (p / "__init__.py").exists())
     named = set(re.findall(rf"(?<!tests/)\b((?:{rooms})(?:/\w+)+)\b(?!/)", page))
     assert len(named) > 20

@@ -29,12 +29,12 @@ def test_every_link_leads_somewhere(program, site):
 
 
 def test_a_broken_link_is_seen(program, site):
-    page = site / "glossary.html"
+    page = site / "index.html"
     whole = page.read_text()
     for link, target in (("serving.html#branches", "#gone"), ("sharing.html", "gone.html")):
         assert f'href="{link}"' in whole
         page.write_text(whole.replace(f'href="{link}"', f'href="{target}"'))
-        assert program.broken(site) == [f"glossary.html: {target}"]
+        assert set(program.broken(site)) == {f"index.html: {target}"}
     page.write_text(whole)
 
 
@@ -65,7 +65,7 @@ def test_its_navigation_is_the_list_of_pages():
     """In the order and under the headings of the index."""
     (home, *sections) = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     assert home == "index.md"
-    index = (ROOT / "docs" / "index.md").read_text()
+    index, _, _ = (ROOT / "docs" / "index.md").read_text().partition("\n## Glossary\n")
     parts = re.split(r"^## (.+)$", index, flags=re.MULTILINE)[1:]
     listed = [
         {heading: re.findall(r"\]\(([\w/-]+\.md)\)", text)}

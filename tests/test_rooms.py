@@ -41,7 +41,7 @@ LEVELS = {
     **dict.fromkeys(("__init__", "__main__"), 12),
 }
 
-# Words that meant something here alone, or several things; docs/glossary.md has ours.
+# Words that meant something here alone, or several things; the glossary in docs/index.md has ours.
 PRIVATE_WORDS = {
     *("asked", "begun", "behind", "chore", "chores", "doomed", "given", "hand", "hands", "hollow"),
     *("insight", "mark", "mine", "outgrown", "parting", "partings", "said", "seal", "settle"),

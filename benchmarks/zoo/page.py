@@ -1,4 +1,4 @@
-"""The results as a page of Markdown: `docs/architectures.md`."""
+"""The results as a page of Markdown: `docs/results/architectures.md`."""
 
 from __future__ import annotations
 

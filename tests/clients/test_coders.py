@@ -209,7 +209,7 @@ LISTS, EXPLAINS = "mcp__keepwarm__list_agents", "mcp__keepwarm__explain_last_mis
     ],
 )
 def test_our_tools_are_found_over_mcp(watching, programs, name, added, calls, answer):
-    """As `docs/mcp.md` adds them. Claude Code finds them by its search, Codex calls one."""
+    """As `docs/clients.md` adds them. Claude Code finds them by its search, Codex calls one."""
     program = EVERY[name]
     with tempfile.TemporaryDirectory() as folder, watching(calls, mcp="on") as watched:
         project = write_project(Path(folder, "project"))

@@ -1,7 +1,7 @@
 """Shared tiers in the contract of tiers, and what of it they cannot hold.
 
 The exemptions below are tested: one that holds after all is a failure. They are written to
-`docs/sharing.md`:
+`docs/results/remote.md`:
 
     python -m tests.contract.shared
 """
@@ -25,7 +25,7 @@ from keepwarm.remote.records import read_header
 from keepwarm.remote.tier import RemoteTier
 from keepwarm.store.tier import NamedBlock, PutResult, StoredBlock
 
-PAGE = Path(__file__).parents[2] / "docs" / "sharing.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "remote.md"
 SOON = 60.0
 N_TRIES = 3  # of a deletion, which is finished later if need be: moto loses its way sometimes
 CLASS = "cpu-mlx-0.1"
@@ -112,7 +112,7 @@ EXEMPTIONS = (
     ),
     Exemption(
         "a put evicts what was not used for longest, ends of prompts first",
-        "the same: uses are noted, and who evicts looks at them (see [who evicts](#who-evicts))",
+        "the same: uses are noted, and who evicts looks at them (see [who evicts](../sharing.md#who-evicts))",
         ("test_the_least_recently_used_goes_first", "test_eviction_goes_from_the_tail"),
     ),
     Exemption(
@@ -137,7 +137,7 @@ EXEMPTIONS = (
     Exemption(
         "a pin, a deletion or a walk that fails raises an error",
         "it has neither pins nor walks; a deletion that fails leaves a tombstone, and is finished "
-        "later (see [deleting](#deleting))",
+        "later (see [deleting](../sharing.md#deleting))",
         ("test_what_must_be_known_to_fail_fails_in_our_words",),
     ),
     Exemption(

@@ -106,7 +106,7 @@ def test_every_known_defect_has_its_report():
     found = set()
     for path in (ROOT / "tests" / "contract").glob("*.py"):
         found |= set(re.findall(r"^def (test_defect_\w+)", path.read_text(), re.MULTILINE))
-    page = (ROOT / "docs" / "upstream.md").read_text()
+    page = (ROOT / "docs" / "results" / "upstream.md").read_text()
     assert set(re.findall(r"`(test_defect_\w+)`", page)) == found
     for section in page.split("\n## ")[1:]:
         assert "Expected: " in section, section.splitlines()[0]

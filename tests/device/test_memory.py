@@ -18,7 +18,7 @@ from keepwarm.device.memory import (
     wired_limit,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "memory.md"
 SIZES = (4, 8, 16, 24, 32, 64, 128, 192)
 SMALL = MemoryConfig.automatic(4 * GIB)
 LARGE = MemoryConfig.automatic(64 * GIB)

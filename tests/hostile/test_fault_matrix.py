@@ -1,6 +1,6 @@
 """Every tier and every fault: no wrong tensor, and the process keeps serving.
 
-The table of expectations below is tested, and written to `docs/reliability.md`:
+The table of expectations below is tested, and written to `docs/results/faults.md`:
 
     python -m tests.hostile.test_fault_matrix
 """
@@ -44,7 +44,7 @@ from tests.kit.runs import cold, continue_from, prefill, prompt_of
 from tests.store.disk.crash import fast_directory
 from tests.store.kit import BrokenFiles
 
-PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "faults.md"
 IDENTITY = Identity(weights={"model": "11"}, config="22", tokenizer="33", layout="44", salt="a")
 COLUMNS = ("memory", "disk", "memory + disk")
 KEY = b64encode(bytes(range(32))).decode()
@@ -602,7 +602,7 @@ every case the answer equals that of a cold run, prompts with intact records are
 {len(PROMPT)} tokens are restored again.
 
 A quarantined record is moved to `quarantine/` with the reason beside it, and counted. The column
-*disk* also holds for an [encrypted](security.md) store, with fewer reasons: changed bytes do not
+*disk* also holds for an [encrypted](../security.md) store, with fewer reasons: changed bytes do not
 decrypt.
 
 | fault | {" | ".join(COLUMNS)} |
@@ -616,14 +616,14 @@ The store is unchanged.
 
 An import is all or nothing: its records become findable after the last one is verified. If the
 client disconnects, the disk fills up or the write budget runs out, nothing is left behind; after a
-kill the next start deletes what was staged ([tests](../tests/hostile/test_transfers.py)). A kill in
+kill the next start deletes what was staged ([tests](../../tests/hostile/test_transfers.py)). A kill in
 the few milliseconds in which verified records are renamed may leave some without an agent; they
 are evicted like any unused block.
 
 ## Power cuts
 
 A block, agent, pin or deletion that was acknowledged survives a power cut
-([tests](../tests/store/disk/test_power_loss.py)), provided that the disk honours a sync. The test
+([tests](../../tests/store/disk/test_power_loss.py)), provided that the disk honours a sync. The test
 records the system calls of a real store, SQLite's included, builds every state that a disk may hold
 after a cut (unsynced writes missing, partly there in pieces of 4096 bytes, or complete; renames
 atomic), and opens each. Removing any one sync makes it fail.
@@ -643,7 +643,7 @@ but not synced; a lost one is rebuilt. On macOS only the sequence of calls is te
 
 Several processes may use one store. One that is stopped (`SIGSTOP`, a debugger, a frozen container)
 while it holds a lock costs the others no answer
-([tests](../tests/hostile/test_stopped_process.py)):
+([tests](../../tests/hostile/test_stopped_process.py)):
 
 | who | waits for a stopped process |
 |---|---|
@@ -654,7 +654,7 @@ while it holds a lock costs the others no answer
 
 ## The clock
 
-The system clock may jump ([tests](../tests/hostile/test_clock.py)). Waits, rates and limits use the
+The system clock may jump ([tests](../../tests/hostile/test_clock.py)). Waits, rates and limits use the
 monotonic clock. What must outlast a process uses the system clock:
 
 | what | the clock was ahead and is corrected | the clock jumps ahead |

@@ -1,6 +1,6 @@
 """Every place that machines share and every fault: no wrong tensor, and answers go on.
 
-The table of expectations below is tested, and written to `docs/sharing.md`:
+The table of expectations below is tested, and written to `docs/results/remote.md`:
 
     python -m tests.hostile.test_shared_faults
 """
@@ -46,7 +46,7 @@ from tests.kit.redis_server import free_port, redis_server
 from tests.kit.runs import cold, continue_from, prefill, prompt_of
 from tests.store.kit import first_block, record
 
-PAGE = Path(__file__).parents[2] / "docs" / "sharing.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "remote.md"
 COLUMNS = KINDS
 MORE = {WEED: "s3", FUSE: "directory"}  # other places, and the column that holds for them
 NAME = Namespace(bytes(range(32)))
@@ -504,7 +504,7 @@ TROUBLES = (
 
 def test_every_trouble_has_its_tests():
     for trouble in TROUBLES:
-        source = (PAGE.parents[1] / "tests" / trouble.file).read_text()
+        source = (PAGE.parents[2] / "tests" / trouble.file).read_text()
         assert all(f"def {name}(" in source for name in trouble.tests), trouble.name
 
 
@@ -605,7 +605,7 @@ def page(text: str) -> str:
     )
     more = "\n| what operators meet | what comes of it |\n|---|---|\n"
     others = (
-        f"| {one.name} | {one.outcome} ([tests](../tests/{one.file})) |\n" for one in TROUBLES
+        f"| {one.name} | {one.outcome} ([tests](../../tests/{one.file})) |\n" for one in TROUBLES
     )
     return before + BEGIN + head + "".join([*rows, more, *others]) + END + after
 

@@ -49,12 +49,12 @@ RESULTS = DOCS / "results" / "bench.md"
 FIGURE = DOCS / "images" / "first-token.svg"
 ZOO = DOCS / "results" / "zoo.json"
 ZOO_ON_CUDA = DOCS / "results" / "zoo-h200.json"
-ARCHITECTURES = DOCS / "architectures.md"
+ARCHITECTURES = DOCS / "results" / "architectures.md"
 EXACT = ROOT / "src" / "keepwarm" / "models" / "exact.json"
 CONVERSATIONS = DOCS / "results" / "conversations"
 CODERS = DOCS / "results" / "coders"
-CLIENTS = DOCS / "clients.md"
-DAY, DAY_RESULTS = DOCS / "day.md", DOCS / "results" / "day.json"
+CLIENTS = DOCS / "results" / "clients.md"
+DAY, DAY_RESULTS = (DOCS / "results" / f"day.{kind}" for kind in ("md", "json"))
 DAY_TABLES = re.compile(
     r"(?<=<!-- measured, from docs/results/day.json -->\n).*?(?=<!-- end -->)", re.DOTALL
 )
@@ -87,7 +87,7 @@ PLAIN = {
     "model": "the default model ([names](models.md#names))",
     "max_tokens": "token limit of an answer of `run` and `chat`",
     "sampling": "default sampling: `model` uses its `generation_config.json`, `greedy` the "
-    "likeliest token ([sampling](sampling.md))",
+    "likeliest token ([sampling](answers.md#sampling))",
     "temperature": "for requests that name none; 0 is greedy; unset, `sampling` decides",
     "port": "0 picks a free port",
     "max_body_bytes": "largest request body",
@@ -182,7 +182,7 @@ def _conditions(results: Results) -> str:
         f"of {machine['architecture']}, {results.date}; medians of {results.samples} samples, ± is "
         "(highest - lowest) ÷ median. Measured by "
         f"`{results.command}`: [all results](docs/results/bench.md), "
-        "[definitions](docs/benchmarks.md)."
+        "[definitions](docs/results/benchmarks.md)."
     )
 
 

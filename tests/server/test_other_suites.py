@@ -1,6 +1,6 @@
 """What the suites of vLLM, SGLang and llama.cpp ask of a server's calls, in our own words.
 
-By OpenAI's client, with a tiny model whose forced calls are real. `docs/tools.md` says where those
+By OpenAI's client, with a tiny model whose forced calls are real. `docs/answers.md` says where those
 servers answer otherwise.
 """
 

@@ -124,7 +124,7 @@ def test_without_a_system_message_the_block_is_one():
 
 
 def test_the_block_is_documented():
-    page = Path(__file__).parents[2] / "docs" / "tools.md"
+    page = Path(__file__).parents[2] / "docs" / "answers.md"
     assert BLOCK.replace("{{", "{").replace("}}", "}") in page.read_text()
 
 

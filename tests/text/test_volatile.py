@@ -18,7 +18,7 @@ from tests.kit.tokenizers import WITH_TOOLS, make
 from tests.text.formats import CLOCK, WEATHER
 from tests.text.test_template import ALTERNATING, HOISTING, ONE_SYSTEM
 
-PAGE = Path(__file__).parents[2] / "docs" / "order.md"
+PAGE = Path(__file__).parents[2] / "docs" / "prompts.md"
 ROWS = [(block.name, block.sent_by) for block in BLOCKS]
 RULES = "Be brief.\nAsk before you delete."
 SKILLS = "<system-reminder>\nThe following skills are available now: tidy\n</system-reminder>"

@@ -103,7 +103,7 @@ class Figures(NamedTuple):
 
 
 class Chip(NamedTuple):
-    """What is published of a chip; what it gives is predicted from that alone (docs/metal.md)."""
+    """What is published of a chip; what it gives is predicted from that alone (docs/results/metal.md)."""
 
     memory_bytes_per_s: float
     disk_bytes_per_s: float

@@ -44,7 +44,7 @@ STEPS = ((11, 12, 13), (61, 62, 63))  # tokens fed to the first and to the secon
 LENGTHS = {97: 65, 771: 71, 4111: 1111}
 # Distances are total variation: the probability that two distributions disagree about. Over the
 # model types of mlx-lm rows that are right are at most 6e-5 apart in fp32 and equal in bf16 (on a
-# CPU), wrong ones at least 0.01 in both: docs/architectures.md.
+# CPU), wrong ones at least 0.01 in both: docs/results/architectures.md.
 MAX_APART_32 = 1e-3
 MAX_APART_16 = 1e-2
 MAX_RATIO = 5.0  # of padded rows to unpadded ones: kernels differ with the width of a batch

@@ -1,4 +1,4 @@
-"""Tools: how a prompt offers them, and how a model's answer calls them; see `docs/tools.md`.
+"""Tools: how a prompt offers them, and how a model's answer calls them; see `docs/answers.md`.
 
 A model keeps its own format if its template renders tools and its calls can be parsed. Every
 other model gets Keepwarm's tool block in the system message, and calls in Keepwarm's format.

@@ -1,4 +1,4 @@
-"""The results as a page, `docs/results/coders.md`, and as the tables of `docs/clients.md`."""
+"""The results as a page, `docs/results/coders.md`, and as the tables of `docs/results/clients.md`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEADS = ("step", "prompt tokens", "new", "computed", "reused from", "head", "tur
 LINES = ("---", *("--:",) * 3, "---", *("--:",) * 3)
 
 # Clients that end at an overflow, whatever the server says, by the sections that say why.
-ENDS = {name: f"[ends](#{name})" for name in ("codex", "continue", "aider")}
+ENDS = {name: f"[ends](../clients.md#{name})" for name in ("codex", "continue", "aider")}
 
 # Steps of a journey, by the heads of their columns.
 JOURNEY = {

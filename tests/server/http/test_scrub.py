@@ -13,7 +13,7 @@ from keepwarm.server.http.scrub import select_rules
 from keepwarm.text.request import Breakpoint, Request
 from keepwarm.text.volatile import LINES, LinePosition
 
-PAGE = Path(__file__).parents[3] / "docs" / "scrubbing.md"
+PAGE = Path(__file__).parents[3] / "docs" / "prompts.md"
 DEFAULTS = select_rules()
 BY_NAME = {rule.name: rule for rule in LINES}
 BILLING = "x-anthropic-billing-header: cc_version=2.1.0.abc; cc_entrypoint=cli; cch={};"
