@@ -112,7 +112,7 @@ EXEMPTIONS = (
     ),
     Exemption(
         "a put evicts what was not used for longest, ends of prompts first",
-        "the same: uses are noted, and who evicts looks at them (see [who evicts](../sharing.md#who-evicts))",
+        "the same; uses are noted for [eviction](../sharing.md#who-evicts)",
         ("test_the_least_recently_used_goes_first", "test_eviction_goes_from_the_tail"),
     ),
     Exemption(

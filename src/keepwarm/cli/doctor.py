@@ -103,7 +103,7 @@ class Figures(NamedTuple):
 
 
 class Chip(NamedTuple):
-    """What is published of a chip; what it gives is predicted from that alone (docs/results/metal.md)."""
+    """Published figures of a chip, from which docs/results/metal.md predicts its speed."""
 
     memory_bytes_per_s: float
     disk_bytes_per_s: float

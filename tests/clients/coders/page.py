@@ -1,4 +1,4 @@
-"""The results as a page, `docs/results/coders.md`, and as the tables of `docs/results/clients.md`."""
+"""The results as the page `docs/results/coders.md` and the tables of `docs/results/clients.md`."""
 
 from __future__ import annotations
 
