@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -239,29 +240,7 @@ class AgentStore:
 
     def import_agent(
         self,
-        path: Path,
-        expected: Identity,
-        agent_id: str | None = None,
-        progress: Progress = no_progress,
-        model: str = "",
-        *,
-        keys: BundleKeys = NO_KEYS,
-        check_record: CheckRecord = accept_any,
-    ) -> Agent:
-        """Read an agent from a file; see `receive_agent`."""
-        try:
-            file = path.open("rb")
-        except OSError as error:
-            raise BadCacheFile(f"{path} could not be read ({error}); check it.") from error
-        with file:
-            source = BundleSource(str(path), file, os.fstat(file.fileno()).st_size)
-            return self.receive_agent(
-                source, expected, agent_id, progress, model, keys=keys, check_record=check_record
-            )
-
-    def receive_agent(
-        self,
-        source: BundleSource,
+        source: Path | BundleSource,
         expected: Identity,
         agent_id: str | None = None,
         progress: Progress = no_progress,
@@ -276,19 +255,17 @@ class AgentStore:
         `check_record` raises for a record that does not fit the model; a restore checks it anyway.
         `model` is the name of the model here, which its author may call otherwise.
         """
-        manifest, identity = import_bundle(
-            self.disk,
-            self.wear,
-            source,
-            expected,
-            keys=keys,
-            check_record=check_record,
-            progress=progress,
-        )
+        with _opened(source) as bundle:
+            manifest, identity = import_bundle(
+                *(self.disk, self.wear, bundle, expected),
+                keys=keys,
+                check_record=check_record,
+                progress=progress,
+            )
         name, tokens = self.register(identity, manifest.revision), unpack(manifest.tokens)
         opening = manifest.turns[0] if manifest.turns else len(tokens)
         head = Branch.of(name, tokens, manifest.turns, n_opening=opening, main=True, model=model)
-        called = agent_id or manifest.agent or Path(source.name).stem
+        called = agent_id or manifest.agent or Path(bundle.name).stem
         agent = self.agents.create(called, head, metadata=manifest.metadata)
         if manifest.turn is not None and agent.blocks:
             self.agents.turns.keep(agent.id, tokens, agent.blocks[-1], manifest.turn)
@@ -327,6 +304,19 @@ class AgentStore:
     def _unverified_path(self, name: Namespace) -> Path:
         """Not in the index, which may be lost while the blocks stay."""
         return file_path(self.disk, "models", f"{name.hex()}-unverified")
+
+
+@contextmanager
+def _opened(source: Path | BundleSource) -> Iterator[BundleSource]:
+    if isinstance(source, BundleSource):
+        yield source
+        return
+    try:
+        file = source.open("rb")
+    except OSError as error:
+        raise BadCacheFile(f"{source} could not be read ({error}); check it.") from error
+    with file:
+        yield BundleSource(str(source), file, os.fstat(file.fileno()).st_size)
 
 
 def handshake_with(settings: Settings) -> Callable[[bytes], bytes]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Self
 
-from keepwarm.agents.reachability import Protection, Room
+from keepwarm.agents.reachability import UNPROTECTED, Protection, Room
 from keepwarm.config import Settings
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, chain, pack
@@ -46,64 +46,43 @@ class AgentLimits(NamedTuple):
         return agent_id.partition(".")[0] if self.has_tenants else ""
 
 
-@dataclass(eq=False)
-class _Block:
-    key: BlockKey
-    n_bytes: int
-    n_agents: int = 0  # of the key, that protect it
-
-
-class _Protected(NamedTuple):
-    """What one agent protects."""
-
-    blocks: Sequence[_Block]
-    n_reserved: int  # for its quota, besides
-
-    @property
-    def n_own(self) -> int:
-        """Bytes that nobody else protects."""
-        return self.n_reserved + sum(each.n_bytes for each in self.blocks if each.n_agents == 1)
-
-
 class _KeyShare:
     """The agents of one key; a block that several of them protect counts once."""
 
     def __init__(self) -> None:
-        self.agents: dict[str, _Protected] = {}
+        self.agents: dict[str, Protection] = {}
         self.n_bytes = 0
-        self._blocks: dict[BlockKey, _Block] = {}
+        self._sizes: dict[BlockKey, int] = {}
+        self._n_agents: Counter[BlockKey] = Counter()  # that protect a block
 
     def put(self, agent_id: str, found: Protection) -> None:
         self.drop(agent_id)
-        blocks = [self._sized(key, n_bytes) for key, n_bytes in found.blocks.items()]
-        for block in blocks:
-            block.n_agents += 1
-        self.agents[agent_id] = _Protected(blocks, found.n_reserved)
-        self.n_bytes += self.agents[agent_id].n_own
-
-    def _sized(self, key: BlockKey, n_bytes: int) -> _Block:
-        """A block, which may have grown since another agent protected it."""
-        block = self._blocks.setdefault(key, _Block(key, n_bytes))
-        if block.n_agents:
-            self.n_bytes += n_bytes - block.n_bytes
-        block.n_bytes = n_bytes
-        return block
+        self.agents[agent_id] = found
+        self.n_bytes += found.n_reserved
+        for key, n_bytes in found.blocks.items():
+            self.n_bytes += n_bytes - self._sizes.get(key, 0)  # it may have grown
+            self._sizes[key] = n_bytes
+            self._n_agents[key] += 1
 
     def drop(self, agent_id: str) -> None:
-        dropped = self.agents.pop(agent_id, NOTHING)
-        self.n_bytes -= dropped.n_own
-        for block in dropped.blocks:
-            block.n_agents -= 1
-            if not block.n_agents:
-                del self._blocks[block.key]
+        dropped = self.agents.pop(agent_id, UNPROTECTED)
+        self.n_bytes -= dropped.n_reserved
+        for key in dropped.blocks:
+            self._n_agents[key] -= 1
+            if not self._n_agents[key]:
+                del self._n_agents[key]
+                self.n_bytes -= self._sizes.pop(key)
 
-    def is_shared(self, own: Set[_Block], key: BlockKey) -> bool:
-        """Whether others than the agent that protects these protect a block."""
-        block = self._blocks.get(key)
-        return block is not None and block.n_agents > (block in own)
+    def n_own(self, agent_id: str) -> int:
+        """Bytes that no other agent protects."""
+        own = self.agents.get(agent_id, UNPROTECTED)
+        alone = [key for key in own.blocks if self._n_agents[key] == 1]
+        return own.n_reserved + sum(self._sizes[key] for key in alone)
 
-
-NOTHING = _Protected((), 0)
+    def is_shared(self, agent_id: str, key: BlockKey) -> bool:
+        """Whether others than this agent protect a block."""
+        own = self.agents.get(agent_id, UNPROTECTED)
+        return self._n_agents[key] > (key in own.blocks)
 
 
 class AgentShares:
@@ -134,9 +113,8 @@ class AgentShares:
     def room(self, agent_id: str) -> Room:
         """What the pins of this agent may protect; what they do stays so."""
         key = self._counted_key_of(agent_id)
-        own = key.agents.get(agent_id, NOTHING)
         n_left = max(0, self._limits.n_bytes - key.n_bytes)
-        return Room(own.n_own + n_left, partial(key.is_shared, set(own.blocks)))
+        return Room(key.n_own(agent_id) + n_left, partial(key.is_shared, agent_id))
 
     def has_room(self, agent_id: str, n_new: int = 1) -> bool:
         """Whether its key may have so many more agents."""

@@ -227,7 +227,7 @@ class TenantAgents:
         new_id = self._unused_id(agent_id)
         lane = engine.lane_of(self.tenant)
         fits = partial(check_record, lane.restorer.layout)
-        made = self._disk_store.receive_agent(
+        made = self._disk_store.import_agent(
             source,
             lane.identity,
             new_id,
