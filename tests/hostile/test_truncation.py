@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from keepwarm.errors import ContextTooLong
 from keepwarm.server.http.permits import PrepareSlot, prepare_threads
 from keepwarm.server.models.truncation import submit_shortened, truncate
+from keepwarm.server.responses.request import InputRequest, Item
 from keepwarm.server.responses.routes import prepare_response
-from keepwarm.server.responses.shapes import InputRequest, Item
 from keepwarm.text.request import Request
 from keepwarm.text.sandbox.deadline import PrepareDeadline
 

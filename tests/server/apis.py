@@ -18,15 +18,15 @@ from keepwarm import config
 from keepwarm.errors import BadField
 from keepwarm.prefix.policy import Policy
 from keepwarm.server.anthropic import request as messages_request
-from keepwarm.server.anthropic.shapes import MessagesRequest
+from keepwarm.server.anthropic.request import MessagesRequest
 from keepwarm.server.http.problems import validation_problem
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.ollama import request as ollama_request
-from keepwarm.server.ollama.shapes import OllamaChatRequest
+from keepwarm.server.ollama.request import OllamaChatRequest
 from keepwarm.server.openai import chat, completions
 from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest
 from keepwarm.server.responses import request as responses_request
-from keepwarm.server.responses.shapes import ResponsesRequest
+from keepwarm.server.responses.request import ResponsesRequest
 from keepwarm.text.request import KVOptions, Request
 
 Fields = dict[str, Any]

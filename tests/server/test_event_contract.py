@@ -5,7 +5,7 @@ import json
 import pytest
 
 from keepwarm.engine.answer import collect
-from keepwarm.server.anthropic.events import CachedPrefix, MessageMeta, MessageStream, message
+from keepwarm.server.anthropic.routes import CachedPrefix, MessageMeta, MessageStream, message
 from keepwarm.server.http.problems import Problem
 from keepwarm.server.http.sse import receipt_dict
 from keepwarm.server.ollama.routes import AnswerLines, AnswerMeta, chat_part

@@ -17,9 +17,9 @@ from openai.types.responses import response_create_params as responses
 from pydantic import BaseModel
 from typing_extensions import is_typeddict
 
-from keepwarm.server.anthropic.shapes import MessagesRequest
+from keepwarm.server.anthropic.request import MessagesRequest
 from keepwarm.server.http.body import IGNORED, MAX_IGNORED, ignored_fields
-from keepwarm.server.ollama.shapes import (
+from keepwarm.server.ollama.request import (
     OllamaChatRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
@@ -27,7 +27,7 @@ from keepwarm.server.ollama.shapes import (
     OllamaShowRequest,
 )
 from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest, EmbeddingRequest
-from keepwarm.server.responses.shapes import ResponsesRequest
+from keepwarm.server.responses.request import ResponsesRequest
 
 SERVER = Path(__file__).parents[2] / "src" / "keepwarm" / "server"
 SAID = [{"role": "user", "content": "How many leaves has the oak?"}]

@@ -6,8 +6,7 @@ from operator import attrgetter
 import pytest
 
 from keepwarm import config
-from keepwarm.server.anthropic.request import ignored_tools
-from keepwarm.server.anthropic.shapes import CountRequest
+from keepwarm.server.anthropic.request import CountRequest, ignored_tools
 from keepwarm.server.http.body import LEAST_TOP_P, ignored_fields
 from keepwarm.server.http.content import NOTE
 from keepwarm.server.openai import completions

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from keepwarm import config
 from keepwarm.server.models.truncation import STEPS, truncate
-from keepwarm.server.responses.shapes import Item
+from keepwarm.server.responses.request import Item
 from tests.server.conftest import serve
 
 N_CONTEXT = 512

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepwarm.server.anthropic.events import CachedPrefix, usage_of
 from keepwarm.server.anthropic.request import session_of
+from keepwarm.server.anthropic.routes import CachedPrefix, usage_of
 from keepwarm.text.request import Receipt
 
 USER = [{"role": "user", "content": "What is the answer to the question?"}]

@@ -14,8 +14,8 @@ from keepwarm.prefix.policy import Policy
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.http.sse import LineStream
 from keepwarm.server.ollama import request as requests
+from keepwarm.server.ollama.request import OllamaChatRequest, OllamaGenerateRequest
 from keepwarm.server.ollama.routes import AnswerLines, AnswerMeta, generate_part
-from keepwarm.server.ollama.shapes import OllamaChatRequest, OllamaGenerateRequest
 from keepwarm.server.openai.completions import FILL_INS, required_fill_in
 from keepwarm.text.request import Done, Finished, KVOptions, Progress, Started
 from tests.kit.checkpoints import make_tokenizer

@@ -5,8 +5,12 @@ import pytest
 
 from keepwarm.server.http.problems import Problem
 from keepwarm.server.responses.events import ResponseStream
-from keepwarm.server.responses.request import decode_reasoning, encode_reasoning, offered_tools
-from keepwarm.server.responses.shapes import ResponseTool
+from keepwarm.server.responses.request import (
+    ResponseTool,
+    decode_reasoning,
+    encode_reasoning,
+    offered_tools,
+)
 from keepwarm.text.request import Delta, Done, Finished, Started, ToolCall, ToolCalled
 from tests.server.apis import RESPONSES
 from tests.server.conftest import N_CONTEXT

@@ -15,7 +15,7 @@ from keepwarm.cache.store import Store
 from keepwarm.errors import UnknownResponse
 from keepwarm.prefix.blocks import Namespace
 from keepwarm.server.responses.events import item_id, response_of_item
-from keepwarm.server.responses.shapes import Item
+from keepwarm.server.responses.request import Item
 from keepwarm.server.responses.store import ENTRY_BYTES, ResponseStore
 from keepwarm.store.disk.disk import DiskTier
 from tests.kit.waiting import wait_until

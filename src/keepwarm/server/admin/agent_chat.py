@@ -13,8 +13,8 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from keepwarm.server.admin.agents import AgentId
+from keepwarm.server.anthropic.request import MessagesRequest
 from keepwarm.server.anthropic.routes import create_message
-from keepwarm.server.anthropic.shapes import MessagesRequest
 from keepwarm.server.http.body import JsonInput, api_router
 from keepwarm.server.http.problems import AnthropicErrorOut, error_docs
 from keepwarm.server.http.request_fields import request_fields

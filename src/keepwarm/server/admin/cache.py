@@ -25,8 +25,8 @@ from keepwarm.agents.verify import verify_store
 from keepwarm.cache.restore.restorer import Restorer
 from keepwarm.engine.stats import Stats
 from keepwarm.errors import BadField, BadInput, Cancelled, Forbidden
+from keepwarm.server.anthropic.request import CountRequest
 from keepwarm.server.anthropic.routes import message_request
-from keepwarm.server.anthropic.shapes import CountRequest
 from keepwarm.server.http.body import JsonInput, api_router
 from keepwarm.server.http.keys import CurrentViewer, Viewer, require_totals
 from keepwarm.server.http.permits import PrepareSlot
@@ -43,8 +43,8 @@ from keepwarm.server.models.calls import Call, Served
 from keepwarm.server.models.host import EngineHost, ObservedAnswer
 from keepwarm.server.openai.routes import chat_request, completion_requests
 from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest
+from keepwarm.server.responses.request import InputRequest
 from keepwarm.server.responses.routes import Answers, prepare_response
-from keepwarm.server.responses.shapes import InputRequest
 from keepwarm.store.counts import PromptCounts
 from keepwarm.text import request as engine_request
 from keepwarm.text.request import Event, Result

@@ -46,6 +46,9 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 ANALYSED = frozenset(APIRoute.__annotations__) | {"app"}
 
 
+Fields: TypeAlias = dict[str, Any]  # of a JSON object
+
+
 class JsonInput(BaseModel):
     """A JSON object that comes in: types are not coerced, unknown fields are named, not read."""
 

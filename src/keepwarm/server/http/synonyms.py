@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import AliasChoices, BeforeValidator, Field
 
 from keepwarm.errors import BadField
-from keepwarm.server.http.body import MAX_MEMBERS, Checked, JsonInput, Refused, TextOnly
+from keepwarm.server.http.body import MAX_MEMBERS, Checked, JsonInput, Refused, TextOnly, TopP
 from keepwarm.text.request import Format
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -18,6 +18,9 @@ SWITCHED = {"enabled": True, "disabled": False}  # otherwise the template decide
 MAX_TOKENS = ("max_tokens", "n_predict", "max_new_tokens")
 STOP = AliasChoices("stop", "stop_sequences")
 REPETITION_PENALTY = AliasChoices("repetition_penalty", "repeat_penalty")
+MAX_STOPS = 16
+Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
+Stops: TypeAlias = str | Annotated[Checked[str], Field(max_length=MAX_STOPS)]
 
 
 class UnsupportedFields(JsonInput):
@@ -30,6 +33,27 @@ class UnsupportedFields(JsonInput):
     chat_template: Refused = None
     documents: Refused = None
     modalities: TextOnly = None
+
+
+# Sampling
+
+
+class SamplingFields(JsonInput):
+    """How an answer is drawn, as OpenAI's and Anthropic's APIs take it."""
+
+    temperature: float | None = Field(
+        default=None, ge=0, le=2, description="0 is greedy. Default: see `/v1/models`."
+    )
+    top_p: TopP | None = None
+    repetition_penalty: float | None = Field(
+        default=None, gt=0, le=10, validation_alias=REPETITION_PENALTY
+    )
+
+
+class OpenAISampling(SamplingFields):
+    stop: Stops | None = Field(default=None, validation_alias=STOP)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
 
 
 # Formats

@@ -13,12 +13,13 @@ from concurrent.futures import Future
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from keepwarm.config import Settings
 from keepwarm.errors import BadInput, Busy, Forbidden, KeepwarmError
 from keepwarm.models import builtin, hub
 from keepwarm.models.catalog import read_config
+from keepwarm.server.http.body import Fields
 from keepwarm.server.http.problems import ollama_body, problem_of
 from keepwarm.server.http.sse import line
 from keepwarm.server.models.models import LATEST, ListedModel, Models, plain
@@ -27,7 +28,6 @@ from keepwarm.server.openai.completions import fill_in_of
 if TYPE_CHECKING:
     from keepwarm.engine.engine import Engine
 
-Fields: TypeAlias = dict[str, Any]  # of a JSON object
 BEAT_S = 1.0
 NEVER = "9999-12-31T23:59:59Z"
 WEIGHTS = ("*.safetensors", "*.gguf")

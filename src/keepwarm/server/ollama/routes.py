@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from keepwarm import __version__
 from keepwarm.errors import BadField, Forbidden
-from keepwarm.server.http.body import LateRoute, api_router
+from keepwarm.server.http.body import Fields, LateRoute, api_router
 from keepwarm.server.http.problems import OllamaErrorOut, Problem, ollama_body
 from keepwarm.server.http.request_fields import Config
 from keepwarm.server.http.sse import STREAM_HEADERS, LineStream, WholeAnswer, line, receipt_dict
@@ -32,7 +32,7 @@ from keepwarm.server.models.models import Models
 from keepwarm.server.models.truncation import submit_shortened
 from keepwarm.server.ollama import models as catalog
 from keepwarm.server.ollama import request as requests
-from keepwarm.server.ollama.shapes import (
+from keepwarm.server.ollama.request import (
     BaseOllamaRequest,
     NamedOllamaRequest,
     OllamaChatRequest,
@@ -60,7 +60,6 @@ from keepwarm.text.request import (
     Usage,
 )
 
-Fields: TypeAlias = dict[str, Any]  # of a JSON object
 NANOSECONDS = 1_000_000_000
 
 

@@ -22,7 +22,7 @@ from keepwarm.server.http.tools import (
 from keepwarm.server.openai.common import (
     Chunks,
     CompletionMeta,
-    sampling_of,
+    completion_sampling,
     top_logprobs_of,
     whole,
 )
@@ -79,7 +79,7 @@ def request_of(body: ChatRequest, fields: RequestFields, settings: Settings) -> 
         thinking=None if thinking is None else bool(thinking),
         template_options=options,
         format=format_of(body),
-        sampling=sampling_of(body, max_tokens, top_logprobs_of(body)),
+        sampling=completion_sampling(body, max_tokens, top_logprobs_of(body)),
         n=body.n or 1,
         **fields._asdict(),
     )

@@ -14,6 +14,7 @@ from keepwarm.errors import BadField
 from keepwarm.server.http.body import token_limit
 from keepwarm.server.http.problems import Problem, openai_body
 from keepwarm.server.http.sse import comment, frame, receipt_dict
+from keepwarm.server.http.synonyms import OpenAISampling
 from keepwarm.server.openai.shapes import (
     BaseCompletionRequest,
     ShowsLogprobs,
@@ -29,23 +30,33 @@ DONE = frame("[DONE]")
 # Requests
 
 
-def sampling_of(
+def completion_sampling(
     body: BaseCompletionRequest, max_tokens: int | None, top_logprobs: int | None
 ) -> Sampling:
     """Sampling options, the same for chat and text completions."""
+    return sampling_of(
+        *(body, max_tokens, top_logprobs),
+        top_k=body.top_k,
+        min_p=body.min_p,
+        logit_bias=_logit_bias(body.logit_bias or {}),
+        seed=None if body.seed is None else body.seed % SEEDS,
+    )
+
+
+def sampling_of(
+    body: OpenAISampling, max_tokens: int | None, top_logprobs: int | None, **more: Any
+) -> Sampling:
+    """What responses have too; `more` is what they have not."""
     return Sampling(
         max_tokens=token_limit(max_tokens),
         temperature=body.temperature,
         top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
         repetition_penalty=body.repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=_logit_bias(body.logit_bias or {}),
-        seed=None if body.seed is None else body.seed % SEEDS,
         top_logprobs=top_logprobs,
         stop=stops_of(body.stop),
+        **more,
     )
 
 

@@ -18,7 +18,7 @@ from keepwarm.server.models.host import ObservedAnswer
 from keepwarm.server.openai.common import (
     Chunks,
     CompletionMeta,
-    sampling_of,
+    completion_sampling,
     whole,
 )
 from keepwarm.server.openai.logprobs import (
@@ -96,7 +96,7 @@ def requests_of(
     """One request for each prompt."""
     _check(body)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    sampling, format_ = sampling_of(body, max_tokens, body.logprobs), format_of(body)
+    sampling, format_ = completion_sampling(body, max_tokens, body.logprobs), format_of(body)
     prompts = _filled_in(body, fill_in)
     n = body.n or 1
     if fields.continues and len(prompts) > 1:

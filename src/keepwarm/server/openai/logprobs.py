@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
+from keepwarm.server.http.body import Fields
 from keepwarm.text.detokenize import decode
 from keepwarm.text.request import TokenInfo
 
-Fields: TypeAlias = dict[str, Any]  # of a JSON object
 LOWEST = -9999.0  # minus infinity, which JSON does not have
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"

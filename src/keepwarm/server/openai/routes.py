@@ -7,13 +7,13 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Annotated, NamedTuple
 
 from fastapi import Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from keepwarm.errors import BadField
-from keepwarm.server.http.body import api_router
+from keepwarm.server.http.body import Fields, api_router
 from keepwarm.server.http.problems import CLAUDE_HEADER
 from keepwarm.server.http.sse import EventStream, WholeAnswer, answer_docs, new_id, receipt_dict
 from keepwarm.server.models.calls import ApiCall, Call, Served
@@ -35,7 +35,6 @@ from keepwarm.text import request as engine_request
 from keepwarm.text.detokenize import decode
 from keepwarm.text.request import Vector
 
-Fields: TypeAlias = dict[str, Any]  # of a JSON object
 MAX_LISTED = 1000  # models in a page, as Anthropic has it
 
 router = api_router(prefix="/v1", tags=["OpenAI"])

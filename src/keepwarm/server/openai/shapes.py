@@ -16,15 +16,13 @@ from keepwarm.server.http.body import (
     Members,
     TokenCount,
     TopK,
-    TopP,
 )
 from keepwarm.server.http.content import AnyPart
 from keepwarm.server.http.request_fields import PromptBody
 from keepwarm.server.http.synonyms import (
     MAX_TOKENS,
-    REPETITION_PENALTY,
-    STOP,
     FormatFields,
+    OpenAISampling,
     ThinkingFields,
     UnsupportedFields,
 )
@@ -32,9 +30,7 @@ from keepwarm.server.http.tools import ChosenMode
 
 MAX_CHOICES = 16
 MAX_ANSWERS = 128  # of all prompts of a request
-MAX_STOPS = 16
 Prompts = str | Checked[str] | Checked[int] | Checked[Checked[int]]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
@@ -142,27 +138,15 @@ class StreamOptions(JsonInput):
     include_usage: bool | None = None
 
 
-class BaseCompletionRequest(PromptBody, FormatFields, UnsupportedFields):
+class BaseCompletionRequest(PromptBody, OpenAISampling, FormatFields, UnsupportedFields):
     """The fields that chat and text completions share."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     seed: int | None = None
-    stop: str | Annotated[Checked[str], Field(max_length=MAX_STOPS)] | None = Field(
-        default=None, validation_alias=STOP
-    )
-    temperature: float | None = Field(
-        default=None, ge=0, le=2, description="0 is greedy. Default: see `/v1/models`."
-    )
-    top_p: TopP | None = None
     top_k: TopK | None = Field(default=None, description="0 or -1: all tokens.")
     min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(
-        default=None, gt=0, le=10, validation_alias=REPETITION_PENALTY
-    )
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
     logit_bias: dict[str, Bias] | None = Field(
         default=None, max_length=MAX_MEMBERS, description="Keys are token ids."
     )

@@ -6,15 +6,21 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from keepwarm.errors import BadInput
+from keepwarm.server.http.body import Fields
 from keepwarm.server.http.problems import Problem
 from keepwarm.server.http.sse import frame, new_id, progress_json, receipt_dict
 from keepwarm.server.http.tools import custom_input
 from keepwarm.server.openai.logprobs import Pieces, chat_logprobs
-from keepwarm.server.responses.request import QualifiedName, encode_reasoning
-from keepwarm.server.responses.shapes import Item, ResponsesRequest, Status
+from keepwarm.server.responses.request import (
+    Item,
+    QualifiedName,
+    ResponsesRequest,
+    Status,
+    encode_reasoning,
+)
 from keepwarm.text.request import (
     Delta,
     Done,
@@ -31,7 +37,6 @@ from keepwarm.text.request import (
 )
 from keepwarm.text.sampling_rules import DrawRules
 
-Fields: TypeAlias = dict[str, Any]  # of a JSON object
 Frames: TypeAlias = list[Fields]  # events
 RESPONSE = "resp_"
 FIRST_INPUT = 0x8000  # numbers of input items, behind those of all output items

@@ -11,7 +11,7 @@ from fastapi import Depends, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from keepwarm.errors import BadField, ContextTooLong, UnknownResponse
-from keepwarm.server.http.body import api_router
+from keepwarm.server.http.body import Fields, api_router
 from keepwarm.server.http.problems import problem_of
 from keepwarm.server.http.sse import STREAM_HEADERS, EventStream, WholeAnswer, answer_docs
 from keepwarm.server.models.calls import ApiCall, Call
@@ -21,7 +21,6 @@ from keepwarm.server.openai.logprobs import Pieces
 from keepwarm.server.responses.background import BackgroundResponses, RunningResponse
 from keepwarm.server.responses.events import (
     AnswerOptions,
-    Fields,
     ResponseBuilder,
     ResponseStream,
     compacted,
@@ -31,13 +30,15 @@ from keepwarm.server.responses.events import (
     response_of_item,
     with_ids,
 )
-from keepwarm.server.responses.request import items_of, offered_tools, request_of
-from keepwarm.server.responses.shapes import (
+from keepwarm.server.responses.request import (
     ENCRYPTED_REASONING,
     CompactRequest,
     InputRequest,
     Item,
     ResponsesRequest,
+    items_of,
+    offered_tools,
+    request_of,
 )
 from keepwarm.server.responses.store import ResponseStore, StoredResponse
 from keepwarm.session.compaction import Compaction

@@ -17,7 +17,7 @@ from keepwarm.agents.texts import AgentTexts
 from keepwarm.cache.restore.forgetting import Deletions
 from keepwarm.cache.store import Store
 from keepwarm.errors import UnknownResponse
-from keepwarm.server.responses.shapes import AnyItem, Item
+from keepwarm.server.responses.request import AnyItem, Item
 
 VERSION = 1
 MAX_BYTES = 64 << 20  # in memory
