@@ -22,8 +22,8 @@ from keepwarm import config
 from keepwarm.errors import BadInput, Cancelled, ContextTooLong, EngineFailed, TimedOut
 from keepwarm.models.load import load
 from keepwarm.prefix.recent import RecentPrompts
-from keepwarm.server.http import scrub
 from keepwarm.text import prompt, volatile
+from keepwarm.text import volatile as scrub
 from keepwarm.text.detokenize import decode
 from keepwarm.text.grammar import MAX_COMPILED, Grammars
 from keepwarm.text.past_answers import StoredAnswers

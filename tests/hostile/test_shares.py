@@ -26,7 +26,7 @@ from keepwarm.server.http.permits import (
     PrepareLimiter,
     prepare_threads,
 )
-from keepwarm.server.http.problems import REFUSAL_S, problem_of, respond
+from keepwarm.server.http.problems import REFUSAL_S, ProblemResponse, problem_of
 from keepwarm.store.disk.disk import DiskLimits
 from tests.contract.test_tiers import Minutes
 from tests.kit.checkpoints import write_checkpoint
@@ -407,7 +407,7 @@ def test_a_refusal_waits_and_holds_no_permit_meanwhile(tmp_path, method, path):
     async def refuse(scope, receive, send):
         nonlocal entered
         entered += 1
-        await respond(scope, problem_of(Busy("Too many.")))(scope, receive, send)
+        await ProblemResponse(scope, problem_of(Busy("Too many.")))(scope, receive, send)
 
     async def post(client):
         began = time.monotonic()

@@ -30,7 +30,12 @@ from keepwarm.server.http.keys import ApiKeys, tenant_agent_id
 from keepwarm.server.http.limits import Limits, origin_pattern
 from keepwarm.server.http.logs import REQUEST_ID_HEADERS, RecentLines, RequestLog
 from keepwarm.server.http.permits import MANAGEMENT_THREADS, PrepareLimiter, prepare_threads
-from keepwarm.server.http.problems import http_problem, problem_of, respond, validation_problem
+from keepwarm.server.http.problems import (
+    ProblemResponse,
+    http_problem,
+    problem_of,
+    validation_problem,
+)
 from keepwarm.server.http.sse import RECEIPT_HEADER
 from keepwarm.server.kv_events import EventPublisher, event_publisher
 from keepwarm.server.mcp import McpEndpoint, memory_endpoint
@@ -160,11 +165,11 @@ def _add_error_handlers(app: FastAPI) -> None:
             log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         problem = problem_of(error)
         own = problem.message.replace(tenant_agent_id(getattr(request.state, "tenant", ""), ""), "")
-        return respond(request.scope, problem._replace(message=own))
+        return ProblemResponse(request.scope, problem._replace(message=own))
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> Response:
-        return respond(request.scope, validation_problem(error.errors(), error.body))
+        return ProblemResponse(request.scope, validation_problem(error.errors(), error.body))
 
     @app.exception_handler(ClientDisconnect)
     async def client_left(_: Request, __: ClientDisconnect) -> Response:
@@ -173,8 +178,8 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         if isinstance(error.__cause__, KeepwarmError):  # FastAPI's way of saying: from the body
-            return respond(request.scope, problem_of(error.__cause__))
+            return ProblemResponse(request.scope, problem_of(error.__cause__))
         problem = http_problem(error.status_code, error.detail, request.method, request.url.path)
-        answer = respond(request.scope, problem)
+        answer = ProblemResponse(request.scope, problem)
         answer.headers.update(error.headers or {})
         return answer

@@ -29,7 +29,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from keepwarm.config import Settings
 from keepwarm.errors import BadInput
 from keepwarm.server.http.logs import log_drain, log_start, log_stop, log_to_stderr
-from keepwarm.server.http.problems import Problem, openai_body, problem_of, respond
+from keepwarm.server.http.problems import Problem, ProblemResponse, openai_body, problem_of
 from keepwarm.server.models.models import Models
 
 KEEP_ALIVE_S = 75
@@ -378,6 +378,6 @@ def _is_last(message: Message) -> bool:
 async def _refuse_framing(scope: Scope, receive: Receive, send: Send) -> None:
     """Where two servers in a row disagree on a body's end, one request can hide in another."""
     error = BadInput("The request has Content-Length and Transfer-Encoding; send only one of them.")
-    answer = respond(scope, problem_of(error))
+    answer = ProblemResponse(scope, problem_of(error))
     answer.headers["Connection"] = "close"
     await answer(scope, receive, send)

@@ -58,7 +58,7 @@ from keepwarm.text.request import (
     ToolCalled,
     Usage,
 )
-from keepwarm.text.tools import canonical_tools, signature_of
+from keepwarm.text.tools import assistant_message, canonical_tools, signature_of
 
 Rule: TypeAlias = Literal["queue", "refuse"]
 
@@ -310,7 +310,7 @@ class SessionTurn:
         self._rounds.append(result)
         choice = result.choices[0]
         self._compare(choice.tool_calls)
-        self.messages.append(_assistant_message(choice.text, choice.reasoning, choice.tool_calls))
+        self.messages.append(assistant_message(choice.text, choice.reasoning, choice.tool_calls))
         may_run = len(self._rounds) <= MAX_ROUNDS and not self._is_repeated
         ours = [call for call in choice.tool_calls if may_run and self._toolbox.runs(call)]
         self._pending = tuple(call for call in choice.tool_calls if call not in ours)
@@ -382,20 +382,6 @@ def _as_messages(question: Question, messages: Sequence[Message]) -> list[Messag
             f"{sorted(waiting)}; send one for each."
         )
     return [_tool_message(call, name, question[call]) for call, name in waiting.items()]
-
-
-def _assistant_message(text: str, reasoning: str, calls: Sequence[ToolCall]) -> Message:
-    message: dict[str, Any] = {"role": "assistant", "content": text}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = [_as_call(call) for call in calls]
-    return message
-
-
-def _as_call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
 
 
 def _tool_message(call: str, name: str, text: str) -> Message:

@@ -14,7 +14,13 @@ from keepwarm.text.detokenize import Detokenizer, find_first, held_back
 from keepwarm.text.partial_calls import CallPiece, PartialToolCalls
 from keepwarm.text.request import Message, ToolCall
 from keepwarm.text.template import Template, text_of
-from keepwarm.text.tools import CallReader, ToolFormat, is_harmony, tool_format
+from keepwarm.text.tools import (
+    CallReader,
+    ToolFormat,
+    assistant_message,
+    is_harmony,
+    tool_format,
+)
 
 # Segments by mlx-lm's names. Text of any other segment, such as a header, is not shown.
 NORMAL, REASONING, TOOL = "normal", "reasoning", "tool"
@@ -240,15 +246,7 @@ def message_of(answer: Sequence[Piece]) -> dict[str, Any]:
     texts = [piece.text for piece in answer if isinstance(piece, AnswerText)]
     thoughts = [piece.text for piece in answer if isinstance(piece, ReasoningText)]
     calls = [piece for piece in answer if isinstance(piece, ToolCall)]
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
-    if thoughts:
-        message["reasoning_content"] = "".join(thoughts)
-    if calls:
-        message["tool_calls"] = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-            for c in calls
-        ]
-    return message
+    return assistant_message("".join(texts), "".join(thoughts), calls)
 
 
 def continued_message(begun: Message, rest: Mapping[str, Any]) -> dict[str, Any]:

@@ -280,11 +280,27 @@ OURS = ToolFormat(
 HARMONY = ToolFormat("to=functions.", "", parse=_parse_harmony, header=HARMONY_HEADER)
 
 
-def signature_of(name: str, arguments: str) -> str:
-    """A call in canonical form, to compare calls; a client may have sent no JSON."""
+def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call as a message has it."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def assistant_message(text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """An answer as a message."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [function_call(*call) for call in calls]
+    return message
+
+
+def signature_of(name: str, arguments: Any) -> str:
+    """A call in canonical form, to compare calls; a client may have sent no JSON, or an object."""
     try:
         given = json.loads(arguments)
-    except (ValueError, RecursionError):
+    except (TypeError, ValueError, RecursionError):
         given = arguments
     return json.dumps([name, given], sort_keys=True)
 
@@ -297,9 +313,5 @@ def calls_of_round(messages: Sequence[Message]) -> set[str]:
             signatures = set()
         elif message["role"] == "assistant":
             made = [call["function"] for call in message.get("tool_calls") or ()]
-            signatures = {signature_of(call["name"], _as_text(call["arguments"])) for call in made}
+            signatures = {signature_of(call["name"], call["arguments"]) for call in made}
     return signatures
-
-
-def _as_text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments)

@@ -8,10 +8,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from keepwarm.errors import BadInput
-from keepwarm.server.http import scrub
-from keepwarm.server.http.scrub import select_rules
+from keepwarm.text import volatile as scrub
 from keepwarm.text.request import Breakpoint, Request
-from keepwarm.text.volatile import LINES, LinePosition
+from keepwarm.text.volatile import LINES, LinePosition, select_rules
 
 PAGE = Path(__file__).parents[3] / "docs" / "prompts.md"
 DEFAULTS = select_rules()
@@ -264,7 +263,7 @@ def test_switches():
     assert names("none, date") == {"date"}
     assert names("date, -budget") == BY_NAME.keys() - {"budget"}
     assert names("none", "budget") == {"budget"}
-    assert scrub.rules_for("none", {"x-keepwarm-scrub": "date"}) == (BY_NAME["date"],)
+    assert select_rules("none", "date") == (BY_NAME["date"],)
 
 
 def test_an_unknown_rule_is_refused():

@@ -30,7 +30,7 @@ from keepwarm.server.http.synonyms import (
     format_of,
     thinking_of,
 )
-from keepwarm.server.http.tools import Mode, choose_tool, function_call, function_tool, names_of
+from keepwarm.server.http.tools import Mode, choose_tool, function_tool, names_of
 from keepwarm.text.request import (
     Breakpoint,
     Format,
@@ -40,7 +40,7 @@ from keepwarm.text.request import (
     Tool,
     ToolChoice,
 )
-from keepwarm.text.tools import DEFERRED, described
+from keepwarm.text.tools import DEFERRED, described, function_call
 
 MAX_STOPS = 64
 LARGEST = (1 << 31) - 1

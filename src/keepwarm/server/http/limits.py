@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from keepwarm.config import Settings
 from keepwarm.errors import BadInput, Busy, Forbidden, KeepwarmError, Overloaded, SlowBody, TooLarge
 from keepwarm.server.http.keys import ApiKeys
-from keepwarm.server.http.problems import problem_of, respond
+from keepwarm.server.http.problems import ProblemResponse, problem_of
 
 BODIES = 8  # of the largest size, in memory at once
 BODIES_OF_ONE_KEY = 4
@@ -290,7 +290,7 @@ class Limits:
                 reader = self._admit(scope, receive, held)
             except KeepwarmError as error:
                 held.close()  # a refused request has no share of what is limited
-                await respond(scope, problem_of(error))(scope, receive, send)
+                await ProblemResponse(scope, problem_of(error))(scope, receive, send)
                 return
             await self._answer(scope, reader, send)
 
@@ -309,7 +309,7 @@ class Limits:
             if not deadline.expired():
                 raise
             if not has_begun:  # otherwise the connection ends with an unfinished answer
-                await respond(scope, problem_of(Overloaded(TOO_LATE)))(scope, receive, send)
+                await ProblemResponse(scope, problem_of(Overloaded(TOO_LATE)))(scope, receive, send)
 
     def _admit(self, scope: Scope, receive: Receive, held: ExitStack) -> BodyReader:
         """What reads the body; raises if the request is refused. Nothing is read here."""

@@ -26,7 +26,7 @@ from keepwarm import __version__
 from keepwarm.config import Settings
 from keepwarm.server.http.keys import tenant_agent_id
 from keepwarm.server.http.permits import PrepareSlot, is_prepared
-from keepwarm.server.http.problems import Problem, problem_of, respond
+from keepwarm.server.http.problems import Problem, ProblemResponse, problem_of
 from keepwarm.store.counts import TIERS, CountsFile
 from keepwarm.telemetry.ledger import Ledger, RequestRecord
 
@@ -207,7 +207,7 @@ class RequestLog:
             if status != LEFT or isinstance(error, ENDINGS):
                 raise
             SERVER_LOG.error("%s %s failed", scope["method"], _path(scope), exc_info=error)
-            await respond(scope, problem_of(error))(scope, receive, send_with_id)
+            await ProblemResponse(scope, problem_of(error))(scope, receive, send_with_id)
         finally:
             self._count(scope["path"], status)
             seconds = time.perf_counter() - began

@@ -24,7 +24,7 @@ from keepwarm.config import Settings
 from keepwarm.errors import Busy, KeepwarmError
 from keepwarm.server.http.body import check_structure
 from keepwarm.server.http.limits import METRICS_PATH, UNTIMED, is_admin
-from keepwarm.server.http.problems import problem_of, respond
+from keepwarm.server.http.problems import ProblemResponse, problem_of
 from keepwarm.telemetry.ledger import RequestRecord
 from keepwarm.text.request import Arrival
 from keepwarm.text.sandbox.deadline import PrepareDeadline
@@ -242,7 +242,7 @@ class PrepareLimiter:
             if body is not None:
                 await self._prepare(body, scope, receive, send)
         except KeepwarmError as error:  # from before the application, which answers its own
-            await respond(scope, problem_of(error))(scope, receive, send)
+            await ProblemResponse(scope, problem_of(error))(scope, receive, send)
 
     async def _manage(self, scope: Scope, receive: Receive, send: Send) -> None:
         """With a permit until the answer begins: streams have threads of their own, or none."""

@@ -215,10 +215,6 @@ class ProblemResponse(Response):
         await super().__call__(scope, receive, send)
 
 
-def respond(scope: Scope, problem: Problem) -> Response:
-    return ProblemResponse(scope, problem)
-
-
 def _headers(problem: Problem) -> dict[str, str]:
     if problem.retry_after_s is not None:
         return {"Retry-After": str(max(1, math.ceil(problem.retry_after_s)))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator
 
@@ -71,12 +71,7 @@ def _check_known(name: str, tools: Sequence[Tool], where: str) -> None:
         )
 
 
-# Calls
-
-
-def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    function = {"name": name, "arguments": arguments}
-    return {"id": call_id, "type": "function", "function": function}
+# Calls of custom tools
 
 
 def custom_arguments(text: str) -> str:

@@ -7,7 +7,6 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from keepwarm.server.http import scrub
 from keepwarm.server.http.permits import PrepareSlot
 from keepwarm.server.http.request_fields import (
     PromptBody,
@@ -18,6 +17,9 @@ from keepwarm.server.http.request_fields import (
 from keepwarm.server.models.host import EngineHost
 from keepwarm.server.models.models import Models
 from keepwarm.text import request as engine_request
+from keepwarm.text.volatile import scrub_request, select_rules
+
+SCRUB_HEADER = "x-keepwarm-scrub"  # changes the server's setting for one request
 
 
 async def models_of(request: Request) -> Models:
@@ -34,7 +36,7 @@ class ApiCall:
         self.settings = settings_of(request)
         self.models: Models = request.app.state.models
         self.slot: PrepareSlot = request.state.slot
-        self._rules = scrub.rules_for(self.settings.scrub, request.headers)
+        self._rules = select_rules(self.settings.scrub, request.headers.get(SCRUB_HEADER, ""))
 
     async def host(self, model: str | None, *, to_embed: bool = False) -> EngineHost:
         """The model with this name, loaded."""
@@ -44,7 +46,7 @@ class ApiCall:
         return request_fields(self.request, body.keepwarm, hint, body)
 
     def scrubbed(self, request: engine_request.Request) -> engine_request.Request:
-        return scrub.scrub_request(request, self._rules)
+        return scrub_request(request, self._rules)
 
     async def prepare(
         self, model: str | None, make: Callable[[], engine_request.Request]

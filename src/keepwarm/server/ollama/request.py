@@ -26,11 +26,11 @@ from keepwarm.server.http.synonyms import (
     format_of,
     thinking_of,
 )
-from keepwarm.server.http.tools import function_call
 from keepwarm.server.openai.common import SEEDS, stops_of, top_logprobs_of
 from keepwarm.server.openai.completions import FillIn
 from keepwarm.server.openai.shapes import Function, ShowsLogprobs
 from keepwarm.text.request import Message, Request, Sampling, Tool
+from keepwarm.text.tools import function_call
 
 
 def _lower(role: object) -> object:

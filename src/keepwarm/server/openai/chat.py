@@ -16,7 +16,6 @@ from keepwarm.server.http.tools import (
     choose_tool,
     custom_arguments,
     custom_input,
-    function_call,
     function_tool,
 )
 from keepwarm.server.openai.common import (
@@ -57,6 +56,7 @@ from keepwarm.text.request import (
     ToolCalled,
     ToolChoice,
 )
+from keepwarm.text.tools import function_call
 
 # Request
 

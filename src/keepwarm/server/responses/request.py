@@ -41,12 +41,12 @@ from keepwarm.server.http.tools import (
     allowed_tools,
     choose_tool,
     custom_arguments,
-    function_call,
     function_tool,
 )
 from keepwarm.server.openai.common import sampling_of
 from keepwarm.server.openai.shapes import has_grammar
 from keepwarm.text.request import SYSTEM_ROLES, Format, Message, Request, Sampling, Tool, ToolChoice
+from keepwarm.text.tools import function_call
 
 MAX_METADATA = 16
 LOGPROBS, ENCRYPTED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
