@@ -64,8 +64,7 @@ def test_what_is_read_is_evicted_before_what_names_it(machine, place, options, m
 def test_all_that_was_told_of_the_same_end_goes_with_it(machine, place, options):
     one = machine(**options)
     one.tell(NAMESPACE, TEXT, TOLD, END)
-    one.tell(NAMESPACE, TEXT, TOLD[:40], END)
-    assert one.take_back(NAMESPACE, TEXT, TOLD[:40], END)
+    assert one.tell(NAMESPACE, TEXT, TOLD[:40], END, is_wanted=lambda: False)
     assert one.answers_to(NAMESPACE, [TEXT]) == [TOLD]
     one.tell(NAMESPACE, "another text", TOLD[:40], END)
     doomed = NamedBlock(END.key, END.parent, END.n_tokens)

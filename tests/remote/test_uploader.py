@@ -1,5 +1,6 @@
 """What is written to a shared tier: root first, within a day's budget, nothing that was deleted."""
 
+import threading
 from contextlib import closing
 
 import pytest
@@ -7,16 +8,18 @@ import pytest
 from keepwarm.concurrency import CallError
 from keepwarm.prefix.blocks import chain
 from keepwarm.records.at_rest import at_rest
+from keepwarm.remote import directory
 from keepwarm.remote.compression import count_bytes
 from keepwarm.remote.directory import DirectoryBackend
 from keepwarm.remote.records import parse_last
 from keepwarm.remote.tier import RemoteTier
-from keepwarm.remote.uploader import Uploader
+from keepwarm.remote.uploader import MAX_TELLING, Uploader
 from keepwarm.store.disk.write_budget import WriteBudget
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tier import NamedBlock
 from keepwarm.store.tiers import Tiers
 from tests.contract.shared import names_in
+from tests.kit.waiting import wait_until
 from tests.remote.test_codes import numbers
 from tests.store.kit import NAMESPACE, encode, record, refs_of, tokens_of, wanting_q8
 
@@ -178,6 +181,32 @@ def test_what_is_told_and_not_wanted_by_then_is_taken_back(
     assert len(names_in(place)) == (2 if can_delete else 4)
     named = NAMESPACE, NamedBlock(end.key, end.parent, end.n_tokens)
     assert later == ([] if can_delete else [named])
+
+
+def test_an_answer_waits_until_it_is_told_within_a_bound(tier, place, memory, monkeypatch):
+    """To a distant place too; but not for a place that hangs, nor behind many others."""
+    place.is_distant = True
+    gate, put = threading.Event(), directory._put
+    monkeypatch.setattr(directory, "_put", lambda *args: gate.wait(SOON) and put(*args))
+    monkeypatch.setattr("keepwarm.remote.tier.ANSWERS_S", SOON)
+    uploader = Uploader([tier], Tiers([("memory", memory)]), memory.have)
+
+    def tell(text):
+        return uploader.tell(NAMESPACE, text, text.encode, tokens_of(300), lambda: True)
+
+    told = [tell(f"text {n}") for n in range(MAX_TELLING + 1)]
+    assert told.pop() is None
+    assert not any(one.done() for one in told)
+    gate.set()
+    for one in told:
+        one.result(SOON)
+    wait_until(lambda: len(names_in(place)) == 2 * (MAX_TELLING + 1))
+    gate.clear()
+    monkeypatch.setattr("keepwarm.remote.tier.ANSWERS_S", 0.05)
+    tell("while it hangs").result(SOON / 2)
+    assert len(names_in(place)) == 2 * (MAX_TELLING + 1)
+    gate.set()
+    uploader.close()
 
 
 def test_the_queue_is_bounded_by_bytes(tier, place, memory, monkeypatch):

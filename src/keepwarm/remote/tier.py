@@ -60,7 +60,7 @@ from keepwarm.store.tier import (
 
 LOG = logging.getLogger(__name__)
 ASK_S = 0.05  # for a question
-ANSWERS_S = 1.0  # for the tokens of past answers, on which those of a prompt depend
+ANSWERS_S = 1.0  # to tell or read the tokens of past answers, on which those of a prompt depend
 ANSWERS_BYTES = 1 << 20  # of one conversation
 END_BYTES = 2 * KEY_BYTES  # parent and key of the block that its last answer ends in, before them
 MAX_TOLD = 8  # conversations that begin with the same text, or its beginnings
@@ -221,28 +221,34 @@ class RemoteTier:
         except BadRecord:
             return b""
 
-    def tell(self, namespace: Namespace, text: str, answers: bytes, end: BlockRef) -> None:
-        """Put what is known of the answers in a conversation, the last of which ends with a block.
-        Never fails.
+    def tell(
+        self,
+        namespace: Namespace,
+        text: str,
+        answers: bytes,
+        end: BlockRef,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> bool:
+        """Put what is known of the answers in a conversation, the last of which ends with a block,
+        and take it back if it is not wanted by then: the conversation was deleted. False if that
+        must be tried again. Takes no longer than ANSWERS_S, and never fails.
         """
-        told = end.parent + end.key + answers
+        told, deadline = end.parent + end.key + answers, CallDeadline(ANSWERS_S)
         name = self._names.of_answers(namespace, text, told)
         pointer = self._names.of_pointer(namespace, end.parent, end.key, name)
         data = self.cipher.seal(name.encode(), told) if self.cipher else told
         pieces = [data, self._fleet_key.mac(name, [data])] if self._fleet_key else [data]
 
         def put() -> None:
-            self.backend.put(pointer, [name.encode()], ANSWERS_S)
-            self.backend.put(name, pieces, ANSWERS_S)
+            self.backend.put(pointer, [name.encode()], deadline.left_s())
+            self.backend.put(name, pieces, deadline.left_s())
+
+        def take_back() -> None:
+            self.backend.delete([name, pointer], deadline.left_s())
 
         if self.is_writable:
             self.health.call("written", put)
-
-    def take_back(self, namespace: Namespace, text: str, answers: bytes, end: BlockRef) -> bool:
-        """Delete what was just told; whether that is done."""
-        name = self._names.of_answers(namespace, text, end.parent + end.key + answers)
-        pointer = self._names.of_pointer(namespace, end.parent, end.key, name)
-        return self.clear([], lambda: self.backend.delete([name, pointer], WRITE_S))
+        return is_wanted() or self.clear([], take_back)
 
     def load_s(self, n_bytes: int) -> float:
         return self.speed.load_s(n_bytes)

@@ -20,7 +20,7 @@ from keepwarm.store.tiers import Tiers
 
 LOG = logging.getLogger(__name__)
 MAX_QUEUED = 1 << 24  # bytes of token ids; records are read one at a time, when it is written
-MAX_TELLING = 4  # answers that are being told; nobody waits for more
+MAX_TELLING = 4  # answers that are told at the same time; nobody waits for more
 CLOSE_S = 2.0  # that a closing store goes on for
 
 
@@ -63,7 +63,7 @@ class Uploader:
         self._n_queued = 0
         self._closing = False
         self._changed = threading.Condition()
-        self._teller = ThreadPoolExecutor(1, "keepwarm-teller")  # waits for no upload
+        self._teller = ThreadPoolExecutor(MAX_TELLING, "keepwarm-teller")  # waits for no upload
         self._n_telling = 0
         self._thread = threading.Thread(target=self._run, name="keepwarm-uploader", daemon=True)
         self._thread.start()
@@ -93,8 +93,9 @@ class Uploader:
         is_wanted: Callable[[], bool],
     ) -> Future[None] | None:
         """Tell other machines what answers a conversation of these tokens has; from any thread,
-        without waiting. Done when they can know, or None if that may take long: nobody should wait
-        then. If it is not wanted by then, because it was deleted, it is taken back.
+        without waiting. Done when they can know, or cannot in time: after ANSWERS_S for each tier
+        at the latest. None if there is nobody to wait for. If it is not wanted by then, because it
+        was deleted, it is taken back.
         """
         usable = [tier for tier in self._shared if not tier.is_open]
 
@@ -102,19 +103,16 @@ class Uploader:
             told = answers()
             *_, end = chain(namespace, tokens)
             for tier in usable if self._fits(len(told)) else ():
-                tier.tell(namespace, text, told, end)
-                if not is_wanted() and not tier.take_back(namespace, text, told, end):
-                    block = NamedBlock(end.key, end.parent, end.n_tokens)
-                    self._delete_later(namespace, block)
+                if not tier.tell(namespace, text, told, end, is_wanted):
+                    self._delete_later(namespace, NamedBlock(end.key, end.parent, end.n_tokens))
 
         with self._changed:
             if self._closing or not usable:
                 return None
-            told, is_slow = self._teller.submit(tell), self._n_telling >= MAX_TELLING
+            told, is_late = self._teller.submit(tell), self._n_telling >= MAX_TELLING
             self._n_telling += 1
         told.add_done_callback(self._has_told)
-        is_slow = is_slow or any(tier.backend.is_distant for tier in usable)
-        return None if is_slow else told
+        return None if is_late else told
 
     def _has_told(self, _: Future[None]) -> None:
         with self._changed:
