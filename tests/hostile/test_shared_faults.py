@@ -464,7 +464,7 @@ TROUBLES = (
              "test_a_use_puts_back_what_all_machines_need",
              "test_a_deletion_that_cannot_tell_the_classes_is_tried_again")),
     Trouble("failover: a demoted server, connections that lead to it or nowhere, trials that hang",
-            "used again within 20 s, on a busy machine too", "remote/test_failover.py",
+            "used again within 10 s", "remote/test_failover.py",
             ("test_a_server_that_was_replaced_is_used_within_seconds",
              "test_it_recovers_after_an_outage_in_which_trials_hung")),
     Trouble("a reply too many", "that connection is not used again", "remote/test_failover.py",

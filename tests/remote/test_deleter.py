@@ -9,6 +9,7 @@ import pytest
 
 from keepwarm.agents.agent import Branch
 from keepwarm.agents.agent_store import AgentStore
+from keepwarm.concurrency import CallDeadline
 from keepwarm.errors import StoreFailed
 from keepwarm.prefix.blocks import BLOCK_TOKENS, pack, unpack
 from keepwarm.remote.addresses import open_backend
@@ -205,7 +206,7 @@ def test_a_deletion_waits_for_a_share_that_is_not_mounted(store, place):
         assert not any(path.is_file() for path in place.rglob("*")), "nothing is left there"
         shutil.rmtree(place)
         share.rename(place)
-        tier._try()
+        tier._try(CallDeadline(SOON))
         tier.health.tried(True)
         assert deleter.finish() == []
     assert shared(place) == [False] * 3

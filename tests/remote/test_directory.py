@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from keepwarm.concurrency import MAX_WORKERS, AbandonableExecutor, CallError
+from keepwarm.concurrency import MAX_WORKERS, AbandonableExecutor, CallDeadline, CallError
 from keepwarm.errors import BadInput
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.backend import BESIDE, FolderRange
@@ -158,7 +158,7 @@ def test_what_another_user_may_not_read_is_a_miss(others):
 
 def test_another_users_directory_is_read_and_not_written(others):
     own, theirs = others
-    check_mark(own, None, b"")
+    check_mark(own, None, b"", CallDeadline(SOON))
     own._path_of(STORE_META).chmod(0o644)
     if os.geteuid():  # who is not root cannot become another user
         own._root.chmod(0o555)

@@ -5,16 +5,26 @@ from contextlib import closing
 
 import pytest
 
-from keepwarm.concurrency import BusyError, CallError
+from keepwarm.concurrency import BusyError, CallDeadline, CallError
 from keepwarm.errors import BadInput, BadRecord
 from keepwarm.remote.directory import DirectoryBackend
-from keepwarm.remote.health import MAX_FAILURES, MAX_RETRY_S, Health, RemoteSpeed, try_backend
+from keepwarm.remote.health import (
+    MAX_FAILURES,
+    MAX_RETRY_S,
+    TIDY_S,
+    TRIAL_S,
+    Health,
+    RemoteSpeed,
+    try_backend,
+)
+from keepwarm.remote.redis import ADDRESS_S
+from keepwarm.remote.tier import REFRESH_S, RemoteTier
 from keepwarm.store.tier import TierCounts
-from tests.remote.conftest import SOON
+from tests.remote.conftest import CLASS, SOON
 
 
-def new_health(clock, attempt=lambda: None):
-    return Health(attempt, TierCounts(), lambda: None, 60.0, clock)
+def new_health(clock, attempt=lambda _: None):
+    return Health(attempt, TierCounts(), lambda _: None, lambda: 60.0, clock)
 
 
 @pytest.fixture
@@ -71,7 +81,77 @@ def test_trials_are_at_growing_distances_up_to_a_limit(health, clock):
         clock.now += health.retry_in_s
         assert health.retry_in_s == 0.0
         health.tried(False)
-    assert waits == [0.5, 1.0, 2.0, 4.0, 4.0, 4.0, MAX_RETRY_S]
+    assert waits == [0.5, 1.0, 2.0, 2.0, 2.0, 2.0, MAX_RETRY_S]
+
+
+class Hanging(DirectoryBackend):
+    """Every call takes a quarter of its time, until one gets no answer."""
+
+    def __init__(self, root, clock):
+        super().__init__(root)
+        self._clock, self.n_answered = clock, 0
+
+    def _answer(self, timeout_s):
+        self._clock.now += timeout_s if self.n_answered == 0 else timeout_s / 4
+        self.n_answered -= 1
+        if self.n_answered < 0:
+            raise CallError("no answer in time")
+
+    def sizes(self, names, timeout_s):
+        self._answer(timeout_s)
+        return super().sizes(names, SOON)
+
+    def look(self, ranges, timeout_s):
+        self._answer(timeout_s)
+        return super().look(ranges, SOON)
+
+    def fetch(self, name, take, use, timeout_s, **part):
+        self._answer(timeout_s)
+        return super().fetch(name, take, use, SOON, **part)
+
+    def put(self, name, pieces, timeout_s, replace=False):
+        self._answer(timeout_s)
+        return super().put(name, pieces, SOON, replace)
+
+    def delete(self, names, timeout_s):
+        self._answer(timeout_s)
+        return super().delete(names, SOON)
+
+    def list_names(self, folder, timeout_s):
+        self._answer(timeout_s)
+        return super().list_names(folder, SOON)
+
+
+def test_wherever_a_trial_hangs_the_next_is_within_ten_seconds(tmp_path, clock):
+    """And connecting may take a second for each of two addresses."""
+    with closing(Hanging(tmp_path, clock)) as place:
+        place.n_answered = 1000
+        with closing(RemoteTier(place, CLASS, clock=lambda: 0.0)) as tier:
+            assert tier.health.wait_until_tried(SOON)
+            place.n_answered = 1000
+            tier._try(CallDeadline(TRIAL_S, clock))
+            n_calls, took = 1000 - place.n_answered, []
+            for place.n_answered in range(n_calls):
+                began = clock.now
+                with pytest.raises(CallError):
+                    tier._try(CallDeadline(TRIAL_S, clock))
+                took.append(clock.now - began)
+    assert n_calls == 10, "all that a trial does"
+    assert max(took) <= TRIAL_S + TIDY_S
+    assert TRIAL_S + TIDY_S + 2 * ADDRESS_S + MAX_RETRY_S <= 10.0
+
+
+def test_what_is_read_only_is_soon_tried_again_and_later_less_often(tmp_path, clock):
+    with closing(RemoteTier(DirectoryBackend(tmp_path), CLASS, clock=clock)) as tier:
+        assert tier.health.wait_until_tried(SOON)
+        assert tier._refresh_s() == REFRESH_S
+        tier.backend.put = lambda *_: False
+        tier._measure(CallDeadline(SOON))
+        waits = []
+        for seconds in (0.0, 5.0, 20.0, 1000.0):
+            clock.now += seconds
+            waits.append(tier._refresh_s())
+        assert waits == [MAX_RETRY_S, 5.0, 25.0, REFRESH_S]
 
 
 def test_failures_while_it_is_open_do_not_delay_the_trial(health, clock):
@@ -119,7 +199,7 @@ def slow(tmp_path):
 def test_a_trial_that_is_late_leaves_nothing(slow, tmp_path, late):
     slow.late = (late,)
     with pytest.raises(CallError, match="in time"):
-        try_backend(slow, RemoteSpeed())
+        try_backend(slow, RemoteSpeed(), CallDeadline(SOON))
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
@@ -127,7 +207,7 @@ def test_a_place_is_refused_for_its_parts_only_while_it_reads_the_whole(slow):
     """Else it was slow for a moment, and is tried again soon."""
     slow.late = ("read of a part",)
     with pytest.raises(BadInput, match="parts of blobs"):
-        try_backend(slow, RemoteSpeed())
+        try_backend(slow, RemoteSpeed(), CallDeadline(SOON))
 
     def fail_from_now_on(call):
         if call == "read of a part":
@@ -138,7 +218,7 @@ def test_a_place_is_refused_for_its_parts_only_while_it_reads_the_whole(slow):
 
     slow.late, slow._unless_late = (), fail_from_now_on
     with pytest.raises(CallError, match="in time"):
-        try_backend(slow, RemoteSpeed())
+        try_backend(slow, RemoteSpeed(), CallDeadline(SOON))
 
 
 def test_an_outage_is_told_once_and_its_end_too(health, caplog):
@@ -190,7 +270,7 @@ def test_a_trial_that_fails_in_any_way_is_made_again(clock, error):
     """What a place sends must not end the thread that tries it."""
     errors = [error]
 
-    def attempt():
+    def attempt(_):
         clock.now += 60.0
         if errors:
             raise errors.pop()

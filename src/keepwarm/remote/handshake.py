@@ -23,13 +23,19 @@ MARK_S = 5.0  # the longest it may take
 MAX_BYTES = 4096
 
 
-def check_mark(backend: Backend, cipher: Cipher | None, own: bytes, is_known: bool = False) -> None:
+def check_mark(
+    backend: Backend,
+    cipher: Cipher | None,
+    own: bytes,
+    deadline: CallDeadline,
+    is_known: bool = False,
+) -> None:
     """Leave the mark of the local store, `own`, where there is none, unless there must be one.
 
     Raises BadInput if there is one, and it is of another kind or of another key.
     """
     own = PLAIN if cipher is None else own or make_mark(cipher, {})
-    mark = read_mark(backend, CallDeadline(MARK_S)) if is_known else put_mark(backend, own, MARK_S)
+    mark = read_mark(backend, deadline) if is_known else put_mark(backend, own, deadline)
     if mark is None:
         raise BadInput(
             "Its mark is gone: it is not mounted, or was emptied. Mount it, or name another place."
@@ -55,9 +61,8 @@ def check_kind(mark: bytes, is_sealed: bool) -> None:
         raise BadInput("It holds blocks that are not encrypted; name an empty one instead.")
 
 
-def put_mark(backend: Backend, mark: bytes, timeout_s: float) -> bytes:
+def put_mark(backend: Backend, mark: bytes, deadline: CallDeadline) -> bytes:
     """Leave a mark if there is none; the one that is there then. Raises CallError."""
-    deadline = CallDeadline(timeout_s)
     if (found := read_mark(backend, deadline)) is None:
         backend.put(STORE_META, [mark], deadline.left_s())
         found = read_mark(backend, deadline)
@@ -75,7 +80,7 @@ def handshake(addresses: Sequence[str], password: str) -> Callable[[bytes], byte
         for address in addresses:
             with closing(open_backend(address, password)) as backend:
                 try:
-                    found = put_mark(backend, mark, MARK_S)
+                    found = put_mark(backend, mark, CallDeadline(MARK_S))
                 except CallError:
                     continue
             if found != PLAIN:

@@ -28,7 +28,7 @@ LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_FAILURES = 3  # in a row
 FIRST_RETRY_S = 0.5
-MAX_RETRY_S = 4.0  # with a trial that hangs, it is used again within 10 s
+MAX_RETRY_S = 2.0  # with a trial that hangs, it is used again within 10 s
 REFUSED_RETRY_S = 60.0  # what is wrong there may be put right
 CLOSE_S = 1.0  # a trial may be under way
 NEW = 0.3  # the weight of the latest measurement; the first replaces the guess
@@ -36,7 +36,8 @@ MIN_BYTES = 1 << 18  # less says nothing of the rate
 LATEST = 100  # calls that are remembered
 SLOW = 0.95  # of them are no slower than what a question plans with
 TRIAL_BYTES = 1 << 20
-TRIAL_S = 5.0  # the longest it may take
+TRIAL_S = 4.0  # the longest it may take
+TIDY_S = 1.0  # after that, to delete what it has put
 FOLDER = "trial"
 N_TIMED = 3  # blobs, read at the same time as those of a prompt are
 TIMED_S = 0.2  # that each of them should take
@@ -52,10 +53,10 @@ class Health:
 
     def __init__(
         self,
-        attempt: Callable[[], None],
+        attempt: Callable[[CallDeadline], None],
         counts: TierCounts,
-        refresh: Callable[[], None],
-        refresh_s: float,
+        refresh: Callable[[CallDeadline], None],
+        refresh_s: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
         *,
         name: str = "a shared tier",
@@ -190,15 +191,19 @@ class Health:
                 if was_open:
                     self._changed.wait_for(lambda: self._is_closed, self.retry_in_s)
                 else:
-                    self._changed.wait_for(lambda: self.is_open, self._refresh_s)
+                    self._changed.wait_for(lambda: self.is_open, self._refresh_s())
             if was_open and not self._is_closed:
                 self._try()
             elif not self.is_open:
-                self.call("asked", self._refresh)
+                self.call("asked", lambda: self._refresh(self._deadline()))
+
+    def _deadline(self) -> CallDeadline:
+        """For whatever this thread does: so that the next trial is not late."""
+        return CallDeadline(TRIAL_S, self._clock)
 
     def _try(self) -> None:
         try:
-            self._attempt()
+            self._attempt(self._deadline())
         except BadInput as error:
             return self._refuse(error)
         except CallError as error:
@@ -313,16 +318,15 @@ class RemoteSpeed:
             self._n_bytes += n_bytes
 
 
-def try_backend(backend: Backend, speed: RemoteSpeed) -> bool:
+def try_backend(backend: Backend, speed: RemoteSpeed, deadline: CallDeadline) -> bool:
     """Put, find, read and delete a blob, and measure it; whether it was put. Raises CallError where
     that fails, and BadInput if the place does something else than it is asked.
 
     A full place can still be read from, and one that may not be written to. One that replaces blobs
     is good enough, because equal names have equal content.
     """
-    deadline, name = CallDeadline(TRIAL_S), f"{FOLDER}/{uuid.uuid4().hex}"
+    name, data = f"{FOLDER}/{uuid.uuid4().hex}", os.urandom(TRIAL_BYTES)
     time_calls(backend, speed, deadline)
-    data = os.urandom(TRIAL_BYTES)
     is_stored = True  # as far as is known: a put that is late may come after all
     try:
         is_stored = backend.put(name, [data], deadline.left_s())
@@ -330,7 +334,7 @@ def try_backend(backend: Backend, speed: RemoteSpeed) -> bool:
             _check(backend, name, data, speed, deadline)
     finally:
         if is_stored:
-            backend.delete([name], TRIAL_S)
+            backend.delete([name], TIDY_S)
     return is_stored
 
 

@@ -24,7 +24,7 @@ from keepwarm.remote.backend import Backend, Listed
 from keepwarm.remote.compression import memory_for
 from keepwarm.remote.deleter import DeleterThread, RemoteDeleter, erase_from
 from keepwarm.remote.handshake import MARK_S, check_kind, read_mark
-from keepwarm.remote.health import RemoteSpeed, time_blobs, try_backend
+from keepwarm.remote.health import TRIAL_S, RemoteSpeed, time_blobs, try_backend
 from keepwarm.remote.janitor import RemoteLimits, walk
 from keepwarm.remote.records import FleetKey, RemoteNames, RemoteRecord, decode_named
 from keepwarm.remote.tier import ASK_S, BATCH_CALLS, MAX_ASK_SHARE, RemoteTier
@@ -180,7 +180,7 @@ def _measure(address: str, password: str, is_sealed: bool) -> RemoteReport:
     with closing(open_backend(address, password)) as backend:
         try:
             for _ in range(TRIALS):
-                try_backend(backend, speed)
+                try_backend(backend, speed, CallDeadline(TRIAL_S))
             if (mark := read_mark(backend, CallDeadline(MARK_S))) is not None:
                 check_kind(mark, is_sealed)
             rates = time_blobs(backend, speed.bytes_per_s)

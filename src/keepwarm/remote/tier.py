@@ -33,7 +33,7 @@ from keepwarm.records.record import (
 from keepwarm.remote.backend import Backend, FolderRange, at_most
 from keepwarm.remote.compression import code_record, count_bytes, memory_for
 from keepwarm.remote.handshake import check_mark
-from keepwarm.remote.health import Health, RemoteSpeed, try_backend
+from keepwarm.remote.health import MAX_RETRY_S, Health, RemoteSpeed, try_backend
 from keepwarm.remote.janitor import SWEEP_S, Janitor, RemoteLimits
 from keepwarm.remote.lookup import Finder, KnownRecords, n_round_trips
 from keepwarm.remote.records import (
@@ -102,7 +102,7 @@ class RemoteTier:
         self.backend = backend
         self._compute_class = compute_class
         self.classes = {compute_class}  # that were ever seen there
-        self.is_writable = True
+        self.is_writable, self._read_only_since = True, 0.0
         self._clock = clock
         self._any_class = any_class
         self.cipher = cipher
@@ -125,7 +125,8 @@ class RemoteTier:
         self._questions: SingleFlight[None] = SingleFlight()
         self._fetches: SingleFlight[Record | None] = SingleFlight()
         name = f"the shared tier {address}" if address else "a shared tier"
-        self.health = Health(self._try, self._counts, self._refresh, REFRESH_S, clock, name=name)
+        works = self._try, self._counts, self._refresh, self._refresh_s
+        self.health = Health(*works, clock, name=name)
         self.health.start()
 
     @property
@@ -330,7 +331,7 @@ class RemoteTier:
     def _note_use(self, names: Sequence[str]) -> None:
         self.backend.touch(names, WRITE_S)
         if self.backend.in_batches:  # it may evict whatever is not used
-            self._keep_books()
+            self._keep_books(CallDeadline(WRITE_S))
 
     def clear(self, blocks: Collection[BlockKey], delete: Callable[[], None]) -> bool:
         """Delete blocks for good; False if that must be tried again."""
@@ -488,14 +489,20 @@ class RemoteTier:
 
     # Trials
 
-    def _try(self) -> None:
-        self._measure()  # first: a mark is read in part
-        self._keep_books()
+    def _try(self, deadline: CallDeadline) -> None:
+        self._measure(deadline)  # first: a mark is read in part
+        self._keep_books(deadline)
 
-    def _refresh(self) -> None:
+    def _refresh_s(self) -> float:
+        """Sooner while it is read-only: a server may have been replaced, and its name not yet."""
+        if self.is_writable:
+            return REFRESH_S
+        return min(max(MAX_RETRY_S, self._clock() - self._read_only_since), REFRESH_S)
+
+    def _refresh(self, deadline: CallDeadline) -> None:
         if self._is_due or not self.is_writable:
-            self._measure()
-        self._keep_books()
+            self._measure(deadline)
+        self._keep_books(deadline)
         if self._janitor is not None and self._clock() >= self._sweep_at:
             self._sweep_at = math.inf
             sweep = partial(self._sweep, self._janitor)
@@ -506,26 +513,29 @@ class RemoteTier:
         self.health.call("swept", janitor.sweep)
         self._sweep_at = self._clock() + SWEEP_S
 
-    def _measure(self) -> None:
+    def _measure(self, deadline: CallDeadline) -> None:
         self._is_due = False
         self.speed.begin_anew()
-        was_writable, self.is_writable = self.is_writable, try_backend(self.backend, self.speed)
+        was_writable = self.is_writable
+        self.is_writable = try_backend(self.backend, self.speed, deadline)
         if self.is_writable != was_writable:
+            self._read_only_since = self._clock()
             now = "written to again" if self.is_writable else "full or read-only: it is only read"
             LOG.warning("%s is %s", self.health.name, now)
 
-    def _keep_books(self) -> None:
+    def _keep_books(self, deadline: CallDeadline) -> None:
         """Use the mark and the list of classes, which a place may evict like all else, and put back
         what is gone. A directory evicts nothing: without its mark it is not mounted.
         """
         may_evict = self.backend.in_batches or self.backend.is_distant
-        check_mark(self.backend, self.cipher, self._mark, self._was_marked and not may_evict)
+        is_known = self._was_marked and not may_evict
+        check_mark(self.backend, self.cipher, self._mark, deadline, is_known)
         if self._flags is not None and not self._was_marked:
             self._flags.set_flag(self._flag)
         self._was_marked = True
-        found = set(list_classes(self.backend, WRITE_S))
+        found = set(list_classes(self.backend, deadline.left_s()))
         for gone in self.classes - found:
-            self.backend.put(f"{CLASSES}/{gone}", [b"1"], WRITE_S)
+            self.backend.put(f"{CLASSES}/{gone}", [b"1"], deadline.left_s())
         self.classes |= found
         if self._any_class:
             others = sorted(self.classes - {self._compute_class})

@@ -154,7 +154,7 @@ def test_what_became_slower_is_left_alone_and_then_measured_anew(far):
     with far() as tier:
         for _ in range(100):
             tier.has(record(refs_of(1)[0]).header)
-        tier.place.call_s = 10 * FAR_S
+        tier.place.call_s = 4.6 * FAR_S
         for seed in (1, 2, 3):
             ask(tier, SLOWLY, tokens_of(len(PROMPT), seed))
         assert tier.is_open
