@@ -1,7 +1,9 @@
 """What decode steps of quantised models cost, by rows and by the way to multiply.
 
 `python -m benchmarks.decode --json docs/results/decode.json` on a CUDA machine, then
-`benchmarks.decode_page` for the tables; `--tiny` checks on any machine that it runs.
+`benchmarks.decode_page` for the tables; `--tiny` checks on any machine that it runs. `--cpu` is for
+plain weights on a CPU: rows as one matrix and one by one, in processor time, which other programs
+disturb least.
 
 What counts is the pipelined step, as the engine runs them: the next is built and begun before the
 tokens of this one are read. Ways are measured in turn, the figures that matter most first. A stage
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 import time
 import traceback
@@ -37,7 +40,9 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from benchmarks.kernels import ExpertKernel
 from benchmarks.shapes import SHAPES, build
 from keepwarm.models import row_products
+from keepwarm.models.load import load
 from keepwarm.models.row_products import (
+    APART,
     MATRIX_ROWS,
     REPLACED,
     ROW_COUNTS,
@@ -387,6 +392,35 @@ def _apart(one: mx.array, other: mx.array) -> dict[str, Any]:
     }
 
 
+# Plain weights on a CPU
+
+
+def cpu_times(name: str, most: int = 8) -> dict[str, Any]:
+    """Milliseconds of processor time of one step, by rows and by whether rows are apart."""
+    model = load(name)
+    leaves: Any = tree_flatten(model.module.leaf_modules(), is_leaf=Module.is_module)
+    together = [(path, m) for path, m in leaves if type(m) in APART]
+    apart = [(path, APART[type(m)](m, most)) for path, m in together]
+    size = model.config["hidden_size"] // model.config["num_attention_heads"]
+    steps = Steps(model.module, {"head_dim": size, **model.config}, 256)
+    ms: dict[str, dict[int, float]] = {"as one matrix": {}, "one by one": {}}
+    for n_rows in (1, 2, 3, 4, most):
+        caches = steps.caches(n_rows, masked=True)
+        for _ in range(4):
+            for (_, best), modules in zip(ms.items(), (together, apart), strict=True):
+                model.module.update_modules(tree_unflatten(modules))
+                best[n_rows] = min(best.get(n_rows, math.inf), processor_ms(steps, caches, n_rows))
+        rates = {what: round(n_rows * best[1] / best[n_rows], 2) for what, best in ms.items()}
+        note(f"rows {n_rows}, rate of one row", rates)
+    return ms
+
+
+def processor_ms(steps: Steps, caches: list[Any], n_rows: int) -> float:
+    started = time.process_time()
+    mx.eval(steps.one(caches, mx.ones((n_rows, 1), mx.int32)))
+    return round(1000 * (time.process_time() - started), 1)
+
+
 # Single products
 
 
@@ -489,11 +523,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
     parser.add_argument("--shapes", default="llama-8b,qwen3-30b-a3b")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: a check that it runs")
+    parser.add_argument("--cpu", metavar="MODEL", help="plain weights of this model, on a CPU")
     parser.add_argument("--budget", type=float, default=285.0, help="seconds; later stages wait")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     shapes = "tiny,tiny-experts" if given.tiny else given.shapes
     report = Report(given.json, given.budget)
+    if given.cpu:
+        report.stage("processor ms", partial(cpu_times, given.cpu))
+        return
     with tempfile.TemporaryDirectory() as folder:
         measure(report, shapes.split(","), Path(folder), 64 if given.tiny else CONTEXT)
     print("failed stages:", report.failed or "none", flush=True)

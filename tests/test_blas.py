@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from keepwarm import blas
+from keepwarm import blas, blas_trial
 from keepwarm.blas_trial import SLEEP_WHEN_IDLE, Setting, Speed
 from keepwarm.errors import BadInput
 
@@ -148,7 +148,7 @@ def measured(monkeypatch):
 
     def trial(setting):
         counts.append(setting.threads)
-        return Speed(*[float(setting.threads)] * 4)
+        return Speed(*[float(setting.threads)] * 4, rows_apart=1 + setting.threads)
 
     monkeypatch.setattr(blas, "trial", trial)
     return counts
@@ -162,7 +162,30 @@ def test_a_kept_choice_is_used_without_measuring(tmp_path, found, measured):
 
 
 @linux_cpu
-@pytest.mark.parametrize("what", ["processor", "cpus", "quota", "files", "settings"])
+def test_how_many_rows_are_faster_one_by_one_is_kept_with_the_choice(
+    tmp_path, found, measured, monkeypatch
+):
+    two = [replace(found[0], threads=n) for n in (1, 2)]
+    blas.choose(tmp_path, two)
+    used = blas.Blas(found[0].name, "", "", threads=2)
+    monkeypatch.setattr(blas, "in_use", lambda: used)
+    assert blas.rows_apart(tmp_path) == 3
+    monkeypatch.setattr(blas, "in_use", lambda: replace(used, threads=1))
+    assert blas.rows_apart(tmp_path) == 1, "another count was not measured"
+    monkeypatch.setattr(blas, "in_use", lambda: None)
+    assert blas.rows_apart(tmp_path) == 1
+
+
+@pytest.mark.parametrize("n_rows", [1, 2, 3, blas_trial.MAX_APART])
+def test_rows_are_multiplied_one_by_one_up_to_where_one_matrix_is_faster(monkeypatch, n_rows):
+    """As NVPL: from two rows on a copy of the matrix, which costs as much as so many rows."""
+    monkeypatch.setattr(blas_trial, "_seconds", lambda product: product())
+    seconds = {1: 1.0} | dict.fromkeys(range(2, blas_trial.MAX_APART + 1), 1.1 * n_rows)
+    assert blas_trial._rows_apart(seconds.__getitem__) == n_rows
+
+
+@linux_cpu
+@pytest.mark.parametrize("what", ["trial", "processor", "cpus", "quota", "files", "settings"])
 def test_a_choice_made_for_something_else_is_measured_again(tmp_path, found, what, measured):
     blas.choose(tmp_path, found[:1])
     choice = kept(tmp_path)

@@ -4,7 +4,8 @@ The CPU build of MLX calls `cblas_sgemm` of the reference BLAS, which is 20 to 6
 the processor. A library loaded for the whole process before MLX binds that symbol takes its place:
 MKL (package `mkl`, x86-64), NVPL (package `nvpl-blas`, aarch64) or the system's OpenBLAS: the first
 of them that is installed. Its thread count is chosen by measurement in child processes, once a
-machine, and kept in `machine.json` in the home directory.
+machine, and kept in `machine.json` in the home directory, with how many rows it multiplies faster
+one by one than as one matrix.
 
 `KEEPWARM_BLAS` (`none`, `mkl`, `nvpl` or `openblas`) names another library,
 `KEEPWARM_BLAS_THREADS` the number of threads. Where both are set nothing is measured.
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from keepwarm import backend, config
-from keepwarm.blas_trial import Setting, Speed, trial_command
+from keepwarm.blas_trial import TRIAL, Setting, Speed, trial_command
 from keepwarm.errors import BadInput
 from keepwarm.state_file import MACHINE, StateFile
 
@@ -195,19 +196,35 @@ def choose(home: Path, found: list[Setting]) -> Setting | None:
     by_threads = {setting.threads: setting for setting in found}
     if kept.get("depends") == depends and kept.get("threads") in by_threads:
         return by_threads[kept["threads"]]
-    scores = {n: speed.score for n, setting in by_threads.items() if (speed := trial(setting))}
-    if not scores:
+    speeds = {n: speed for n, setting in by_threads.items() if (speed := trial(setting))}
+    if not speeds:
         return None
+    scores = {n: speed.score for n, speed in speeds.items()}
     best = max(scores, key=scores.__getitem__)
+    choice = {
+        "library": found[0].name,
+        "threads": best,
+        "scores": scores,
+        "rows_apart": speeds[best].rows_apart,
+    }
     with suppress(OSError):  # the next start measures again
-        file.change(lambda _: {"depends": depends, "threads": best, "scores": scores})
+        file.change(lambda _: {"depends": depends, **choice})
     return by_threads[best]
+
+
+def rows_apart(home: Path) -> int:
+    """Up to so many rows are faster one by one; one, where the BLAS in use was not measured."""
+    kept: dict[str, Any] = StateFile(home / MACHINE, "blas", dict).read()
+    used = in_use()
+    is_measured = used and [used.name, used.threads] == [kept.get("library"), kept.get("threads")]
+    return int(kept.get("rows_apart", 1)) if is_measured else 1
 
 
 def _depends(found: list[Setting]) -> dict[str, Any]:
     """What a measurement is true for: processor, share of it, and the very files."""
     files = sorted({path for setting in found for path in setting.libraries})
     return {
+        "trial": TRIAL,
         "processor": _processor(),
         "cpus": cpus(),
         "quota": _text(Path("/sys/fs/cgroup/cpu.max")),

@@ -12,11 +12,14 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
+from keepwarm import blas
 from keepwarm.models import row_products
 from keepwarm.models.load import load
 from keepwarm.models.row_products import (
     ROW_COUNTS,
     AlikeKernel,
+    ApartEmbedding,
+    ApartLinear,
     ProductByRows,
     Products,
     ProductsFile,
@@ -25,11 +28,14 @@ from keepwarm.models.row_products import (
     TensorKernel,
     by_shape,
     choose,
+    columns,
     flat,
     plain,
 )
 from keepwarm.state_file import MACHINE
 from tests.kit.checkpoints import write_checkpoint
+
+linux_cpu = pytest.mark.linux_cpu
 
 ROWS = (1, 2, 3, 7)
 FLAT = {2: "flat"}
@@ -284,10 +290,53 @@ def test_measuring_takes_every_number_of_rows(model):
     assert set(names.values()) <= {"plain", "flat"}
 
 
-def test_on_a_cpu_a_model_is_as_it_was(tmp_path):
-    model = load(str(write_checkpoint(tmp_path / "model")))
-    if mx.default_device() == mx.cpu:
-        assert not any(isinstance(m, RowLinear | RowEmbedding) for m in model.module.modules())
+def load_measured(tmp_path, monkeypatch, rows_apart):
+    """A model on a machine whose BLAS was measured."""
+    monkeypatch.setattr(blas, "rows_apart", lambda home: rows_apart)
+    return load(str(write_checkpoint(tmp_path / "model"))).module
+
+
+@linux_cpu
+def test_on_a_cpu_few_rows_are_multiplied_as_each_alone(tmp_path, monkeypatch):
+    model = load_measured(tmp_path, monkeypatch, 3)
+    kinds = [type(module) for module in model.modules()]
+    assert ApartLinear in kinds
+    assert not {nn.Linear, nn.Embedding} & {*kinds}
+    tokens = mx.array([[5], [6], [7]])
+    alone = mx.concatenate([model(tokens[i : i + 1]) for i in range(3)])
+    assert mx.array_equal(model(tokens), alone)
+
+
+@linux_cpu
+def test_where_one_matrix_is_as_fast_a_model_is_as_it_was(tmp_path, monkeypatch):
+    model = load_measured(tmp_path, monkeypatch, 1)
+    assert not any(isinstance(m, ApartLinear | ApartEmbedding) for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_apart"),
+    [((1, 1), False), ((2, 1), True), ((3, 1), True), ((4, 1), False), ((2, 2), False)],
+)
+def test_only_few_rows_of_one_token_have_a_product_each(shape, is_apart):
+    x, weight = mx.zeros((*shape, 8)), mx.zeros((4, 8))
+    assert columns(x, weight, 3).shape == ((shape[0], 8, 4) if is_apart else (8, 4))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_rows_apart_are_the_linear_layers(bias):
+    module = nn.Linear(128, 48, bias=bias)
+    replaced, x = ApartLinear(module, 3), rows_of(3)
+    assert all(replaced[name] is array for name, array in module.parameters().items())
+    alone = mx.concatenate([module(x[i : i + 1]) for i in range(3)])
+    assert mx.array_equal(replaced(x), alone)
+
+
+def test_rows_apart_of_an_embedding_are_its_head():
+    module = nn.Embedding(48, 128)
+    replaced, x = ApartEmbedding(module, 3), rows_of(3)
+    assert mx.array_equal(replaced(mx.array([3, 7])), module(mx.array([3, 7])))
+    alone = mx.concatenate([module.as_linear(x[i : i + 1]) for i in range(3)])
+    assert mx.array_equal(replaced.as_linear(x), alone)
 
 
 @pytest.mark.parametrize("kernel", [TensorKernel, AlikeKernel])

@@ -1,7 +1,7 @@
-"""How rows are multiplied by quantised weights on CUDA, by what is faster on this device.
+"""How the rows of a batch are multiplied by weights, by what is faster on this device.
 
-mlx-lm's models give MLX a batch of n sequences as n matrices of one row, and on CUDA that costs n
-times one row. Which way is better depends on the number of rows:
+On CUDA, by quantised weights. mlx-lm's models give MLX a batch of n sequences as n matrices of one
+row, and that costs n times one row. Which way is better depends on the number of rows:
 
 - One row or two: always MLX's own way. A kernel of ours costs the host more for each call than one
   of MLX, and such a step is over before the host has enqueued the next.
@@ -14,6 +14,9 @@ times one row. Which way is better depends on the number of rows:
 Each is used only if it was measured to be faster than MLX's own way when the model was loaded,
 for the modules of each shape, and with what it costs the host: products are measured as decode
 steps are run, the next begun while the device computes. What was measured is kept between starts.
+
+On a CPU, by plain weights: a few rows one by one, each bit for bit as it is alone, where the BLAS
+takes longer for them as one matrix.
 """
 
 from __future__ import annotations
@@ -31,9 +34,12 @@ from typing import Any, TypeAlias, cast
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from mlx.utils import tree_flatten, tree_unflatten
 
+from keepwarm import blas
 from keepwarm.device import kernels
 from keepwarm.state_file import MACHINE, StateFile
 
@@ -574,12 +580,14 @@ class ProductsFile:
 
 
 def speed_up(model: Module, home: Path) -> None:
-    """Have the model's quantised products computed in the ways that are faster here.
+    """Have the model's products computed in the ways that are faster here.
 
-    Does nothing but on CUDA: Metal joins rows by itself, and on CPUs weights are not quantised.
+    Does nothing on Metal, which joins rows by itself.
     """
     if kernels.are_compiled():
         choose(model, Products([AlikeKernel(), TensorKernel()]), ProductsFile(home))
+    elif (most := blas.rows_apart(home)) > 1:
+        multiply_apart(model, most)
 
 
 def choose(model: Module, products: Products, kept: ProductsFile) -> None:
@@ -682,3 +690,49 @@ def _round(product: Product, modules: Sequence[Quantized], x: mx.array) -> mx.ar
     for module in modules:
         x = x + 0 * product(x, module)[..., :1]
     return x
+
+
+# Rows one by one, on a CPU.
+
+
+class ApartLinear(Linear):
+    """The same module, that multiplies up to `most` rows of one token one by one."""
+
+    def __init__(self, linear: Linear, most: int) -> None:
+        Module.__init__(self)
+        share(linear, self)
+        self._most = most
+
+    def __call__(self, x: mx.array) -> mx.array:
+        weight = columns(x, self["weight"], self._most)
+        return mx.addmm(self["bias"], x, weight) if "bias" in self else x @ weight
+
+
+class ApartEmbedding(Embedding):
+    """The same for embeddings that are the head too."""
+
+    def __init__(self, embedding: Embedding, most: int) -> None:
+        Module.__init__(self)
+        share(embedding, self)
+        self._most = most
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return x @ columns(x, self["weight"], self._most)
+
+
+APART: dict[Any, Any] = {Linear: ApartLinear, Embedding: ApartEmbedding}
+
+
+def columns(x: mx.array, weight: mx.array, most: int) -> mx.array:
+    """What a linear layer multiplies by; the same again for every row, if each has its product.
+
+    MLX copies nothing for that, and the products are one operation.
+    """
+    is_batch = x.ndim == 3 and x.shape[1] == 1 and 1 < x.shape[0] <= most
+    return mx.broadcast_to(weight.T, (x.shape[0], *weight.T.shape)) if is_batch else weight.T
+
+
+def multiply_apart(model: Module, most: int) -> None:
+    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=Module.is_module)
+    changed = [(path, APART[type(m)](m, most)) for path, m in leaves if type(m) in APART]
+    model.update_modules(tree_unflatten(changed))
