@@ -48,7 +48,7 @@ class Settings:
     kv_bits: int = 0  # quantise keys and values to 2, 4 or 8 bits; 0 keeps them exact
     kv_group_size: int = 64  # of quantised keys and values
     quantized_kv_start: int = 0  # tokens before this position are not quantised
-    at_rest: str = "exact"  # q8: keys and values rounded to 8 bits on disk and in shared tiers
+    at_rest: str = "exact"  # q8, q4: keys and values are stored in fewer bits
     speculation: str = "off"  # auto: several tokens a step where that is faster
     max_kv_size: int = 0  # keep only this many of the last tokens; 0 keeps all
     memory_bytes: int = 0  # blocks in memory; 0 is a share of this machine's memory
@@ -313,7 +313,7 @@ CHOICES: Mapping[str, tuple[str, ...] | tuple[int, ...]] = {
     "speculation": ("auto", "off"),
     "mcp": ("off", "on", "all"),
     "kv_bits": (0, 2, 4, 8),
-    "at_rest": ("exact", "q8"),
+    "at_rest": ("exact", "q8", "q4"),
     "kv_group_size": (32, 64, 128),
     "log_level": ("debug", "info", "warning", "error"),
     "log_format": ("text", "json"),

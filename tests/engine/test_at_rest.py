@@ -1,35 +1,46 @@
-"""Blocks that are rounded on disk: restored, told of, and never taken for exact ones."""
+"""Blocks that are rounded at rest: restored, told of, and never taken for exact ones."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
+from keepwarm.cache.store import Budgets
 from keepwarm.errors import BadCacheFile
 from keepwarm.models.load import Model
+from keepwarm.prefix.policy import Policy
+from keepwarm.records.record import Part
 from keepwarm.text.request import KVOptions
 from tests.kit.engines import ask, engine_on, tokens_of
 from tests.kit.runs import prompt_of
 from tests.kit.waiting import wait_until
 
 Q8 = KVOptions(at_rest="q8")
+READ = Policy.READ_ONLY
+SEALED = {"KEEPWARM_ENCRYPTION_KEY": "a secret of more than twenty characters"}
+LOSSY = {"q8": 1024, "q4": 512}  # tokens of a prompt that are rounded
+SMALLER = {"q8": 2.5, "q4": 1.6}  # times, of fp32: with 4 whole blocks, of which q4 leaves two
 WIDE = {"llama": {}, "gemma3_text": {"head_dim": 64}, "falcon_h1": {"head_dim": 64}}
-N_PROMPT = 600
+N_PROMPT = 1100
 
 
-@pytest.fixture(scope="module", params=WIDE)
+@pytest.fixture(scope="module")
 def model(request, models) -> Model:
     return models.of(request.param, **WIDE[request.param])
 
 
-def extras_in(store) -> list[dict]:
-    """The `extra` of every record of rows on disk."""
-    found = []
+def headers_in(store) -> Iterator[dict]:
+    """Those of all records of rows on disk."""
     for path in store.rglob("*.d.safetensors"):
         with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        found.append(json.loads(header["__metadata__"]["keepwarm"])["extra"])
-    return found
+            yield json.loads(file.read(int.from_bytes(file.read(8), "little")))
+
+
+def rounded_in(store) -> list[int]:
+    """The numbers of the blocks that are rounded on disk."""
+    headers = [json.loads(header["__metadata__"]["keepwarm"]) for header in headers_in(store)]
+    return sorted(header["number"] for header in headers if "codec" in header["extra"])
 
 
 def apart(one, other) -> float:
@@ -40,40 +51,108 @@ def apart(one, other) -> float:
     return max(abs(a[token] - b[token]) for token in a.keys() & b.keys())
 
 
-def test_a_prompt_is_restored_from_8_bits(model, tmp_path):
-    prompt = prompt_of(N_PROMPT)
-    with engine_on(model, tmp_path) as engine:
-        computed = engine.submit(ask(prompt, 4, kv=Q8)).result()
-        assert computed.receipt.exact
-    rounded = [extra for extra in extras_in(tmp_path) if extra]
-    assert rounded == 2 * [{"codec": "q8", "axis": "token"}]  # not the open block
-    with engine_on(model, tmp_path) as engine:
-        found = engine.submit(ask(prompt, 4, kv=Q8)).result()
+@pytest.mark.parametrize(
+    ("model", "codec"),
+    [("llama", "q8"), ("gemma3_text", "q4"), ("falcon_h1", "q4")],
+    indirect=["model"],
+)
+def test_a_prompt_is_restored_from_fewer_bits(model, codec, tmp_path):
+    """By reader threads, as on a CPU, and by the device, as on a GPU."""
+    prompt, kv = prompt_of(N_PROMPT), KVOptions(at_rest=codec)
+    with engine_on(model, tmp_path, kv=kv) as engine:
         cold = engine.submit(ask(prompt, 4)).result()
-    assert found.receipt.cached_tokens == N_PROMPT - 1
-    assert found.receipt.inexact == ("q8",)
-    assert 0 < apart(found, cold) < 0.3  # rows were rounded, and hardly
+        assert cold.receipt.exact
+        assert cold.receipt.lossy_tokens is None
+    found = []
+    with engine_on(model, tmp_path, kv=kv, budgets=Budgets(memory_bytes=0)) as engine:
+        for on_gpu in (False, True):
+            engine.store._reader.on_gpu = on_gpu
+            engine.call(engine.live.clear).result()
+            found.append(engine.submit(ask(prompt, 4, policy=READ)).result())
+            receipt = found[-1].receipt
+            assert receipt.reused == {"disk": N_PROMPT - 1}
+            assert receipt.inexact == (codec,)
+            assert receipt.lossy_tokens == LOSSY[codec]
+    assert apart(*found) < 1e-4
+    assert 0 < apart(found[1], cold) < 0.7  # rows were rounded, and hardly
 
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
-def test_what_follows_rounded_blocks_is_never_taken_for_exact(model, tmp_path):
-    """Neither from memory nor from a live cache; a request of the same kind finds them all."""
-    prompt = prompt_of(N_PROMPT)
-    with engine_on(model, tmp_path, kv=Q8) as engine:
+def test_a_sealed_store_has_rounded_blocks(model, tmp_path):
+    prompt = prompt_of(600)
+    for reused in ({}, {"disk": 599}):
+        with engine_on(model, tmp_path, kv=Q8, environment=SEALED) as engine:
+            receipt = engine.submit(ask(prompt, 1)).result().receipt
+            assert receipt.reused == reused
+    assert receipt.lossy_tokens == 512
+    assert all(header["__metadata__"].keys() == {"sealed"} for header in headers_in(tmp_path))
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_blocks_in_memory_are_rounded_too(model, codec, tmp_path):
+    """By the thread that writes them; a conversation that comes back is restored from there."""
+    prompt, n_bytes = prompt_of(N_PROMPT), {}
+    for name in ("exact", codec):
+        with engine_on(model, tmp_path / name, kv=KVOptions(at_rest=name)) as engine:
+            engine.submit(ask(prompt, 1)).result()
+            engine.wait_until_saved()
+            n_bytes[name] = engine.store.memory.stats().n_bytes
+            engine.call(engine.live.clear).result()
+            again = engine.submit(ask(prompt, 1)).result()
+            assert again.receipt.reused == {"memory": N_PROMPT - 1}
+            live = engine.submit(ask([*prompt, *tokens_of(again.choices[0]), 7], 1)).result()
+    assert again.receipt.lossy_tokens == live.receipt.lossy_tokens == LOSSY[codec]
+    assert live.receipt.reused == {"live": N_PROMPT + 1}
+    assert n_bytes["exact"] / n_bytes[codec] > SMALLER[codec]
+
+
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_in_4_bits_both_ends_of_a_conversation_stay_exact(model, tmp_path):
+    """The last whole block is rounded once another one follows it."""
+    prompt, kv = prompt_of(N_PROMPT), KVOptions(at_rest="q4")
+    with engine_on(model, tmp_path, kv=kv) as engine:
+        engine.submit(ask(prompt[:600], 1)).result()
+        engine.wait_until_saved()
+        assert rounded_in(tmp_path) == []  # 0 is the first, 1 the last
+        engine.submit(ask(prompt, 1)).result()
+        engine.wait_until_saved()
+        assert rounded_in(tmp_path) == [1, 2]
+        memory = engine.store.memory
+        sizes = {one.number: one.n_bytes[Part.DELTA] for one in memory.walk() if one.number < 4}
+        assert sizes[1] == sizes[2] < sizes[0] / 4 == sizes[3] / 4
+    with engine_on(model, tmp_path, kv=kv) as engine:
+        found = engine.submit(ask(prompt, 1)).result()
+        assert found.receipt.reused == {"disk": N_PROMPT - 1}
+        assert found.receipt.lossy_tokens == 512
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_what_follows_rounded_blocks_is_never_taken_for_exact(model, codec, tmp_path):
+    """Neither from memory, nor from a live cache, nor by a fork or another agent; a request of the
+    same kind finds them all."""
+    prompt, kv = prompt_of(N_PROMPT), KVOptions(at_rest=codec)
+    with engine_on(model, tmp_path, kv=kv) as engine:
         engine.submit(ask(prompt[:300], 1, exact=True)).result()
         said = engine.submit(ask(prompt, 1)).result()
-    longer = [*prompt, *tokens_of(said.choices[0]), *prompt_of(N_PROMPT, seed=1)]
-    with engine_on(model, tmp_path, kv=Q8, audit_share=1.0) as engine:
+    longer = [*prompt, *tokens_of(said.choices[0]), *prompt_of(600, seed=1)]
+    with engine_on(model, tmp_path, kv=kv, audit_share=1.0) as engine:
         restored = engine.submit(ask(longer, 2, agent="a")).result()
         assert restored.receipt.cached_tokens == N_PROMPT + 1
-        exact = engine.submit(ask(longer, 2, exact=True, agent="b")).result()
-        assert exact.receipt.exact
-        assert exact.receipt.cached_tokens <= 300  # those that were computed exactly
-        again = engine.submit(ask(longer, 2)).result()  # from memory
+        assert restored.receipt.lossy_tokens
+        engine.wait_until_saved()
+        engine.store.on_disk.agents.fork("a", "fork")
+        for agent in ("fork", "b", None):
+            exact = engine.submit(ask(longer, 2, exact=True, agent=agent, policy=READ)).result()
+            assert exact.receipt.exact
+            assert exact.receipt.cached_tokens <= 300  # those that were computed exactly
+        again = engine.submit(ask(longer, 2, agent="fork")).result()
         assert again.receipt.cached_tokens == len(longer) - 1
-        assert again.receipt.inexact == ("q8",)
+        assert again.receipt.inexact == (codec,)
+        assert again.receipt.lossy_tokens
         wait_until(lambda: not engine._scheduler.jobs)
-        assert engine.stats().counters["audits"] <= 1  # of the exact one
+        assert engine.stats().counters["audits"] <= 3  # of the exact ones
     with engine_on(model, tmp_path / "other") as engine:
         cold = engine.submit(ask(longer, 2)).result()
     assert apart(exact, cold) < 1e-4 < apart(restored, cold)

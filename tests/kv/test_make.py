@@ -120,7 +120,7 @@ def test_every_number_of_bits_on_offer_fits_every_usual_head(bits, width):
         ({"kv_bits": 0}, "kv_bits is 0"),
         ({"kv_bits": 4, "kv_group_size": 7}, "kv_group_size is 7; it must be one of 32, 64, 128"),
         ({"kv_bits": 4, "max_kv_size": 9}, "cannot be combined"),
-        ({"at_rest": "q4"}, "at_rest is 'q4'; it must be one of exact, q8"),
+        ({"at_rest": "q2"}, "at_rest is 'q2'; it must be one of exact, q8, q4"),
         ({"kv_bits": 8, "at_rest": "q8"}, "cannot be combined"),
     ],
 )

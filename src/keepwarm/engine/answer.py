@@ -163,6 +163,7 @@ def sum_receipts(receipts: Sequence[Receipt]) -> Receipt:
         recomputed=sum(receipt.recomputed for receipt in receipts),
         saved_ms=round(sum(saved), 1) if saved else None,
         inexact=tuple(dict.fromkeys(reason for r in receipts for reason in r.inexact)),
+        lossy_tokens=sum(_given(receipt.lossy_tokens for receipt in receipts)) or None,
         spliced=sum(receipt.spliced for receipt in receipts),
         scrubbed=tuple(dict.fromkeys(rule for r in receipts for rule in r.scrubbed)),
         reordered=tuple(dict.fromkeys(part for r in receipts for part in r.reordered)),

@@ -331,6 +331,11 @@ class Job:
         return self.clock() - self._began
 
     @property
+    def n_lossy(self) -> int:
+        """Tokens of its caches that were rounded at rest."""
+        return (self.receipt.lossy_tokens if self.receipt else None) or 0
+
+    @property
     def ttft_ms(self) -> float | None:
         """From its first byte to the first of its answer; None before that."""
         return None if self.first_token is None else _ms(self.first_token - self._began)
@@ -462,6 +467,7 @@ def make_receipt(job: Job, warm: WarmPrefix, load_s: float) -> Receipt:
         recomputed=n_tokens - n_known,
         saved_ms=None if took_s is None else _ms(max(0.0, took_s - load_s)),
         inexact=job.lane.inexact(n_known, n_tokens),
+        lossy_tokens=warm.n_lossy or None,
         spliced=job.prepared.spliced,
         scrubbed=job.request.scrubbed,
         reordered=job.prepared.reordered,

@@ -44,6 +44,7 @@ class WarmPrefix(NamedTuple):
     reused: dict[str, int]  # tokens by tier
     n_kept: int  # tokens that this lane already stores, and that need not be put again
     fault: Fault | None = None  # why more, which was planned, could not be restored
+    n_lossy: int = 0  # tokens that were rounded at rest
 
 
 @dataclass
@@ -66,7 +67,7 @@ class Lane:
         follows them. Where machines share blocks although they compute other numbers, any block may
         be another's. Once a block has come from a shared tier that anybody could have written to,
         any block of its model and tenant may be a stranger's too. What is reused of a type that was
-        not shown to be exact may drift. Where blocks are rounded on disk, any that is reused may
+        not shown to be exact may drift. Where blocks are rounded at rest, any that is reused may
         have been, or follow one that was.
         """
         limit = self.options.max_kv_size
@@ -79,6 +80,7 @@ class Lane:
             "unverified": bool(n_reused and self.restorer.is_unverified),
             "drifts": bool(self.may_drift and n_reused),
             "q8": bool(self.options.at_rest == "q8" and n_reused),
+            "q4": bool(self.options.at_rest == "q4" and n_reused),
         }
         return tuple(reason for reason, holds in reasons.items() if holds)
 
@@ -174,7 +176,7 @@ class Lane:
         return kv.evaluate(kv.quantize_caches(caches, *options))
 
     def copy_of(
-        self, caches: kv.Caches, n_excess: int, tokens: list[int], policy: Policy
+        self, caches: kv.Caches, n_excess: int, tokens: list[int], policy: Policy, n_lossy: int
     ) -> WarmPrefix | None:
         """A copy of another request's caches without their last tokens: those of `tokens`."""
         try:
@@ -183,7 +185,8 @@ class Lane:
             _log_failure()
             return None
         n_kept = self.restorer.n_saved(tokens, policy)
-        return WarmPrefix(copied, len(tokens), {"live": len(tokens)}, n_kept)
+        n_lossy = min(n_lossy, len(tokens))
+        return WarmPrefix(copied, len(tokens), {"live": len(tokens)}, n_kept, n_lossy=n_lossy)
 
     def n_warm(self, tokens: list[int]) -> int:
         n_known = max(self.n_live(tokens), self.n_stored(tokens))
@@ -247,8 +250,8 @@ class Lane:
             stored = self.restorer.finish(loading, beyond=n_live)
             if stored.caches is not None:
                 n_kept = self.restorer.n_saved(tokens[: stored.n_tokens], policy)
-                by_tier, fault = stored.tokens_by_tier, stored.fault
-                return WarmPrefix(stored.caches, stored.n_tokens, by_tier, n_kept, fault)
+                _, n_tokens, by_tier, fault, n_lossy = stored
+                return WarmPrefix(stored.caches, n_tokens, by_tier, n_kept, fault, n_lossy)
         elif loading is not None:
             loading.abandon()  # meanwhile another request left a longer live cache
         beyond = max(0, self.n_exact - 1)
@@ -257,7 +260,8 @@ class Lane:
             return self._cold(stored.fault)
         known, by_tier = tokens[: taken.n_tokens], {"live": taken.n_tokens}
         n_kept = self.restorer.n_saved(known, policy)
-        return WarmPrefix(taken.caches, taken.n_tokens, by_tier, n_kept, stored.fault)
+        fault, n_lossy = stored.fault, taken.n_lossy
+        return WarmPrefix(taken.caches, taken.n_tokens, by_tier, n_kept, fault, n_lossy)
 
     def _is_stale(self, loading: Loading) -> bool:
         """Whether other requests have stored more of the same prompt meanwhile."""

@@ -29,6 +29,7 @@ class LiveHit(NamedTuple):
 
     caches: kv.Caches
     n_tokens: int
+    n_lossy: int = 0  # of them, restored from rounded blocks
 
 
 class LiveStats(NamedTuple):
@@ -49,6 +50,10 @@ class _Entry:
     n_bytes: int
     can_trim: bool
     owner: str
+    n_lossy: int
+
+    def hit(self, caches: kv.Caches, n_tokens: int) -> LiveHit:
+        return LiveHit(caches, n_tokens, min(n_tokens, self.n_lossy))
 
     @property
     def n_tokens(self) -> int:
@@ -86,11 +91,17 @@ class Live:
         self._moved = self._copied = self._misses = self._evicted = 0
 
     def put(
-        self, namespace: Namespace, tokens: Sequence[int], caches: kv.Caches, owner: str = ""
+        self,
+        namespace: Namespace,
+        tokens: Sequence[int],
+        caches: kv.Caches,
+        owner: str = "",
+        n_lossy: int = 0,
     ) -> bool:
         """Keep caches that represent exactly these tokens; False if they are too large.
 
-        The caller must not use them afterwards. `owner` is only for `release_owned`.
+        The caller must not use them afterwards. `owner` is only for `release_owned`; so many tokens
+        came from rounded blocks.
         """
         held = kv.token_count(caches)
         if held not in (None, len(tokens)):
@@ -98,9 +109,8 @@ class Live:
         if not tokens or kv.held_bytes(caches) > self.max_bytes:
             return False
         caches = kv.detached(caches)
-        entry = _Entry(
-            namespace, pack(tokens), caches, kv.held_bytes(caches), _can_trim(caches), owner
-        )
+        n_bytes, can_trim = kv.held_bytes(caches), _can_trim(caches)
+        entry = _Entry(namespace, pack(tokens), caches, n_bytes, can_trim, owner, n_lossy)
         with self._lock:
             for number in [n for n in self._abandoned if self._entries[n].owner == owner]:
                 self._remove(number)
@@ -142,10 +152,10 @@ class Live:
             n_excess = entry.n_tokens - n_tokens
             if not n_excess and not keep:
                 self._moved += 1
-                return LiveHit(self._remove(number).caches, n_tokens)
+                return entry.hit(self._remove(number).caches, n_tokens)
             self._copied += 1
             self._entries.move_to_end(number)
-            return LiveHit(copy_without(entry.caches, n_excess), n_tokens)
+            return entry.hit(copy_without(entry.caches, n_excess), n_tokens)
 
     def release(self, n_bytes: int) -> int:
         """Evict the least recently used until this many bytes are free; the bytes freed."""

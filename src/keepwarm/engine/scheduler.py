@@ -306,7 +306,8 @@ def _copied(job: Job, tasks: Iterable[PrefillTask]) -> WarmPrefix | None:
         return None
     prefill, tokens = found.task.prefill, job.tokens[: found.n_shared]
     n_excess = prefill.n_done - found.n_shared
-    return job.lane.copy_of(prefill.caches, n_excess, tokens, job.request.policy)
+    policy, n_lossy = job.request.policy, found.task.job.n_lossy
+    return job.lane.copy_of(prefill.caches, n_excess, tokens, policy, n_lossy)
 
 
 class Keeper:
@@ -382,7 +383,7 @@ class Keeper:
         namespace, owner = job.lane.restorer.namespace, job.request.agent or ""
         with self._saving(), capture.claim.unless_forgotten() as is_wanted:
             if is_wanted:
-                job.lane.live.put(namespace, tokens, caches, owner)
+                job.lane.live.put(namespace, tokens, caches, owner, job.n_lossy)
 
     def _capture(
         self,

@@ -169,7 +169,8 @@ class Warmer:
         found = restorer.restore(prompt, beyond=live.n_served(namespace, prompt))
         if found.caches is None:
             return 0
-        kept = live.put(namespace, prompt[: found.n_tokens], found.caches, agent_id)
+        tokens = prompt[: found.n_tokens]
+        kept = live.put(namespace, tokens, found.caches, agent_id, found.n_lossy)
         return found.n_tokens if kept else 0
 
     def _wait_until_idle(self) -> None:

@@ -7,7 +7,7 @@ import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -24,9 +24,11 @@ from keepwarm.kv.buffers import (
 from keepwarm.kv.codec import LAYER_ARRAYS, EncodedCache, decode
 from keepwarm.kv.kinds import Cache, Caches, Kind
 from keepwarm.kv.layout import ROWS, LayerSpec, Layout, TensorSpec
+from keepwarm.kv.rounded import RoundedArray, dequantized, part_specs
 from keepwarm.kv.slabs import Place, Slab, SlabArray, SlabPlan, SlabPool, aligned
-from keepwarm.kv.slices import Block, Rows, SlabRows, tensor_name
+from keepwarm.kv.slices import SUFFIXES, Block, Rows, SlabRows, tensor_name
 from keepwarm.prefix.blocks import BLOCK_TOKENS
+from keepwarm.records.at_rest import ROUNDINGS, Rounded
 
 PIECE_BYTES = 512 << 20  # copied at once: about 11 ms over a bus of 50 GB/s
 WORD = mx.uint64  # a device reads host memory fastest in wide words
@@ -245,9 +247,13 @@ def _assign(run: Sequence[_Copy], slabs: mx.array) -> Iterator[mx.array]:
 class _LayerAssembly:
     """One layer being restored: which rows it needs, and which are in place."""
 
-    def __init__(self, leaf: LayerSpec, n_tokens: int) -> None:
+    def __init__(self, leaf: LayerSpec, n_tokens: int, at_rest: str | None) -> None:
+        """The device makes rows whole that were rounded by this codec."""
         self.leaf = leaf
         self.n_tokens = n_tokens
+        by_side = ROUNDINGS[at_rest] if at_rest and leaf.kind is Kind.DELTA else {}
+        self._roundings = {name: by_side[SUFFIXES[name]] for name in SUFFIXES if by_side}
+        self._rounded: dict[str, set[int]] = defaultdict(set)  # indices of blocks, by tensor
         self.first = leaf.first_row_needed(n_tokens)
         self.filled_blocks: set[int] = set()  # indices of the blocks whose rows are in place
         self.states: dict[str, Rows] = {}
@@ -260,9 +266,16 @@ class _LayerAssembly:
         n_rows = self.n_tokens - self.first
         grows = self.leaf.cls in ("KVCache", "QuantizedKVCache")
         n_spare = (-n_rows % BLOCK_TOKENS or BLOCK_TOKENS) if grows else 0
-        return {
+        rows = {
             name: RowAllocation(spec, n_rows, n_spare) for name, spec in self.leaf.tensors.items()
         }
+        n_whole = -(-n_rows // BLOCK_TOKENS) * BLOCK_TOKENS
+        parts = {
+            f"{name}_{part}": RowAllocation(spec, n_whole)
+            for name, rounding in self._roundings.items()
+            for part, spec in part_specs(self.leaf.tensors[name], rounding).items()
+        }
+        return rows | parts
 
     def add(self, block: Block) -> None:
         if self.leaf.kind is Kind.STATE:
@@ -283,10 +296,18 @@ class _LayerAssembly:
         for name, spec in self.leaf.tensors.items():
             rows = self._tensor(block, tensors, name)
             spec.check(rows, n_held, where)
+            if isinstance(rows, RoundedArray) and name in self._roundings:
+                self._add_parts(name, block, rows)
+                continue
             part = rows if is_whole else _between(rows, start - held, end - held)
             self.buffers[name].write(start - self.first, part)
         if end == min(block.start + BLOCK_TOKENS, self.n_tokens):
             self.filled_blocks.add(block.index)
+
+    def _add_parts(self, name: str, block: Block, rows: RoundedArray) -> None:
+        for part, array in zip(Rounded._fields, rows.parts, strict=True):
+            self.buffers[f"{name}_{part}"].write(block.start, array)
+        self._rounded[name].add(block.index)
 
     def destinations(self, plan: SlabPlan, block: Block) -> Iterator[Destination]:
         """Where the rows of a whole block go that is in a slab; checks it like any other."""
@@ -348,7 +369,25 @@ class _LayerAssembly:
         for number in range(self.first // BLOCK_TOKENS, last + 1):
             if number not in self.filled_blocks:
                 raise self._missing(number)
-        return EncodedCache(leaf.cls, {n: b.array for n, b in self.buffers.items()}, scalars)
+        arrays = {name: self._whole(name) for name in leaf.tensors}
+        if self._rounded:  # layer by layer, so that memory is held twice for one of them
+            mx.eval(arrays)
+            self.buffers.clear()
+        return EncodedCache(leaf.cls, arrays, scalars)
+
+    def _whole(self, name: str) -> mx.array:
+        """All rows of a tensor, with those that were rounded."""
+        array, numbers = self.buffers[name].array, sorted(self._rounded.get(name, ()))
+        for _, run in groupby(enumerate(numbers), lambda item: item[1] - item[0]):
+            held = [number for _, number in run]
+            start, stop = held[0] * BLOCK_TOKENS, (held[-1] + 1) * BLOCK_TOKENS
+            end = min(stop, self.n_tokens)
+            buffers = [self.buffers[f"{name}_{part}"] for part in Rounded._fields]
+            parts = [buffer.array[..., start:stop, :] for buffer in buffers]
+            rows = dequantized(parts, self._roundings[name])
+            array[..., start:end, :] = rows[..., : end - start, :]
+            array[..., end:stop, :] = 0  # spare rows, if it is the last
+        return array
 
     def _missing(self, number: int) -> CorruptBlock:
         start = max(self.first, number * BLOCK_TOKENS)
@@ -362,17 +401,26 @@ class Assembly:
     Every tensor is checked against the layout. Rows are copied, so a block can be dropped right
     after `add` and memory peaks at the cache itself plus the blocks being added. Create, advance
     and finish it on the thread that owns MLX; several threads may add blocks of host bytes at once.
-    With a pool of slabs, `add` only leaves the rows in slabs, and `advance` copies them.
+    With a pool of slabs, `add` only leaves the rows in slabs, and `advance` copies them. With a
+    codec the device makes rows whole that were rounded by it, else the thread that adds them does.
     """
 
-    def __init__(self, layout: Layout, n_tokens: int, pool: SlabPool | None = None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        n_tokens: int,
+        pool: SlabPool | None = None,
+        at_rest: str | None = None,
+    ) -> None:
         self._layout = layout
         self._n_tokens = n_tokens
         self._destinations: dict[SlabPlan, list[Destination]] = {}
         self._staging = staging = (
             None if pool is None else Staging(pool, max(slab_sizes(layout), default=1))
         )
-        self._leaves = {leaf.path: _LayerAssembly(leaf, n_tokens) for leaf in layout.leaves()}
+        self._leaves = {
+            leaf.path: _LayerAssembly(leaf, n_tokens, at_rest) for leaf in layout.leaves()
+        }
         allocations = [
             (leaf, name, rows)
             for leaf in self._leaves.values()

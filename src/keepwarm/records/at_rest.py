@@ -1,13 +1,16 @@
-"""K and V of a block in 8 bits, as they lie on disk and in shared tiers.
+"""K and V of a block in fewer bits, as they lie in memory, on disk and in shared tiers.
 
-A tensor becomes three, as `mx.quantize` names and packs them: numbers of 8 bits, four to a word,
-and a scale and a bias for every 64 numbers of a token, in the tensor's own type.
+A tensor becomes three, as `mx.quantize` names and packs them: numbers, as many to a word of 32 bits
+as fit, and a scale and a bias for every group of 64 numbers, in the tensor's own type. A group is
+of one token, or of one channel of 64 tokens that follow one another; those are kept channel by
+channel, in as many rows as the tokens would take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -16,15 +19,28 @@ from keepwarm.errors import BadRecord
 from keepwarm.records.header import HasBytes
 from keepwarm.records.record import Record, Tensor
 
-EXACT, Q8 = AT_REST = ("exact", "q8")
+EXACT, Q8, Q4 = AT_REST = ("exact", "q8", "q4")
 WANTED, CODEC = "at_rest", "codec"  # in the `extra` of a header: before, and after
 GROUP = 64
-PER_WORD = 4
-LARGEST = 255
+WORD_BITS = 32
 WORDS = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
 
 Shape: TypeAlias = tuple[int, ...]
 Array: TypeAlias = "np.ndarray[Any, Any]"
+
+
+class Rounding(NamedTuple):
+    bits: int
+    axis: str = "token"  # a group is of one `token`, or of one `channel`
+
+    def width(self, n_words: int) -> int:
+        return n_words * WORD_BITS // self.bits
+
+
+ROUNDINGS = {
+    Q8: {"K": Rounding(8), "V": Rounding(8)},
+    Q4: {"K": Rounding(4, "channel"), "V": Rounding(4)},
+}
 
 
 class Rounded(NamedTuple):
@@ -36,25 +52,35 @@ class Rounded(NamedTuple):
 
 
 def at_rest(record: Record) -> Record:
-    """The record as it is written: rounded, if its header wants that. Takes milliseconds, so never
-    on the engine's thread.
+    """The record as it is kept: rounded, if its header wants that. Takes milliseconds, so never on
+    the engine's thread.
     """
     extra = dict(record.header.extra)
     if WANTED not in extra:
         return record
-    if (codec := extra.pop(WANTED)) != Q8:
+    if (codec := extra.pop(WANTED)) not in ROUNDINGS:
         raise BadRecord(f"{codec!r} is no codec of rows at rest.")
-    header = replace(record.header, extra={CODEC: codec, "axis": "token", **extra})
-    return replace(record, header=header, tensors=list(_rounded(record.tensors)))
+    axes = {side: rounding.axis for side, rounding in ROUNDINGS[codec].items()}
+    header = replace(record.header, extra={CODEC: codec, "axis": axes, **extra})
+    return replace(record, header=header, tensors=list(_rounded(codec, record.tensors)))
 
 
-def _rounded(tensors: Iterable[HasBytes]) -> Iterator[HasBytes]:
+def rounding_of(codec: str, name: str) -> Rounding:
+    """How a tensor of that name, such as `L0_B3_K`, is rounded."""
+    return ROUNDINGS[codec][name.rpartition("_")[2]]
+
+
+def _rounded(codec: str, tensors: Iterable[HasBytes]) -> Iterator[HasBytes]:
     """A tensor without whole groups, or with numbers that are not finite, stays as it is."""
     for tensor in tensors:
         parts = None
-        if tensor.dtype in WORDS and tensor.n_bytes and tensor.shape[-1] % GROUP == 0:
+        if (
+            tensor.dtype in WORDS
+            and tensor.n_bytes
+            and not any(n % GROUP for n in tensor.shape[-2:])
+        ):
             words = np.frombuffer(tensor.data, WORDS[tensor.dtype]).reshape(tensor.shape)
-            parts = rounded(words, tensor.dtype)
+            parts = rounded(words, tensor.dtype, rounding_of(codec, tensor.name))
         if parts is None:
             yield tensor
             continue
@@ -64,37 +90,67 @@ def _rounded(tensors: Iterable[HasBytes]) -> Iterator[HasBytes]:
             yield Tensor(f"{tensor.name}_{name}", dtype, part.shape, data)
 
 
-def rounded(words: Array, dtype: str) -> Rounded | None:
+def rounded(words: Array, dtype: str, rounding: Rounding) -> Rounded | None:
     """None if that is not possible: a number is not finite."""
-    rows = words.shape[:-1]
+    *rows, width = words.shape
+    if rounding.axis == "channel":
+        words = _turned(words, GROUP, width)
     groups = _widened(words, dtype).reshape(-1, GROUP)
     lowest, highest = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
     if not (np.isfinite(lowest).all() and np.isfinite(highest).all()):
         return None
-    scales = _narrowed((highest - lowest) / LARGEST, dtype)
+    largest = (1 << rounding.bits) - 1
+    scales = _narrowed((highest - lowest) / largest, dtype)
     steps = _widened(scales, dtype)
     groups -= lowest
     groups *= 1 / np.where(steps == 0, 1, steps)
     groups += 0.5  # to the nearest
-    numbers = groups.clip(0, LARGEST, out=groups).astype(np.uint8)
-    weights = numbers.view(np.uint32).reshape(*rows, words.shape[-1] // PER_WORD)
-    small = (*rows, words.shape[-1] // GROUP)
-    return Rounded(weights, scales.reshape(small), _narrowed(lowest, dtype).reshape(small))
+    numbers = groups.clip(0, largest, out=groups).astype(np.uint8)
+    if rounding.bits == 4:
+        numbers = numbers[:, ::2] | numbers[:, 1::2] << np.uint8(4)
+    small = (*rows, width // GROUP)
+    return Rounded(
+        numbers.view(np.uint32).reshape(*rows, width * rounding.bits // WORD_BITS),
+        scales.reshape(small),
+        _narrowed(lowest, dtype).reshape(small),
+    )
 
 
-def restored(parts: Rounded, dtype: str) -> Array:
+def restored(parts: Rounded, dtype: str, rounding: Rounding) -> Array:
     """The words of the tensor, of what `rounded` has made."""
     weights, scales, biases = parts
-    groups = weights.view(np.uint8).reshape(-1, GROUP).astype(np.float32)
+    shape = (*weights.shape[:-1], rounding.width(weights.shape[-1]))
+    groups = _numbers(weights.view(np.uint8).reshape(-1), rounding.bits).reshape(-1, GROUP)
     groups *= _widened(scales, dtype).reshape(-1, 1)
     groups += _widened(biases, dtype).reshape(-1, 1)
-    return _narrowed(groups, dtype).reshape(*weights.shape[:-1], weights.shape[-1] * PER_WORD)
+    words = _narrowed(groups, dtype).reshape(shape)
+    return _turned(words, shape[-1], GROUP).reshape(shape) if rounding.axis == "channel" else words
 
 
-def fits(weights: Shape, scales: Shape, biases: Shape) -> bool:
+def _numbers(packed: Array, bits: int) -> Array:
+    """As float32; two numbers of 4 bits come out of a table at once."""
+    return _pairs().take(packed).view(np.float32) if bits == 4 else packed.astype(np.float32)
+
+
+@cache
+def _pairs() -> Array:
+    packed = np.arange(256, dtype=np.uint8)
+    return np.stack([packed & 15, packed >> 4], -1).astype(np.float32).view(np.float64)[:, 0]
+
+
+def _turned(words: Array, n_rows: int, width: int) -> Array:
+    """Every so many rows of such a width, with the two axes in turn."""
+    return words.reshape(*words.shape[:-2], -1, n_rows, width).swapaxes(-1, -2).copy()
+
+
+def fit(shapes: Sequence[Shape], rounding: Rounding) -> bool:
     """Whether parts of these shapes can be those of one tensor."""
-    groups, rest = divmod(weights[-1] * PER_WORD, GROUP) if weights else (0, 1)
-    return rest == 0 and scales == biases == (*weights[:-1], groups)
+    if len(shapes) != len(Rounded._fields) or len(shapes[0]) < 2:
+        return False
+    weights, scales, biases = shapes
+    groups, rest = divmod(rounding.width(weights[-1]), GROUP)
+    is_whole = not rest and (rounding.axis == "token" or not weights[-2] % GROUP)
+    return is_whole and scales == biases == (*weights[:-1], groups)
 
 
 def _widened(words: Array, dtype: str) -> Array:

@@ -241,10 +241,15 @@ class BlockTable:
         if block is None:
             block = self.blocks[header.key] = _Block(header, now)
             self._siblings.setdefault(header.parent, _Siblings()).add(header)
-        self.n_bytes += _size(record) - block.size_of(header.part)
-        block.records[header.part] = record
         if header.part is Part.STATE:
             self._siblings[header.parent].states[header.key] = None
+        self.set_part(block, record)
+
+    def set_part(self, block: _Block, record: Record) -> None:
+        """Add a part to a block, or replace it."""
+        part = record.header.part
+        self.n_bytes += _size(record) - block.size_of(part)
+        block.records[part] = record
         block.describe()
         self._offer(block)
 
@@ -491,6 +496,13 @@ class MemoryTier:
         self._table.put(record, now)
         self._counts.add(puts=1)
         return True
+
+    def replace(self, record: Record) -> None:
+        """Keep a record in fewer bits, if this block is still here."""
+        with self._lock:
+            block = self._table.blocks.get(record.header.key)
+            if block is not None and record.header.part in block.records:
+                self._table.set_part(block, record)
 
     def _make_room(self, record: Record, n_bytes: int, now: float) -> bool:
         """Evict blocks of lower priority than one used once, now."""

@@ -28,7 +28,7 @@ SYSTEM_ROLES = ("system", "developer")
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 Vector: TypeAlias = "NDArray[np.float32]"
 Inexact: TypeAlias = Literal[
-    "quantised", "bounded", "imported", "numerics", "unverified", "drifts", "q8"
+    "quantised", "bounded", "imported", "numerics", "unverified", "drifts", "q8", "q4"
 ]  # `Lane.inexact` says what each one means
 
 
@@ -65,7 +65,7 @@ class KVOptions:
     kv_bits: int | None = None  # None: not quantised
     kv_group_size: int = 64
     quantized_kv_start: int = 0  # the first token that is quantised
-    at_rest: str = "exact"  # or q8: rounded to 8 bits on disk and in shared tiers
+    at_rest: str = "exact"  # or q8, q4: stored in fewer bits
 
     def __post_init__(self) -> None:
         if self.quantized_kv_start < 0:
@@ -246,6 +246,7 @@ class Receipt:
     recomputed: int  # prompt tokens that were prefilled
     saved_ms: float | None  # what prefilling them took, less the time to restore; None: unknown
     inexact: tuple[Inexact, ...] = ()  # why keys and values may differ from those of a cold run
+    lossy_tokens: int | None = None  # of those reused, rounded at rest; None: none was
     spliced: int = 0  # tokens of past answers, used as they were generated
     scrubbed: tuple[str, ...] = ()  # scrubbing rules that were applied
     reordered: tuple[str, ...] = ()  # parts of the prompt that were moved

@@ -15,6 +15,8 @@ from itertools import compress
 from time import perf_counter
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
+import mlx.core as mx
+
 from keepwarm.cache.restore.plan import Point, Read
 from keepwarm.cache.restore.records import SlabTensors, block_of
 from keepwarm.cache.restore.writing import MemorySaver
@@ -25,6 +27,7 @@ from keepwarm.kv.kinds import Caches
 from keepwarm.kv.layout import Layout
 from keepwarm.kv.slabs import SlabPool
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, pack
+from keepwarm.records.at_rest import CODEC
 from keepwarm.records.record import Part, ReadBuffer, RecordView
 from keepwarm.store.atomic import CAN_PREFETCH
 from keepwarm.store.memory import MemoryTier
@@ -151,6 +154,7 @@ class Reader:
         self._own = _PerThread()
         self.slabs = slabs
         self._memory = memory
+        self.on_gpu = mx.default_device() == mx.gpu  # then that makes rounded rows whole
         self.n_threads = n_threads
         self._pool = ThreadPoolExecutor(self.n_threads, thread_name_prefix="keepwarm-reader")
         self._background = ThreadPoolExecutor(
@@ -255,6 +259,7 @@ class RestoredPrefix(NamedTuple):
     n_tokens: int
     tokens_by_tier: dict[str, int]
     fault: Fault | None = None  # why a longer prefix could not be loaded
+    n_lossy: int = 0  # tokens whose rows were rounded at rest
 
 
 EMPTY = RestoredPrefix(None, 0, {})
@@ -281,9 +286,10 @@ class Loading:
         *,
         in_background: bool = False,
         deadline: CallDeadline | None = None,
+        at_rest: str | None = None,
     ) -> None:
         """A load in background has threads of its own, so that other loads need not wait. What
-        machines share is not read after the deadline.
+        machines share is not read after the deadline. `at_rest` is the codec that records may have.
         """
         self.tokens = tokens
         self.point = point
@@ -294,9 +300,11 @@ class Loading:
         self._saver = saver
         self._lock = threading.Lock()
         self._first_read = self._last_read = 0.0
+        self._lossy: set[int] = set()  # numbers of blocks that were rounded
 
         def prepared() -> Use:
-            self._assembly = Assembly(layout, point.n_tokens, reader.slabs)
+            on_device = at_rest if reader.on_gpu else None
+            self._assembly = Assembly(layout, point.n_tokens, reader.slabs, on_device)
             return self._add
 
         self._reads = reader.start(
@@ -338,9 +346,10 @@ class Loading:
             self._reader.discard(faulty, str(error))
             return LoadResult(None, {read.key for read in faulty} or set(self.keys), "layout")
         self.seconds = self._last_read - self._first_read + perf_counter() - began
-        return LoadResult(
-            RestoredPrefix(caches, self.point.n_tokens, self._by_tier(outcome.tiers)), set()
-        )
+        n_lossy = sum(map(self._n_tokens, self._lossy))
+        by_tier = self._by_tier(outcome.tiers)
+        restored = RestoredPrefix(caches, self.point.n_tokens, by_tier, n_lossy=n_lossy)
+        return LoadResult(restored, set())
 
     def abandon(self) -> None:
         """Cancel it; records being read are read to their end and discarded."""
@@ -358,6 +367,8 @@ class Loading:
         with self._lock:
             self._first_read = min(self._first_read or began, began)
             self._last_read = perf_counter()
+            if CODEC in record.header.extra:
+                self._lossy.add(read.number)
 
     def _by_tier(self, tiers: Sequence[str]) -> dict[str, int]:
         """Each block counts for the tier of its last record, which has its rows, if any has."""
@@ -365,7 +376,11 @@ class Loading:
         by_number = dict(zip(numbers, tiers, strict=True))
         counts: Counter[str] = Counter()
         for number, tier in by_number.items():
-            counts[tier] += min(BLOCK_TOKENS, self.point.n_tokens - number * BLOCK_TOKENS)
+            counts[tier] += self._n_tokens(number)
         # Blocks before a window or a state that no layer had to read count for the last tier.
         counts[tiers[-1]] += self.point.n_tokens - counts.total()
         return dict(counts)
+
+    def _n_tokens(self, number: int) -> int:
+        """Of one block, that are restored."""
+        return min(BLOCK_TOKENS, self.point.n_tokens - number * BLOCK_TOKENS)

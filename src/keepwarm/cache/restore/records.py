@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from keepwarm.errors import CorruptBlock
 from keepwarm.kv.buffers import FileArray, HostArray, dtype_name, from_buffer, to_buffer
 from keepwarm.kv.layout import Layout
+from keepwarm.kv.rounded import RoundedArray
 from keepwarm.kv.slabs import SlabArray
 from keepwarm.kv.slices import Block, Rows, SlabRows, check_block
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockRef, Namespace
-from keepwarm.records.at_rest import CODEC, PER_WORD, Q8, WANTED, Array, Rounded, fits, restored
+from keepwarm.records.at_rest import CODEC, ROUNDINGS, WANTED, Rounded, Rounding, fit, rounding_of
 from keepwarm.records.header import HasBytes, LazyTensors
 from keepwarm.records.record import (
     Header,
@@ -59,9 +60,9 @@ def block_of(record: Record | RecordView) -> Block:
     """The part of a block that is in one record; nothing is copied."""
     header, arrays = record.header, _arrays_of(record.tensors)
     if codec := header.extra.get(CODEC):
-        if codec != Q8:
+        if codec not in ROUNDINGS:
             raise CorruptBlock("?", header.number, "its codec is not known")
-        arrays = _restored_arrays(arrays, header.number)
+        arrays = _joined_parts(arrays, codec, header.number)
     return Block(
         index=header.number,
         n_tokens=len(header.tokens) // 4,
@@ -128,39 +129,25 @@ def _array_of(tensor: HasBytes | UnreadTensor) -> HostArray:
     return from_buffer(tensor.dtype, tensor.shape, tensor.data)
 
 
-class RestoredArray(HostArray):
-    """Rows that were rounded. Each access to `words` reads the parts and makes the rows."""
-
-    def __init__(self, parts: Sequence[HostArray]) -> None:
-        self._parts = parts
-        weights, scales, _ = parts
-        self.shape = (*weights.shape[:-1], weights.shape[-1] * PER_WORD)
-        self.dtype = scales.dtype
-
-    @property
-    def words(self) -> Array:
-        weights, scales, biases = self._parts
-        # Parts of a file are read into the same buffer, the largest last.
-        small = [part.words.copy() for part in (scales, biases)]
-        return restored(Rounded(weights.words, *small), dtype_name(self.dtype))
-
-
-def _restored_arrays(arrays: Mapping[str, HostArray], number: int) -> Mapping[str, HostArray]:
+def _joined_parts(
+    arrays: Mapping[str, HostArray], codec: str, number: int
+) -> Mapping[str, HostArray]:
     """Those that were rounded as one array each, the others as they are."""
     made = dict(arrays)
     for name in [name for name in arrays if name.endswith("_weights")]:
         own = name.removesuffix("_weights")
-        parts = [made.pop(f"{own}_{part}", None) for part in Rounded._fields]
-        made[own] = RestoredArray(_fitting([part for part in parts if part is not None], number))
+        found = [made.pop(f"{own}_{part}", None) for part in Rounded._fields]
+        parts = [part for part in found if part is not None]
+        if not (own[-2:] in ("_K", "_V") and _fit(parts, rounding_of(codec, own))):
+            raise CorruptBlock("?", number, "the parts of its rows do not fit")
+        made[own] = RoundedArray(parts, rounding_of(codec, own))
     return made
 
 
-def _fitting(parts: Sequence[HostArray], number: int) -> Sequence[HostArray]:
+def _fit(parts: Sequence[HostArray], rounding: Rounding) -> bool:
     dtypes = [dtype_name(part.dtype) for part in parts]
-    is_whole = len(parts) == len(Rounded._fields) and dtypes == ["U32", *2 * dtypes[1:2]]
-    if not (is_whole and fits(*(part.shape for part in parts))):
-        raise CorruptBlock("?", number, "the parts of its rows do not fit")
-    return parts
+    has_types = dtypes == ["U32", *2 * dtypes[1:2]]
+    return has_types and fit([part.shape for part in parts], rounding)
 
 
 def _parts(block: Block) -> dict[Part, Mapping[str, Rows]]:

@@ -45,6 +45,7 @@ from keepwarm.prefix.blocks import (
 )
 from keepwarm.prefix.policy import Policy
 from keepwarm.prefix.recent import SIMILAR_TOKENS, StoredPrefix
+from keepwarm.records.at_rest import Q4
 from keepwarm.records.record import Part, PrefillTime
 from keepwarm.store.eviction import LAST_KEPT, NEAR, Checkpoint, find_surplus
 from keepwarm.store.tier import BlockInfo, Child, RemoteLookup, SharedTier
@@ -471,8 +472,16 @@ class Restorer:
                 self.rates.declined_load()
             return None
         is_long = others_wait and (plan.is_shared or plan.load_s >= SMALL_LOAD_S)
-        made, until = (self.layout, self.reader, self.writer), plan.deadline()
-        return Loading(tokens, plan.point, *made, in_background=is_long, deadline=until)
+        return Loading(
+            tokens,
+            plan.point,
+            self.layout,
+            self.reader,
+            self.writer,
+            in_background=is_long,
+            deadline=plan.deadline(),
+            at_rest=self.at_rest,
+        )
 
     def finish(self, loading: Loading, beyond: int = 0) -> RestoredPrefix:
         """Wait for a load. A bad record is a miss: a new plan is made without it. A load that falls
@@ -645,6 +654,7 @@ class Capture:
         self._parent = root(restorer.namespace)
         self._windowed: set[int] = set()  # blocks whose window rows go to disk
         self._behind: dict[int, int] = {}  # those saved without them, and the position to restore
+        self._is_end_exact = True  # whether the last whole block was saved as it is
         self._latest: deque[BlockRef] = deque(maxlen=restorer.needs.window // BLOCK_TOKENS + 2)
 
     def start_at(self, n_tokens: int) -> None:
@@ -676,14 +686,17 @@ class Capture:
         if checkpoint and not temporary:
             self.expect([upto])
         behind, n_whole = self._missing_windows(), upto // BLOCK_TOKENS
-        first = min([self._n_blocks, *(ref.number for ref in behind)])
+        cooled = self._cooled() if n_whole > self._n_blocks else []
+        first = min([self._n_blocks, *(ref.number for ref in [*behind, *cooled])])
         if checkpoint and self._is_stateless_end(upto):
             first = min(first, self._n_blocks - 1)
         if not checkpoint and first == n_whole:
             return
         n_blocks = -(-upto // BLOCK_TOKENS) if checkpoint else n_whole
         blocks = self._cut(caches, upto, range(first, n_blocks), checkpoint)
-        self._keep_behind(behind, islice(blocks, self._n_blocks - first), checkpoint)
+        passed = list(islice(blocks, self._n_blocks - first))
+        self._keep_cooled(cooled, passed)
+        self._keep_behind(behind, passed, checkpoint)
         for ref in self._refs(upto if checkpoint else n_whole * BLOCK_TOKENS):
             block = next(blocks)
             is_whole = ref.n_tokens == BLOCK_TOKENS
@@ -691,6 +704,7 @@ class Capture:
             self._keep(ref, block if checkpoint else replace(block, state={}), policy)
             if is_whole:
                 self._passed(ref)
+                self._is_end_exact = self._codec(ref) is None
 
     def keep_restored(self, caches: Caches, n_tokens: int) -> None:
         """Have the window before a place that was restored from memory on disk too: the next prompt
@@ -764,12 +778,32 @@ class Capture:
                 state = replace(block, delta={}, window={}, first_rows={})
                 self._keep(passed[block.index], state, self._policy)
 
+    def _codec(self, ref: BlockRef) -> str | None:
+        """How the rows of a block are kept. In 4 bits only between the first and the last whole
+        block: what is attended to most stays exact.
+        """
+        codec, n_whole = self._restorer.at_rest, len(self._tokens) // BLOCK_TOKENS
+        return None if codec == Q4 and not 0 < ref.number < n_whole - 1 else codec
+
+    def _cooled(self) -> list[BlockRef]:
+        """The last whole block, if it was saved exactly, and another one follows it now."""
+        is_exact = self._is_end_exact and self._restorer.at_rest == Q4
+        last = list(self._latest)[-1:] if is_exact and self._restorer.needs.delta else []
+        return [ref for ref in last if self._codec(ref) is not None]
+
+    def _keep_cooled(self, refs: Sequence[BlockRef], blocks: Sequence[Block]) -> None:
+        """Save rows once more, to be rounded; where they are already, nothing changes."""
+        for ref in refs:
+            rows = next(block for block in blocks if block.index == ref.number)
+            rows = replace(rows, window={}, first_rows={}, state={})
+            self._keep(ref, rows, self._policy)
+
     def _keep(self, ref: BlockRef, block: Block, policy: Policy) -> None:
         # Without delta layers, window rows are all that a block has.
         all_parts = ref.number in self._windowed or not self._restorer.needs.delta
         share = self.claim.share(ref)
-        name, codec = self._restorer.namespace, self._restorer.at_rest
-        for record in records_of(name, ref, block, self._prefill(ref), codec):
+        name = self._restorer.namespace
+        for record in records_of(name, ref, block, self._prefill(ref), self._codec(ref)):
             memory_only = record.header.part is Part.WINDOW and not all_parts
             with self.claim.unless_forgotten() as is_wanted:
                 if is_wanted:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from keepwarm.cache.restore.forgetting import Deletions, Share, Unclaimed
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.prefix.policy import Policy
-from keepwarm.records.at_rest import at_rest
+from keepwarm.records.at_rest import CODEC, at_rest
 from keepwarm.records.record import Header, Part, Record
 from keepwarm.store.disk.write_budget import WriteBudget
 from keepwarm.store.memory import MemoryTier
@@ -285,6 +285,8 @@ class Writer(MemorySaver):
         """False if it must be tried again: it may be among what other processes have deleted."""
         try:
             record = at_rest(record)  # so that the budget counts what is written
+            if CODEC in record.header.extra and isinstance(self._memory, MemoryTier):
+                self._memory.replace(record)
             self._save(record)
         except Outdated:
             self._give_back(record)

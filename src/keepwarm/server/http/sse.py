@@ -47,6 +47,7 @@ class ReceiptOut(TypedDict):
     saved_ms: float | None  # None: what they took to compute is not known
     exact: bool
     inexact: NotRequired[list[Inexact]]  # why not
+    lossy_tokens: NotRequired[int]  # of those reused, rounded at rest
     spliced: int
     scrubbed: list[str]
     reordered: NotRequired[list[str]]  # parts of the prompt that come elsewhere

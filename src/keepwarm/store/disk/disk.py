@@ -26,7 +26,7 @@ from typing import BinaryIO, NamedTuple, Self, TypeAlias, TypeVar
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.files import SharedLock
 from keepwarm.prefix.blocks import BlockKey
-from keepwarm.records.at_rest import at_rest
+from keepwarm.records.at_rest import CODEC, WANTED, at_rest
 from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import (
     Header,
@@ -557,7 +557,17 @@ class DiskTier:
         known = self.index.lookups.have([header.key]).get(header.key)
         if known is None or header.part not in known.parts:
             return False
-        return not header.improves_on(known.w_rows)
+        return not (header.improves_on(known.w_rows) or self._is_smaller(header))
+
+    def _is_smaller(self, header: Header) -> bool:
+        """Whether a record is rounded, and the one that is there is not."""
+        if not header.extra.keys() & {WANTED, CODEC}:
+            return False
+        try:
+            there = self.records.use_record(header.key, header.part, lambda _, opened: opened)
+        except (BadRecord, NewerFormat, OSError):  # whoever reads it will see to that
+            return False
+        return CODEC not in there.header.extra
 
     def _publish(self, written: UnpublishedRecord, generation: int | None) -> bool:
         header, temp, n_bytes, reservation, prefill = written

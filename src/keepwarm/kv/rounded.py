@@ -1,0 +1,53 @@
+"""Rows that were rounded at rest, made whole again: by the processor, or by the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from keepwarm.kv.buffers import HostArray, dtype_name
+from keepwarm.kv.layout import TensorSpec
+from keepwarm.records.at_rest import GROUP, WORD_BITS, Rounded, Rounding, restored
+
+
+class RoundedArray(HostArray):
+    """An array in three parts. Each access to `words` reads them and makes the rows."""
+
+    def __init__(self, parts: Sequence[HostArray], rounding: Rounding) -> None:
+        self.parts, self.rounding = parts, rounding
+        weights, scales, _ = parts
+        self.shape = (*weights.shape[:-1], rounding.width(weights.shape[-1]))
+        self.dtype = scales.dtype
+
+    @property
+    def words(self) -> np.ndarray[Any, Any]:
+        weights, scales, biases = self.parts
+        # Parts of a file are read into the same buffer, the largest last.
+        small = [part.words.copy() for part in (scales, biases)]
+        return restored(Rounded(weights.words, *small), dtype_name(self.dtype), self.rounding)
+
+
+def part_specs(spec: TensorSpec, rounding: Rounding) -> dict[str, TensorSpec]:
+    """What the parts of a tensor are like, by name; none if it is never rounded."""
+    *rows, width = spec.shape
+    if width is None or width % GROUP:
+        return {}
+    weights = TensorSpec((*rows, width * rounding.bits // WORD_BITS), mx.uint32)
+    small = TensorSpec((*rows, width // GROUP), spec.dtype)
+    return dict(zip(Rounded._fields, (weights, small, small), strict=True))
+
+
+def dequantized(parts: Sequence[mx.array], rounding: Rounding) -> mx.array:
+    """The rows of whole blocks, by the device."""
+    *before, n_rows, n_groups = parts[1].shape
+    width = GROUP * n_groups
+    if rounding.axis == "channel":
+        parts = [part.reshape(*before, n_rows // GROUP, width, -1) for part in parts]
+    weights, scales, biases = parts
+    rows = mx.dequantize(weights, scales, biases, group_size=GROUP, bits=rounding.bits)
+    if rounding.axis == "channel":
+        rows = mx.swapaxes(rows, -1, -2)
+    return rows.reshape(*before, n_rows, width)
