@@ -386,7 +386,8 @@ class _LayerAssembly:
             parts = [buffer.array[..., start:stop, :] for buffer in buffers]
             rows = dequantized(parts, self._roundings[name])
             array[..., start:end, :] = rows[..., : end - start, :]
-            array[..., end:stop, :] = 0  # spare rows, if it is the last
+            if end == self.n_tokens:  # zero the spare rows, as where they are written
+                array[..., end:, :] = 0
         return array
 
     def _missing(self, number: int) -> CorruptBlock:
