@@ -41,7 +41,7 @@ class KVOptionsIn(JsonInput):
         default=0, ge=0, description="Tokens before this position are not quantised."
     )
     at_rest: Literal["exact", "q8", "q4"] = Field(
-        default="exact", description="How blocks are stored on disk and in shared tiers."
+        default="exact", description="How blocks are kept: rounded or not."
     )
 
 
