@@ -160,6 +160,20 @@ class AbandonableExecutor:
             self._calls.put(None)
 
 
+def in_background(work: Callable[[], T], name: str) -> Future[T]:
+    """Do it on a thread that does not keep the process from ending."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
+
+
 class SingleFlight(Generic[T]):
     """The first thread works; others that ask for the same meanwhile get its result."""
 

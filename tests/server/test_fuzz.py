@@ -13,7 +13,7 @@ AGAIN = {  # the bodies of the APIs, for an agent
     for name in ("chat/completions", "messages", "v1/messages", "compact")
 }
 GENERATING = APIS | AGAIN
-MANY, FEW = 10, 3
+MANY, FEW = 6, 2
 SHORT = {"max_tokens": 2, "max_completion_tokens": 2, "max_output_tokens": 2}
 RESPONSE = {"input": "Hello", "background": None, "conversation": None, "prompt": None}
 ADMIN = {"Authorization": "Bearer admin"}
@@ -66,7 +66,7 @@ def test_no_request_of_any_operation_breaks_the_server(server, document, pytestc
         if path not in NOT_HERE
     ]
     assert len(tried) > 60
-    n_times = 4 if pytestconfig.getoption("--soak") else 1
+    n_times = 6 if pytestconfig.getoption("--soak") else 1
     for path, method in tried:
         n_examples = n_times * (MANY if path in APIS else FEW)
         fuzz(path, document[path][method.upper()], made(server), n_examples)

@@ -97,22 +97,6 @@ def _list(caller: ToolCaller, given: ListArguments) -> Mapping[str, Any]:
     return {"n_agents": n_agents, "agents": latest}
 
 
-def _show(caller: ToolCaller, given: AgentArguments) -> Mapping[str, Any]:
-    return caller.agents.show(given.agent)
-
-
-def _pin(caller: ToolCaller, given: PinArguments) -> Mapping[str, Any]:
-    return caller.agents.update(given.agent, given.branch, pinned=given.pinned)
-
-
-def _fork(caller: ToolCaller, given: ForkArguments) -> Mapping[str, Any]:
-    return caller.agents.fork(given.agent, ForkBody(id=given.new_agent), given.branch)
-
-
-def _rewind(caller: ToolCaller, given: RewindArguments) -> Mapping[str, Any]:
-    return caller.agents.rewind(given.agent, given.turn, given.branch)
-
-
 def _explain(caller: ToolCaller, given: MissArguments) -> Mapping[str, Any]:
     viewer = Viewer.of(caller.request)
     for miss in caller.models.ledger.misses():
@@ -120,10 +104,6 @@ def _explain(caller: ToolCaller, given: MissArguments) -> Mapping[str, Any]:
         if miss.tenant == viewer.tenant and given.agent in (None, name):
             return {"miss": miss_out(miss, viewer, caller.models)}
     return {"miss": None}
-
-
-def _delete(caller: ToolCaller, given: AgentArguments) -> Mapping[str, Any]:
-    return caller.agents.delete(given.agent)
 
 
 async def _compact(caller: ToolCaller, given: CompactArguments) -> Mapping[str, Any]:
@@ -144,25 +124,27 @@ TOOLS: Mapping[str, MemoryTool] = {
         "Show one of your agents: turns (tokens up to the end of each), branches, size, pin, "
         "quota, retention, labels.",
         AgentArguments,
-        _show,
+        lambda caller, given: caller.agents.show(given.agent),
         reads=True,
     ),
     "pin_agent": MemoryTool(
         "Protect what is kept of an agent from eviction, or allow eviction again.",
         PinArguments,
-        _pin,
+        lambda caller, given: caller.agents.update(given.agent, given.branch, pinned=given.pinned),
     ),
     "fork_agent": MemoryTool(
         "Make a new agent with the same history, to try something without losing the way back. "
         "Nothing is copied, and the new one starts warm.",
         ForkArguments,
-        _fork,
+        lambda caller, given: caller.agents.fork(
+            given.agent, ForkBody(id=given.new_agent), given.branch
+        ),
     ),
     "rewind_agent": MemoryTool(
         "Drop the turns of an agent after this one, so that it continues from there. Fork it "
         "first if they may be wanted again.",
         RewindArguments,
-        _rewind,
+        lambda caller, given: caller.agents.rewind(given.agent, given.turn, given.branch),
     ),
     "explain_last_miss": MemoryTool(
         "Why the latest request that computed known text again did so: at which token it differs "
@@ -174,7 +156,7 @@ TOOLS: Mapping[str, MemoryTool] = {
     "delete_agent": MemoryTool(
         "Delete an agent and all that only it uses, for good.",
         AgentArguments,
-        _delete,
+        lambda caller, given: caller.agents.delete(given.agent),
         destroys=True,
     ),
     "compact_agent": MemoryTool(

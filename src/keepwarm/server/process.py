@@ -16,7 +16,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from threading import Thread
 from types import FrameType
 from typing import Any
 
@@ -26,6 +25,7 @@ from starlette.types import Message, Receive, Scope, Send
 from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from keepwarm.concurrency import in_background
 from keepwarm.config import Settings
 from keepwarm.errors import BadInput
 from keepwarm.server.http.logs import log_drain, log_start, log_stop, log_to_stderr
@@ -117,7 +117,9 @@ def serve(
     log_to_stderr(settings)
     for number in STOP_SIGNALS:  # until the server runs and has handlers of its own
         signal.signal(number, _end_at_once)
-    started = _in_background(start)  # first: `make_app` imports the APIs, which takes as long
+    started = in_background(
+        start, "keepwarm-start"
+    )  # first: `make_app` imports the APIs, which takes as long
     app = make_app()
     server = DrainingServer(app, settings)
     started.add_done_callback(server.stop_if_failed)
@@ -142,20 +144,6 @@ def _end_at_once(number: int, _: FrameType | None = None) -> None:
     os.write(2, b"Stopped before the model was loaded.\n")
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
-
-
-def _in_background(start: Callable[[], None]) -> Future[None]:
-    started: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            start()
-            started.set_result(None)
-        except BaseException as error:
-            started.set_exception(error)
-
-    Thread(target=run, name="keepwarm-start", daemon=True).start()
-    return started
 
 
 def most_connections(settings: Settings) -> int:

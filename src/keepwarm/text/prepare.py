@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
@@ -467,7 +466,6 @@ class LatestAnswers:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._lines: OrderedDict[tuple[str, str], list[str]] = OrderedDict()
 
     def remember(self, request: Request, answer: str) -> None:
@@ -475,20 +473,18 @@ class LatestAnswers:
         lines = [line for line in map(str.strip, answer.splitlines()) if len(line) >= MIN_LINE]
         if request.agent is None or not lines:
             return
-        with self._lock:
-            self._lines[request.tenant, request.agent] = lines[:MAX_LINES]
-            self._lines.move_to_end((request.tenant, request.agent))
-            if len(self._lines) > MAX_AGENTS:
-                self._lines.popitem(last=False)
+        # NOTE: each of these steps is atomic, and none relies on the one before it.
+        self._lines.pop((request.tenant, request.agent), None)
+        self._lines[request.tenant, request.agent] = lines[:MAX_LINES]
+        if len(self._lines) > MAX_AGENTS:
+            self._lines.popitem(last=False)
 
     def clear(self) -> None:
-        with self._lock:
-            self._lines.clear()
+        self._lines.clear()
 
     def are_quoted(self, request: Request) -> bool:
         """Whether a message that is not the model's holds most of its agent's latest answer."""
-        with self._lock:
-            lines = self._lines.get((request.tenant, request.agent or ""), [])
+        lines = self._lines.get((request.tenant, request.agent or ""), [])
         return bool(lines) and any(
             2 * sum(line in text for line in lines) > len(lines) for text in _given(request)
         )

@@ -159,7 +159,7 @@ def test_long_answers_of_one_key_in_a_row_keep_out_only_itself(models):
 
 def test_nobody_starves_who_waits_for_room(models):
     """Keys whose answers overlap without an end keep a model no longer than half of the wait."""
-    with leaving(models, wait_s=8) as (slots, slot, before, _):
+    with leaving(models, wait_s=4) as (slots, slot, before, _):
         answers = [before]
         for number in range(2000):
             answers.append(ExitStack())

@@ -171,13 +171,11 @@ class TenantAgents:
     def show(self, agent_id: str) -> AgentOut:
         return self._out(self._find(agent_id))
 
-    def create(self, agent_id: str, options: AgentOptions) -> AgentOut:
+    def create(self, agent_id: str, **options: Any) -> AgentOut:
         lane = self._models.engine.lane_of(self.tenant)
         head = Branch(lane.restorer.namespace, model=lane.model.name)
-        made = self._disk_store.agents.create(
-            self._unused_id(agent_id), head, **options.model_dump(exclude_unset=True)
-        )
-        return self._out(made)
+        agents = self._disk_store.agents
+        return self._out(agents.create(self._unused_id(agent_id), head, **options))
 
     def fork(self, agent_id: str, body: ForkBody, branch: int | None) -> AgentOut | AgentList:
         if (body.id is None) == (body.ids is None):
@@ -423,8 +421,7 @@ def list_agents(
 @router.post("")
 def create_agent(body: NewAgent, agents: Agents) -> AgentOut:
     """Create an agent before its first turn, to set its pin, quota or retention."""
-    options = AgentOptions(**body.model_dump(exclude={"id"}, exclude_unset=True))
-    return agents.create(body.id, options)
+    return agents.create(body.id, **body.model_dump(exclude={"id"}, exclude_unset=True))
 
 
 @router.post("/import", openapi_extra=RAW_BODY)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -184,7 +183,6 @@ class Models:
         self.on_demand = OnDemand(settings)
         self._last: Stats | None = None  # of the last engine that was closed
         self.ledger = engine.ledger if engine else Ledger()
-        self._adding = threading.Lock()
         store = engine.store if store is None and engine else store
         if store is not None:
             store.limit(AgentLimits.of(settings))
@@ -328,12 +326,9 @@ class Models:
             return None
         if path.is_dir():
             read_config(path)  # refuses what is no model
-        with self._adding:
-            same = [slot for slot in self.slots.all if slot.path == path]
-            if not same:
-                same = [Slot(EngineHost(None, name), [name], name, path=path, is_offered=True)]
-                self.slots.all.append(same[0])
-            return same[0]
+        return self.slots.add(
+            Slot(EngineHost(None, name), [name], name, path=path, is_offered=True)
+        )
 
     def _lease(self, slot: Slot, held: ExitStack, owner: str) -> bool:
         """False if it must be loaded first; raises if it cannot be, as while the server starts."""

@@ -103,6 +103,14 @@ class Slots:
         self._device = DeviceLock()
         self.ledger = ledger
 
+    def add(self, slot: Slot) -> Slot:
+        """This slot, or the one that has the same files already."""
+        with self._changed:
+            same = [each for each in self.all if each.path == slot.path]
+            if not same:
+                self.all.append(slot)
+            return same[0] if same else slot
+
     # leases
 
     def lease(self, slot: Slot, held: ExitStack, owner: str = "") -> bool:

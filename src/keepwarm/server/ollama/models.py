@@ -6,15 +6,16 @@ import asyncio
 import hashlib
 import json
 import math
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from keepwarm.concurrency import in_background
 from keepwarm.config import Settings
 from keepwarm.errors import BadInput, Busy, Forbidden, KeepwarmError
 from keepwarm.models import builtin, hub
@@ -235,32 +236,17 @@ class Pulls:
 
     def __init__(self, fetch: Callable[[str], object]) -> None:
         self._fetch = fetch
-        self._lock = threading.Lock()
-        self._name = ""  # of the model that is being downloaded
-        self._done: Future[None] = Future()
+        self._name = ""  # of the latest
+        self._pulling: Future[object] | None = None
 
-    def start(self, name: str) -> Future[None]:
-        """Done when the model is here; a second client waits for the same download."""
-        with self._lock:
-            if self._name == name:
-                return self._done
-            if self._name:
-                raise Busy(f"{self._name} is being downloaded; retry when that is done.")
-            self._name, self._done = name, Future()
-        threading.Thread(
-            target=self._run, args=(name, self._done), name="keepwarm-pull", daemon=True
-        ).start()
-        return self._done
-
-    def _run(self, name: str, done: Future[None]) -> None:
-        try:
-            self._fetch(name)
-            error: BaseException | None = None
-        except BaseException as failed:
-            error = failed
-        with self._lock:
-            self._name = ""
-        done.set_result(None) if error is None else done.set_exception(error)
+    def start(self, name: str) -> Future[object]:
+        """For the event loop: done when the model is here; a second client waits for the same."""
+        if self._pulling is None or self._pulling.done():
+            self._name = name
+            self._pulling = in_background(partial(self._fetch, name), "keepwarm-pull")
+        elif self._name != name:
+            raise Busy(f"{self._name} is being downloaded; retry when that is done.")
+        return self._pulling
 
 
 def checked_name(models: Models, name: str) -> str:
@@ -279,7 +265,7 @@ def checked_name(models: Models, name: str) -> str:
     return name
 
 
-async def progress(name: str, pulling: Future[None]) -> AsyncIterator[bytes]:
+async def progress(name: str, pulling: Future[object]) -> AsyncIterator[bytes]:
     """A line a second, so that the client knows that it goes on."""
     waiting = asyncio.wrap_future(pulling)
     yield line({"status": "pulling manifest"})

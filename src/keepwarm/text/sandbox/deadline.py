@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -26,7 +25,6 @@ class PrepareDeadline:
     def __init__(self, timeout_s: float | None = None) -> None:
         self._timeout_s = timeout_s
         self._end = None if timeout_s is None else time.monotonic() + timeout_s
-        self._lock = threading.Lock()
         self._cancelled = False
         self._stop: Callable[[], None] | None = None
         self._step, self._since = PrepareStep.REQUEST, time.monotonic()
@@ -47,10 +45,9 @@ class PrepareDeadline:
 
     def cancel(self) -> None:
         """The client is gone: stop what runs now, and let nothing more begin."""
-        with self._lock:
-            self._cancelled = True
-            stop = self._stop
-        if stop is not None:
+        # NOTE: `stopping` writes and reads the other way round, so one of the two sees the other.
+        self._cancelled = True
+        if (stop := self._stop) is not None:
             stop()
 
     def check_client(self) -> None:
@@ -77,11 +74,9 @@ class PrepareDeadline:
     @contextmanager
     def stopping(self, stop: Callable[[], None]) -> Iterator[None]:
         """`stop` ends, from another thread, the work that is done inside."""
-        with self._lock:
-            self._stop = stop
+        self._stop = stop
         try:
             self.check()
             yield
         finally:
-            with self._lock:
-                self._stop = None
+            self._stop = None
