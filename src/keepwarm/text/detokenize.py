@@ -9,8 +9,11 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from keepwarm.text.request import TokenInfo
+
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+MAX_KNOWN = 1 << 16  # pieces, of some 300 bytes each
 
 
 class Detokenizer:
@@ -52,6 +55,56 @@ def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
     """The text of these ids, special tokens included, spaces unchanged."""
     text: str = tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
     return text
+
+
+class Piece(NamedTuple):
+    text: str
+    numbers: list[int]  # its bytes
+
+
+class Pieces:
+    """Text and bytes of one model's tokens, each computed once; for one thread."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, Piece] = {}
+        self._ends = frozenset(tokenizer.eos_token_ids)
+
+    def of(self, token: int) -> Piece:
+        found = self._known.get(token)
+        if found is None:
+            data = self._bytes(token)
+            found = Piece(data.decode(errors="replace"), list(data))
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            self._known[token] = found
+        return found
+
+    def shown(self, tokens: Sequence[TokenInfo]) -> list[TokenInfo]:
+        """All but end-of-sequence tokens, which are not part of the answer."""
+        return [info for info in tokens if info.token not in self._ends]
+
+    def _bytes(self, token: int) -> bytes:
+        name = self._tokenizer.convert_ids_to_tokens(token) or ""
+        if found := _BYTE.fullmatch(name):
+            return bytes([int(found[1], 16)])
+        text = decode(self._tokenizer, [token])
+        if _REPLACEMENT in text and set(name) <= _BYTE_LEVEL.keys():
+            return bytes(_BYTE_LEVEL[character] for character in name)
+        if name.startswith("▁") and not text.startswith(" "):
+            text = f" {text}"  # decoders drop it at the start of a text
+        return text.encode()
+
+
+def _byte_level() -> dict[str, int]:
+    """The alphabet of byte-level tokenizers: printable bytes unchanged, others from U+0100 up."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(0x100) if byte not in plain]
+    names = [chr(byte) for byte in plain] + [chr(0x100 + index) for index in range(len(moved))]
+    return dict(zip(names, plain + moved, strict=True))
+
+
+_BYTE_LEVEL = _byte_level()
 
 
 class DelimiterMatch(NamedTuple):

@@ -15,8 +15,8 @@ from keepwarm.server.http.tools import custom_input
 from keepwarm.server.openai.chat import ChatStream, call_style_of, completion
 from keepwarm.server.openai.common import CompletionMeta
 from keepwarm.server.openai.completions import completion as text_completion
-from keepwarm.server.openai.logprobs import Pieces
 from keepwarm.server.openai.shapes import ChatRequest
+from keepwarm.text.detokenize import Pieces
 from keepwarm.text.request import (
     Choice,
     Delta,

@@ -1,6 +1,7 @@
 """Responses without a client: in the background, cancelled, followed, replayed, compacted."""
 
 import asyncio
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +13,8 @@ from openai.types.responses import Response
 from keepwarm.server.responses import background
 from keepwarm.server.responses.background import MAX_OWN, BackgroundResponses, RunningResponse
 from keepwarm.server.responses.events import AnswerOptions, ResponseBuilder
-from keepwarm.text.request import Delta, Started
+from keepwarm.text.detokenize import Piece
+from keepwarm.text.request import Delta, Finished, Started, TokenInfo
 from tests.kit.waiting import wait_until
 
 WORDS = "Tell me about foxes."
@@ -130,9 +132,9 @@ class Words:
         self.is_cancelled = True
 
 
-def running(answer, budget, tenant, saved):
+def running(answer, budget, tenant, saved, **options):
     response = {"id": f"resp_of_{tenant}", "status": "queued", "completed_at": None, "output": []}
-    builder = ResponseBuilder(response, AnswerOptions(), saved.append)
+    builder = ResponseBuilder(response, AnswerOptions(**options), saved.append)
     return RunningResponse(answer, builder, saved.append, budget, tenant)
 
 
@@ -160,7 +162,7 @@ def test_events_of_one_key_take_no_more_than_its_bytes(monkeypatch):
         assert mine.is_cancelled
         assert [each["status"] for each in saved] == ["failed"]
         assert "fewer top_logprobs" in attack.response["error"]["message"]
-        await until(lambda: 0 < budget.n_used < 2_000)
+        await until(lambda: 0 < budget.n_used < 4_000)
         assert not other.task.done()
         other.task.cancel()
 
@@ -183,7 +185,55 @@ def test_events_of_one_that_has_ended_are_freed_when_nobody_follows():
         assert b"fox" in b"".join(rest)
         assert budget.n_used == 0
         late = [each async for each in ending.follow(1_000)]
-        assert b'"sequence_number": 1001' in b"".join(late)
+        assert b'"sequence_number":1001' in b"".join(late)
+
+    asyncio.run(scenario())
+
+
+class NeverShown:
+    """Pieces of tokens that no JSON can be made of."""
+
+    def of(self, token):
+        return Piece(object(), [])
+
+    def shown(self, tokens):
+        return tokens
+
+
+def test_events_that_nobody_follows_are_never_made_into_json():
+    """At the end of a long answer with log-probabilities that takes a second of the event loop."""
+
+    async def scenario():
+        words, saved = Words(), []
+        budget = BackgroundResponses().budget
+        unread = running(words, budget, "mine", saved, pieces=NeverShown())
+        for event in (Started(RECEIPT), Delta(0, "fox", tokens=(TokenInfo(7),))):
+            words.pieces.put_nowait(event)
+        words.pieces.put_nowait(Finished(0, "stop"))
+        words.pieces.put_nowait(None)
+        await asyncio.wait({unread.task}, timeout=60)
+        assert unread.task.exception() is None
+        assert not saved  # as it does what fails
+        assert unread.response["output"][0]["content"][0]["text"] == "fox"
+
+    asyncio.run(scenario())
+
+
+def test_who_follows_late_sees_every_event_as_it_was():
+    async def scenario():
+        words = Words()
+        late = running(words, BackgroundResponses().budget, "mine", [])
+        for event in (Started(RECEIPT), Delta(0, "fox"), Finished(0, "stop")):
+            words.pieces.put_nowait(event)
+        await until(lambda: late.response["output"])
+        followed = late.follow()
+        created, begun, added = [
+            json.loads((await anext(followed)).split(b"data: ")[1]) for _ in range(3)
+        ]
+        assert created["response"]["output"] == begun["response"]["output"] == []
+        assert added["item"]["content"] == []
+        await followed.aclose()
+        late.task.cancel()
 
     asyncio.run(scenario())
 

@@ -18,7 +18,8 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any, NotRequired, Protocol
 
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
+from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict
 
@@ -138,6 +139,13 @@ def line(fields: Mapping[str, Any]) -> bytes:
     return f"{json.dumps(fields, ensure_ascii=False)}\n".encode()
 
 
+def json_response(value: object, headers: Mapping[str, str] | None = None) -> Response:
+    """For what may be megabytes, as log-probabilities are: six times as fast as `json`, which has
+    the interpreter to itself until it is done.
+    """
+    return Response(to_json(value), headers=headers, media_type="application/json")
+
+
 def comment(progress: Progress | None) -> bytes:
     """A line that clients skip, with the progress of prefill."""
     return f": {progress_json(progress)}\n\n".encode()
@@ -171,7 +179,7 @@ class WholeAnswer(Response):
                 self._observe(event)
                 events.append(event)
         result = collect(events)
-        response = JSONResponse(self._build(result), headers=receipt_headers(result.receipt))
+        response = json_response(self._build(result), receipt_headers(result.receipt))
         await response(scope, receive, send)
 
 

@@ -80,9 +80,9 @@ def custom_arguments(text: str) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """The text in such arguments."""
+    """The text in such arguments, without halves of characters."""
     try:
         text = json.loads(arguments)["input"]
     except (ValueError, LookupError, TypeError):
         return arguments
-    return text if isinstance(text, str) else arguments
+    return text.encode(errors="replace").decode() if isinstance(text, str) else arguments

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from keepwarm.errors import StillLoading, Stopping
 from keepwarm.server.http.logs import log_fields
+from keepwarm.text.detokenize import Pieces
 from keepwarm.text.request import Done, Event, Finished, KVOptions, Result
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ class EngineHost:
         self.name = name
         self.created = int(time.time())
         self._warmer: Warmer | None = None
+        self._pieces: Pieces | None = None
 
     def start_warmer(self) -> None:
         """While the engine is idle, load conversations from disk that will likely continue."""
@@ -148,6 +150,13 @@ class EngineHost:
                 f"The model is being loaded ({self._loading}); retry in a few seconds."
             )
         raise Stopping("No model is loaded at the moment; retry in a few seconds.")
+
+    @property
+    def pieces(self) -> Pieces:
+        """The texts of its tokens, for log-probabilities."""
+        if self._pieces is None:
+            self._pieces = Pieces(self.engine.model.tokenizer)
+        return self._pieces
 
     @property
     def loaded(self) -> Engine | None:
@@ -218,6 +227,7 @@ class EngineHost:
         engine, self._engine = self._engine, None
         if self._warmer is not None:
             self._warmer.close()
+        self._pieces = None
         self._warmer = None  # it holds a reference to the engine, whose memory must be freed
         return engine
 

@@ -44,8 +44,9 @@ from keepwarm.server.ollama.request import (
     OllamaShowRequest,
 )
 from keepwarm.server.openai.completions import required_fill_in
-from keepwarm.server.openai.logprobs import Pieces, chat_logprobs
+from keepwarm.server.openai.logprobs import chat_logprobs
 from keepwarm.text import request as engine_request
+from keepwarm.text.detokenize import Pieces
 from keepwarm.text.request import (
     Delta,
     Done,
@@ -267,7 +268,7 @@ async def _answer(
     request = await call.slot.build(lambda: build(asked))
     droppable = asked if can_drop else ()
     answer, n_dropped = await submit_shortened(host, call.slot, request, build, droppable)
-    pieces = Pieces(host.engine.model.tokenizer) if body.logprobs else None
+    pieces = host.pieces if body.logprobs else None
     meta = AnswerMeta(host.name, part, arrival.began, load_s, n_dropped, pieces)
     if body.stream is False:
         return WholeAnswer(answer, partial(whole, meta))

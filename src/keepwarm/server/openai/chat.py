@@ -25,7 +25,7 @@ from keepwarm.server.openai.common import (
     top_logprobs_of,
     whole,
 )
-from keepwarm.server.openai.logprobs import Pieces, chat_logprobs
+from keepwarm.server.openai.logprobs import chat_logprobs
 from keepwarm.server.openai.shapes import (
     AllowedTools,
     ChatMessage,
@@ -39,6 +39,7 @@ from keepwarm.server.openai.shapes import (
     NamedTool,
     ToolCallIn,
 )
+from keepwarm.text.detokenize import Pieces
 from keepwarm.text.request import (
     Choice,
     Delta,

@@ -22,7 +22,6 @@ from keepwarm.server.openai.common import (
     whole,
 )
 from keepwarm.server.openai.logprobs import (
-    Pieces,
     joined_logprobs,
     prompt_logprobs,
     text_logprobs,
@@ -32,6 +31,7 @@ from keepwarm.server.openai.shapes import (
     CompletionRequest,
     Prompts,
 )
+from keepwarm.text.detokenize import Pieces
 from keepwarm.text.request import (
     Choice,
     Delta,

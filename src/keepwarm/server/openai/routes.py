@@ -29,7 +29,6 @@ from keepwarm.server.openai.completions import (
     prompts_of,
     required_fill_in,
 )
-from keepwarm.server.openai.logprobs import Pieces
 from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest, EmbeddingRequest
 from keepwarm.text import request as engine_request
 from keepwarm.text.detokenize import decode
@@ -46,7 +45,7 @@ async def create_chat_completion(body: ChatRequest, call: Call) -> Response:
     host, request = await call.prepare(body.model, partial(chat_request, body, call))
     answer = await host.submit(request, call.slot)
     meta, style = _meta(host, "chatcmpl-"), call_style_of(body)
-    pieces = _pieces(host) if body.logprobs else None
+    pieces = host.pieces if body.logprobs else None
     if body.stream:
         return EventStream(answer, ChatStream(meta, request.n, body.wants_usage, pieces, style))
     return WholeAnswer(answer, lambda result: chat.completion(meta, result, pieces, style))
@@ -67,7 +66,7 @@ async def create_completion(body: CompletionRequest, call: Call) -> Response:
     answers = await host.submit_all(requests, call.slot)
     answer = answers[0] if len(answers) == 1 else CombinedAnswer(answers, n)
     meta = _meta(host, "cmpl-")
-    pieces = None if body.logprobs is None else _pieces(host)
+    pieces = None if body.logprobs is None else host.pieces
     if body.stream:
         return EventStream(answer, TextStream(meta, echoed, body.wants_usage, pieces, n))
     return WholeAnswer(answer, lambda result: completions.completion(meta, result, echoed, pieces))
@@ -102,10 +101,6 @@ def _echoed(host: EngineHost, body: CompletionRequest) -> list[str]:
 def _meta(host: EngineHost, prefix: str) -> CompletionMeta:
     now, fingerprint = int(time.time()), system_fingerprint(host.engine)
     return CompletionMeta(new_id(prefix), now, host.name, fingerprint)
-
-
-def _pieces(host: EngineHost) -> Pieces:
-    return Pieces(host.engine.model.tokenizer)
 
 
 def embedding_list(body: EmbeddingRequest, model: str, found: Embeddings) -> Fields:

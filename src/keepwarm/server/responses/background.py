@@ -12,17 +12,27 @@ from keepwarm.errors import Cancelled
 from keepwarm.server.http.limits import SharedLimit
 from keepwarm.server.http.problems import problem_of
 from keepwarm.server.http.sse import AnswerLike, comment
-from keepwarm.server.responses.events import Frames, ResponseBuilder, ResponseStream, replay
+from keepwarm.server.responses.events import (
+    Fields,
+    Frames,
+    ResponseBuilder,
+    numbered_frame,
+    replay,
+)
 from keepwarm.text.request import Done, Finished
 
 MAX_RUNNING, MAX_OWN = 64, 16  # of all keys, and of one
 MAX_BYTES, MAX_OWN_BYTES = 256 << 20, 64 << 20  # of events, which are held for those who follow
+EVENT_BYTES, LOGPROB_BYTES = 512, 350  # one of them in memory, and one token's log-probability
 KEEP_ALIVE_S = 1.0
 LOG = logging.getLogger(__name__)
 
 
 class RunningResponse:
-    """One response, with all events so far; they are freed when it has ended and nobody follows."""
+    """One response, with all events so far; they are freed when it has ended and nobody follows.
+
+    They become JSON for those who follow: with log-probabilities the last ones are megabytes each.
+    """
 
     def __init__(
         self,
@@ -40,8 +50,7 @@ class RunningResponse:
         self._save = save
         self._budget = budget
         self._tenant = tenant
-        self._stream = ResponseStream(builder)
-        self._sent: list[bytes] = []
+        self._events: Frames = []
         self._n_bytes = 0  # of these, that are in the budget
         self._n_following = 0
         self._news = asyncio.Event()
@@ -59,7 +68,7 @@ class RunningResponse:
 
     async def follow(self, after: int = -1) -> AsyncIterator[bytes]:
         """The events behind this number, also those that are still to come."""
-        if self.task.done() and not self._sent:
+        if self.task.done() and not self._events:
             yield replay(self.response, after)
             return
         self._n_following += 1
@@ -73,12 +82,12 @@ class RunningResponse:
     async def _follow(self, following: int) -> AsyncIterator[bytes]:
         while True:
             news, has_ended = self._news, self.task.done()
-            for sent in self._sent[following:]:
-                yield sent
+            for event in self._events[following:]:
+                yield numbered_frame(event, following)
                 following += 1
             if has_ended:
                 return
-            if following >= len(self._sent):
+            if following >= len(self._events):
                 with suppress(TimeoutError):
                     await asyncio.wait_for(news.wait(), KEEP_ALIVE_S)
                     continue
@@ -107,18 +116,22 @@ class RunningResponse:
         self._save(self.response)
 
     def _add(self, events: Frames) -> int:
-        """How many bytes they are."""
-        frames = self._stream.frames(events)
-        self._sent += frames
+        """About how many bytes they are."""
+        self._events += events
         news, self._news = self._news, asyncio.Event()
         news.set()
-        return sum(map(len, frames))
+        return sum(map(_size, events))
 
     def _free(self) -> None:
         if self.task.done() and not self._n_following:
-            self._sent = []
+            self._events = []
             self._budget.release(self._tenant, self._n_bytes)
             self._n_bytes = 0
+
+
+def _size(event: Fields) -> int:
+    n_logprobs = sum(1 + len(each["top_logprobs"]) for each in event.get("logprobs", ()))
+    return EVENT_BYTES + len(event.get("delta", "")) + LOGPROB_BYTES * n_logprobs
 
 
 class BackgroundResponses:

@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+from pydantic_core import to_json
+
 from keepwarm.errors import BadInput
 from keepwarm.server.http.body import Fields
 from keepwarm.server.http.problems import Problem
 from keepwarm.server.http.sse import frame, new_id, progress_json, receipt_dict
 from keepwarm.server.http.tools import custom_input
-from keepwarm.server.openai.logprobs import Pieces, chat_logprobs
+from keepwarm.server.openai.logprobs import chat_logprobs
 from keepwarm.server.responses.request import (
     Item,
     QualifiedName,
@@ -21,6 +23,7 @@ from keepwarm.server.responses.request import (
     Status,
     encode_reasoning,
 )
+from keepwarm.text.detokenize import Pieces
 from keepwarm.text.request import (
     Delta,
     Done,
@@ -259,7 +262,8 @@ class ResponseBuilder:
 
     def state(self, name: str) -> Fields:
         """An event with the response as it is now."""
-        return {"type": f"response.{name}", "response": dict(self.response)}
+        shown = {**self.response, "output": list(self.response["output"])}
+        return {"type": f"response.{name}", "response": shown}
 
     def _finish(self, event: Finished) -> Frames:
         self._cut = event.reason == "length"
@@ -388,18 +392,18 @@ class ResponseStream:
     def problem(self, problem: Problem) -> bytes:
         return self._frames(self._builder.fail(problem))
 
-    def frames(self, events: Frames) -> list[bytes]:
-        """One for each event, numbered."""
+    def _frames(self, events: Frames) -> bytes:
         first, self._sent = self._sent, self._sent + len(events)
         return _numbered(events, first)
 
-    def _frames(self, events: Frames) -> bytes:
-        return b"".join(self.frames(events))
+
+def _numbered(events: Frames, first: int) -> bytes:
+    return b"".join(numbered_frame(event, n) for n, event in enumerate(events, first))
 
 
-def _numbered(events: Frames, first: int) -> list[bytes]:
-    numbered = [event | {"sequence_number": n} for n, event in enumerate(events, first)]
-    return [frame(json.dumps(event), event["type"]) for event in numbered]
+def numbered_frame(event: Fields, number: int) -> bytes:
+    data = to_json(event | {"sequence_number": number})
+    return frame(data.decode(), event["type"])
 
 
 def failed_stream(response: Fields, problem: Problem) -> bytes:
@@ -442,7 +446,7 @@ def replay(response: Fields, after: int) -> bytes:
     """
     events = _replayed(response)
     first = min(after + 1, len(events) - 1)
-    return b"".join(_numbered(events[first:], after + 1))
+    return _numbered(events[first:], after + 1)
 
 
 def _replayed(response: Fields) -> Frames:

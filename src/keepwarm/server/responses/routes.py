@@ -8,16 +8,21 @@ from functools import partial
 from typing import Annotated
 
 from fastapi import Depends, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 
 from keepwarm.errors import BadField, ContextTooLong, UnknownResponse
 from keepwarm.server.http.body import Fields, api_router
 from keepwarm.server.http.problems import problem_of
-from keepwarm.server.http.sse import STREAM_HEADERS, EventStream, WholeAnswer, answer_docs
+from keepwarm.server.http.sse import (
+    STREAM_HEADERS,
+    EventStream,
+    WholeAnswer,
+    answer_docs,
+    json_response,
+)
 from keepwarm.server.models.calls import ApiCall, Call
 from keepwarm.server.models.host import EngineHost
 from keepwarm.server.models.truncation import submit_shortened
-from keepwarm.server.openai.logprobs import Pieces
 from keepwarm.server.responses.background import BackgroundResponses, RunningResponse
 from keepwarm.server.responses.events import (
     AnswerOptions,
@@ -165,7 +170,7 @@ async def create_response(body: ResponsesRequest, call: Call, answers: Answers) 
     wants_logprobs = request.sampling.top_logprobs is not None
     options = options_of(body, request)._replace(
         n_dropped=n_dropped,
-        pieces=Pieces(host.engine.model.tokenizer) if wants_logprobs else None,
+        pieces=host.pieces if wants_logprobs else None,
     )
     save = partial(answers.save, request, items, len(items_of(body.input)), since)
     builder = ResponseBuilder(response, options, save)
@@ -175,7 +180,7 @@ async def create_response(body: ResponsesRequest, call: Call, answers: Answers) 
         answers.background.add(answers.tenant, running)
         held = slot.held.pop_all()  # its model stays loaded, and it counts as running
         running.task.add_done_callback(lambda _: held.close())
-        return _followed(running) if body.stream else JSONResponse(running.response)
+        return _followed(running) if body.stream else json_response(running.response)
     if body.stream:
         return EventStream(answer, ResponseStream(builder))
     return WholeAnswer(answer, lambda _: builder.response, builder.add_whole)
@@ -234,14 +239,14 @@ async def compact(body: CompactRequest, call: Call, answers: Answers) -> Respons
     return WholeAnswer(answer, lambda result: compacted(items, result, request.policy.writes))
 
 
-@router.get("/{response_id}", response_model=None, responses=answer_docs(Fields))
+@router.get("/{response_id}", responses=answer_docs(Fields))
 async def show_response(
     response_id: str, answers: Answers, stream: bool = False, starting_after: int = -1
-) -> Response | Fields:
+) -> Response:
     """A stored response, or one in the background as it is now; with `stream`, its events."""
     if stream:
         return await answers.stream(response_id, max(-1, starting_after))
-    return await answers.shown(response_id)
+    return json_response(await answers.shown(response_id))
 
 
 @router.post("/{response_id}/cancel")

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter
+from pydantic_core import to_json
 
 from keepwarm.agents.texts import AgentTexts
 from keepwarm.cache.restore.forgetting import Deletions
@@ -110,7 +111,7 @@ class ResponseStore:
             store.add_forget(self._forget_deleted)
         try:
             items = [item.model_dump(exclude_none=True) for item in fields["items"]]
-            data = json.dumps({"version": VERSION, **fields, "items": items}).encode()
+            data = to_json({"version": VERSION, **fields, "items": items})
             if not (to_disk and self._write_file(store, fields["agent"], name, data)):
                 self._put_in_memory(name, _InMemory(fields["agent"], data))
             store.catch_up()
