@@ -254,6 +254,10 @@ def test_input_of_a_custom_tool_that_is_no_text_is_shown_as_it_is(arguments):
     assert custom_input(arguments) == arguments
 
 
+def test_half_a_character_in_the_input_of_a_custom_tool_can_be_sent():
+    custom_input('{"input": "a \\ud83e fox"}').encode()
+
+
 def test_call_of_an_older_function_is_told_as_then():
     pieces = [ToolCallDelta(0, "c2", "read", ""), ToolCallDelta(0, "c2", "read", "{}")]
     choice, deltas = told({"functions": [OLD]}, *pieces, ToolCalled(0, READING))
