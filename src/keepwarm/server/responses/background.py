@@ -9,11 +9,11 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from keepwarm.errors import Cancelled
+from keepwarm.server.http.body import Fields
 from keepwarm.server.http.limits import SharedLimit
 from keepwarm.server.http.problems import problem_of
 from keepwarm.server.http.sse import AnswerLike, comment
 from keepwarm.server.responses.events import (
-    Fields,
     Frames,
     ResponseBuilder,
     numbered_frame,
