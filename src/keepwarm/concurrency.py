@@ -43,61 +43,13 @@ class CallDeadline:
         return left_s
 
 
-class _Call(Generic[T]):
-    """Work that is handed over; two locks cost less than a Future, and every record has one."""
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work = work
-        self._begun = threading.Lock()  # held by whoever does the work, or has called it off
-        self._under_way = threading.Lock()
-        self._under_way.acquire()
-        self._result: list[T] = []
-        self._error: BaseException | None = None
-
-    def call_off(self) -> bool:
-        """Whether it had not begun; then it never does."""
-        return self._begun.acquire(blocking=False)
-
-    def do(self) -> None:
-        """Unless it was called off."""
-        if self._begun.acquire(blocking=False):
-            try:
-                self._result.append(self._work())
-            except BaseException as error:
-                self._error = error
-
-    def end(self) -> None:
-        """Wake whoever waits for it."""
-        self._under_way.release()
-
-    @property
-    def is_done(self) -> bool:
-        return not self._under_way.locked()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Whether it is done in time."""
-        is_done = self._under_way.acquire(timeout=max(0.0, timeout_s))
-        if is_done:
-            self._under_way.release()
-        return is_done
-
-    def take_result(self) -> T:
-        """Once; raises what the work has raised."""
-        if self._error is not None:
-            try:
-                raise self._error
-            finally:
-                self._error = None  # its traceback holds this call, and what was read
-        return self._result.pop()
-
-
 class AbandonableExecutor:
     """A few threads that make calls for others. One that hangs is abandoned, and ends with the
     process: Python cannot end a thread, and ThreadPoolExecutor waits for its own at exit.
     """
 
     def __init__(self, n_workers: int = MAX_WORKERS) -> None:
-        self._calls: SimpleQueue[_Call[Any] | None] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._n_workers = n_workers
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -115,45 +67,55 @@ class AbandonableExecutor:
     def run_all(self, works: Sequence[Callable[[], T]], timeout_s: float) -> list[T]:
         """The same for several, at the same time."""
         deadline, n_done = time.monotonic() + timeout_s, self._n_done
-        calls = [_Call(work) for work in works]
-        for call in calls:
-            self._hand_over(call)
+        calls = [self._hand_over(work) for work in works]
+        results: list[T] = []
         try:
-            results = []
-            for call in calls:
-                if not call.wait(deadline - time.monotonic()):
-                    raise self._late(calls, n_done, timeout_s)
-                results.append(call.take_result())
-            return results
+            while len(results) < len(calls):
+                left_s = max(0.0, deadline - time.monotonic())
+                results.append(calls[len(results)].result(left_s))
         except OSError as error:
+            if not calls[len(results)].done():
+                raise self._late(calls, n_done, timeout_s) from None
             raise CallError(error.strerror or str(error) or "timed out") from error
         finally:
-            for call in calls:
-                call.call_off()
+            while calls:  # which an error that is raised here would hold, and what was read
+                calls.pop().cancel()
+        return results
 
-    def _late(self, calls: Sequence[_Call[T]], n_done: int, timeout_s: float) -> CallError:
-        waiting = [call for call in calls if not call.is_done]
-        is_busy = all(call.call_off() for call in waiting) and self._n_done > n_done
+    def _late(self, calls: Sequence[Future[T]], n_done: int, timeout_s: float) -> CallError:
+        waiting = [call for call in calls if not call.done()]
+        is_busy = all(call.cancel() for call in waiting) and self._n_done > n_done
         kind = BusyError if is_busy else CallError
         return kind(f"no answer within {timeout_s * 1000:.0f} ms")
 
-    def _hand_over(self, call: _Call[T]) -> None:
+    def _hand_over(self, work: Callable[[], T]) -> Future[T]:
+        call: Future[T] = Future()
         with self._lock:
-            self._calls.put(call)
+            self._calls.put((call, work))
             self._n_open += 1
             if len(self._threads) < min(self._n_open, self._n_workers):
                 name = f"io-worker-{len(self._threads)}"
                 self._threads.append(threading.Thread(target=self._serve, name=name, daemon=True))
                 self._threads[-1].start()
+        return call
 
     def _serve(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call.do()
+        while (handed_over := self._calls.get()) is not None:
+            call, work = handed_over
+            result = error = None
+            is_wanted = call.set_running_or_notify_cancel()
+            try:
+                result = work() if is_wanted else None
+            except BaseException as raised:
+                error = raised
             with self._lock:  # first: whoever is woken may hand over the next one
                 self._n_open -= 1
                 self._n_done += 1
-            call.end()
-            del call  # who waits for the next one must not keep what was read
+            if error is not None:
+                call.set_exception(error)
+            elif is_wanted:
+                call.set_result(result)
+            del handed_over, call, work, result, error  # the next call may be long in coming
 
     def close(self) -> None:
         for _ in self._threads:
