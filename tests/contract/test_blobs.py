@@ -91,9 +91,8 @@ def test_what_is_put_is_read_in_pieces_of_any_size(blobs, folder):
 
 def test_a_part_is_read(blobs, folder):
     put(blobs, f"{folder}/x.d", bytes(range(100)))
-    assert read(blobs, f"{folder}/x.d", start=10, n_bytes=5) == bytes(range(10, 15))
     assert read(blobs, f"{folder}/x.d", n_bytes=3) == bytes(range(3))
-    assert read(blobs, f"{folder}/x.d", start=98, n_bytes=50) == bytes(range(98, 100))
+    assert read(blobs, f"{folder}/x.d", n_bytes=150) == bytes(range(100))
 
 
 def test_what_is_not_there_is_missing_and_no_error(blobs, folder):

@@ -105,9 +105,9 @@ class Hanging(DirectoryBackend):
         self._answer(timeout_s)
         return super().look(ranges, SOON)
 
-    def fetch(self, name, take, use, timeout_s, **part):
+    def fetch(self, name, take, use, timeout_s, n_bytes=None):
         self._answer(timeout_s)
-        return super().fetch(name, take, use, SOON, **part)
+        return super().fetch(name, take, use, SOON, n_bytes)
 
     def put(self, name, pieces, timeout_s, replace=False):
         self._answer(timeout_s)
@@ -179,9 +179,9 @@ class Slow(DirectoryBackend):
         stored = super().put(name, *args, **options)
         return self._unless_late("put") and stored
 
-    def read(self, name, take, timeout_s, start=0, n_bytes=None):
+    def read(self, name, take, timeout_s, n_bytes=None):
         self._unless_late("read" if n_bytes is None else "read of a part")
-        return super().read(name, take, timeout_s, start, n_bytes)
+        return super().read(name, take, timeout_s, n_bytes)
 
     def _unless_late(self, call):
         if call in self.late:

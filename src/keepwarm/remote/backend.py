@@ -59,25 +59,22 @@ class Backend(Protocol):
         take: Take,
         use: Callable[[memoryview], T],
         timeout_s: float,
-        *,
-        start: int = 0,
         n_bytes: int | None = None,
     ) -> T | None:
-        """What `use` makes of a blob, or of at most `n_bytes` of it from `start` on; None if there
-        is none. The bytes are in memory from `take`, or in a client's own if `take` agrees to their
-        number. `use` runs on the thread that has read them: another core would have to get them
-        first.
+        """What `use` makes of a blob, or of its first `n_bytes`; None if there is none. The bytes
+        are in memory from `take`, or in a client's own if `take` agrees to their number. `use` runs
+        on the thread that has read them: another core would have to get them first.
         """
 
     def read(
-        self, name: str, take: Take, timeout_s: float, start: int = 0, n_bytes: int | None = None
+        self, name: str, take: Take, timeout_s: float, n_bytes: int | None = None
     ) -> memoryview | None:
         """The bytes themselves."""
 
         def same(memory: memoryview) -> memoryview:
             return memory
 
-        return self.fetch(name, take, same, timeout_s, start=start, n_bytes=n_bytes)
+        return self.fetch(name, take, same, timeout_s, n_bytes)
 
     def put(
         self,

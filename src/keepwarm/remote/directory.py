@@ -63,14 +63,12 @@ class DirectoryBackend(Backend):
         take: Take,
         use: Callable[[memoryview], T],
         timeout_s: float,
-        *,
-        start: int = 0,
         n_bytes: int | None = None,
     ) -> T | None:
         path = f"{self._root}/{check_name(name)}"  # a Path takes ten times as long to make
 
         def fetch() -> T | None:
-            memory = None if self._is_linked(name) else _read(path, take, start, n_bytes)
+            memory = None if self._is_linked(name) else _read(path, take, n_bytes)
             return None if memory is None else use(memory)
 
         return self._workers.run(fetch, timeout_s)
@@ -141,7 +139,7 @@ class DirectoryBackend(Backend):
         return any(os.path.islink(f"{self._root}/{name[:end]}") for end in ends)  # noqa: PTH114
 
 
-def _read(path: str, take: Take, start: int, n_bytes: int | None) -> memoryview | None:
+def _read(path: str, take: Take, n_bytes: int | None) -> memoryview | None:
     try:
         file = os.open(path, READ)  # a file object costs more calls
     except OSError as error:
@@ -149,20 +147,20 @@ def _read(path: str, take: Take, start: int, n_bytes: int | None) -> memoryview 
             return None
         raise
     try:
-        there = max(0, os.fstat(file).st_size - start)
+        there = os.fstat(file).st_size
         memory = take(there if n_bytes is None else min(there, n_bytes))
-        _fill(memory, file, start)
+        _fill(memory, file)
     finally:
         os.close(file)
     return memory if len(memory) else None
 
 
-def _fill(memory: memoryview, file: int, start: int) -> None:
+def _fill(memory: memoryview, file: int) -> None:
     while memory:
-        n_read = os.preadv(file, [memory], start)
+        n_read = os.readv(file, [memory])
         if not n_read:
             raise CallError("a file became shorter while it was read")
-        memory, start = memory[n_read:], start + n_read
+        memory = memory[n_read:]
 
 
 def _look(folder: str, stem: str, path: Path) -> list[Listed]:

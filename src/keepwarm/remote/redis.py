@@ -113,15 +113,12 @@ class RedisBackend(Backend):
         take: Take,
         use: Callable[[memoryview], T],
         timeout_s: float,
-        *,
-        start: int = 0,
         n_bytes: int | None = None,
     ) -> T | None:
         command = [b"GET", _key(name)]
-        if start or n_bytes is not None:
-            end = -1 if n_bytes is None else start + n_bytes - 1
-            command = [b"GETRANGE", _key(name), b"%d" % start, b"%d" % end]
-            take = take if n_bytes is None else at_most(n_bytes, take)
+        if n_bytes is not None:
+            command = [b"GETRANGE", _key(name), b"0", b"%d" % (n_bytes - 1)]
+            take = at_most(n_bytes, take)
         reply = self._call([command], timeout_s, take)[0]
         return use(reply) if isinstance(reply, memoryview) and len(reply) else None
 

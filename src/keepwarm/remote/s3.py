@@ -91,16 +91,10 @@ class S3Backend(Backend):
         take: Take,
         use: Callable[[memoryview], T],
         timeout_s: float,
-        *,
-        start: int = 0,
         n_bytes: int | None = None,
     ) -> T | None:
         path = check_name(name)
-        wanted: GetOptions = {}
-        if n_bytes is not None:
-            wanted["range"] = start, start + n_bytes
-        elif start:
-            wanted["range"] = {"offset": start}
+        wanted: GetOptions = {} if n_bytes is None else {"range": (0, n_bytes)}
 
         def fetch() -> T | None:
             memory = self._read(path, wanted, take)
