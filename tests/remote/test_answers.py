@@ -15,6 +15,7 @@ from tests.remote.test_erase_blocks import ending
 from tests.store.kit import NAMESPACE, record, tokens_of
 
 END, BESIDE = (ending([*tokens_of(300), n]) for n in (1, 2))
+END_OF = NAMESPACE, END.parent, END.key
 TEXT, TOLD = "a prompt, and what asks for its answer", b"[[0, 4, [1, 2, 3]]]" * 10
 
 
@@ -84,12 +85,14 @@ def test_a_block_goes_with_its_beginning_that_an_answer_ended_in(machine, place,
 
 
 def test_a_pointer_that_somebody_has_made_deletes_nothing_else(machine, place):
+    """It can name nothing but what is told."""
     one, names = machine(), RemoteNames(CLASS)
     one.put(record(BESIDE))
     (kept,) = before = names_in(place)
     doomed = NamedBlock(END.key, END.parent, END.n_tokens)
-    for said in (kept.encode(), f"classes/{CLASS}".encode(), b"../001.up.a.0", b"\xff" * 3000):
-        place.put(names.of_pointer(NAMESPACE, END.parent, END.key, TEXT), [said], SOON)
+    to_told = names.of_pointer(*END_OF, f"{'0' * 40}/001.{'1' * 40}.a.0")
+    for pointer in (to_told, to_told[:-4] + ".0", names.of_pointer(*END_OF, kept)):
+        place.put(pointer, [kept.encode()], SOON)
         assert erase_from_tier(one, [NAMESPACE], [doomed], keep=())
         assert names_in(place) == before
 

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
+from itertools import chain
 from typing import TypeAlias
 
 from keepwarm.concurrency import CallDeadline, CallError
@@ -20,7 +21,7 @@ from keepwarm.prefix.blocks import BlockKey, Namespace, block_key
 from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import Part
 from keepwarm.remote.addresses import open_backend
-from keepwarm.remote.backend import Backend, Listed, at_most
+from keepwarm.remote.backend import Backend, Listed
 from keepwarm.remote.handshake import STORE_META
 from keepwarm.remote.records import RemoteNames, RemoteRecord, list_classes, parse_last, read_header
 from keepwarm.remote.tier import RemoteTier
@@ -30,7 +31,6 @@ from keepwarm.store.tier import NamedBlock
 LOG = logging.getLogger(__name__)
 CALL_S = 10.0  # nobody waits for it
 AT_ONCE = 256  # names deleted in one call
-MAX_NAME = 1 << 10  # bytes
 RETRY_S = 2.0  # how often tiers are looked at that could not be reached
 
 Keep: TypeAlias = Collection[BlockKey]
@@ -208,18 +208,10 @@ class _Folder:
             has_windows = any(_is_window(one) for blobs in listed.values() for one in blobs)
             for block in blocks:
                 names += self._names_of(block, has_windows or block.key not in listed)
-        pointers = [name for name in names if _is_pointer(name)]
-        names = [*self._told_by(pointers), *names]
+        told = (self._names.told_by(self._namespace, name) for name in names)
+        names = [*chain.from_iterable(told), *names]
         for start in range(0, len(names), AT_ONCE):
             self._backend.delete(names[start : start + AT_ONCE], CALL_S)
-
-    def _told_by(self, pointers: Iterable[str]) -> Iterator[str]:
-        """The names of what is told of answers."""
-        for pointer in pointers:
-            found = self._backend.read(pointer, at_most(MAX_NAME), CALL_S, n_bytes=MAX_NAME)
-            name = bytes(found or b"").decode(errors="replace")
-            if self._names.is_of_answers(self._namespace, name):
-                yield name
 
     def _listed(self) -> dict[BlockKey, list[Listed]]:
         """Records, by block."""
@@ -272,11 +264,6 @@ class _Folder:
 def _is_window(blob: Listed) -> bool:
     word = parse_last(blob.name)
     return word is not None and word.part is Part.WINDOW
-
-
-def _is_pointer(name: str) -> bool:
-    word = parse_last(name)
-    return word is not None and word.part is None
 
 
 def _n_tokens(blobs: Sequence[Listed]) -> int:

@@ -12,9 +12,9 @@ Beside the records lie token ids of past answers, for conversations that move to
 
     <compute class>/<namespace>/<digest of the prompt's text>/001.<key>.a.0
 
-Their name lies beside the block that the answer ends in, so that they are deleted with that:
+A pointer lies beside the block that the answer ends in, so that they are deleted with that:
 
-    <compute class>/<namespace>/<parent>/256.<key>.a<digest of that name>.0
+    <compute class>/<namespace>/<parent>/256.<key>.a<digest of the text><key of the answers>.0
 
 The compute class is what numbers depend on besides the namespace, such as backend and version of
 MLX. Machines of different classes compute slightly different keys and values, so that an answer
@@ -46,15 +46,17 @@ from keepwarm.records.record import (
     check_identity,
     open_record,
 )
-from keepwarm.remote.backend import NAME, Backend, Listed, new_memory
+from keepwarm.remote.backend import Backend, Listed, new_memory
 from keepwarm.remote.compression import decode_record, find_start, undo_code
 
 CLASSES = "classes"
 ANSWERS = "a"  # in a name, in place of a part
-POINTER_BYTES = 8  # of a digest
 CLASS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")  # other files may lie beside them
 LAST = re.compile(
     rf"(\d{{3}})\.([0-9a-f]{{{2 * KEY_BYTES}}})\.([a-z][0-9a-f]*)\.(\d{{1,3}})(\.mac)?"
+)
+POINTER = re.compile(
+    rf"{BLOCK_TOKENS}\.\w+\.{ANSWERS}" + 2 * rf"([0-9a-f]{{{2 * KEY_BYTES}}})" + r"\.0"
 )
 MAC_BYTES = 32
 FLEET_KEY_BYTES = 32
@@ -132,16 +134,19 @@ class RemoteNames:
         return self.folder(namespace, BlockKey(digest.digest()))
 
     def of_pointer(self, namespace: Namespace, parent: BlockKey, key: BlockKey, told: str) -> str:
-        """For the name of what is told, after all names that look-ups want."""
-        digest = blake2b(told.encode(), digest_size=POINTER_BYTES, person=b"keepwarm.told.2")
-        stem = self.stem(BLOCK_TOKENS, key)
-        return f"{self.folder(namespace, parent)}/{stem}{ANSWERS}{digest.hexdigest()}.0"
+        """Tells the name of what is told, and comes after all names that look-ups want."""
+        *_, text, last = told.split("/")
+        digests = text + last.split(".")[1]
+        return (
+            f"{self.folder(namespace, parent)}/{self.stem(BLOCK_TOKENS, key)}{ANSWERS}{digests}.0"
+        )
 
-    def is_of_answers(self, namespace: Namespace, name: str) -> bool:
-        """Whether it may be one of these: strangers may have written it."""
-        word, folder = parse_last(name), f"{self._compute_class}/{namespace.hex()}/"
-        is_told = word is not None and word.part is None
-        return is_told and name.startswith(folder) and NAME.fullmatch(name) is not None
+    def told_by(self, namespace: Namespace, name: str) -> list[str]:
+        """What a pointer stands for, with a MAC or without; none if it is none."""
+        if (found := POINTER.fullmatch(name.rpartition("/")[2])) is None:
+            return []
+        told = f"{self._compute_class}/{namespace.hex()}/{found[1]}/001.{found[2]}.{ANSWERS}.0"
+        return [told, f"{told}.mac"]
 
     def folder(self, namespace: Namespace, parent: BlockKey, compute_class: str = "") -> str:
         return f"{compute_class or self._compute_class}/{namespace.hex()}/{parent.hex()}"
