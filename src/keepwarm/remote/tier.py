@@ -292,7 +292,6 @@ class RemoteTier:
 
     def put(self, record: Record) -> PutResult:
         """Store a record, unless it is there."""
-        header = record.header
         stored, n_saved = self.health.call("written", lambda: self._put(record)) or (None, 0)
         self._counts.add(puts=int(stored is True), refused=int(stored is False))
         durable: Future[None] = Future()
@@ -301,7 +300,8 @@ class RemoteTier:
         else:
             durable.set_result(None)
         if stored:
-            self._learn(header, record.n_bytes - n_saved)
+            there = RemoteRecord.of(record.header)
+            self._known.add([there._replace(n_bytes=record.n_bytes - n_saved)])
         return PutResult(bool(stored), durable, n_saved)
 
     def has(self, header: Header) -> bool | None:
@@ -349,9 +349,10 @@ class RemoteTier:
         if not self.backend.in_batches and any(limits):
             self._janitor = Janitor(self.backend, limits)
 
-    def withdraw(self, header: Header) -> bool:
-        """Delete a record that was just put; whether that is done."""
-        return self._delete(RemoteRecord.of(header))
+    def withdraw(self, record: RemoteRecord) -> bool:
+        """Delete a record, as one that was just put; whether that is done."""
+        names = [self._names.of(record)]
+        return self.clear([record.key], lambda: self.backend.delete(names, WRITE_S))
 
     def discard(self, key: BlockKey, part: Part, why: str) -> None:
         """It fits no reader here, and perhaps others, so it stays: it is a miss for a while."""
@@ -454,11 +455,7 @@ class RemoteTier:
         self._bad[name] += 1
         if self._bad[name] > 1:
             del self._bad[name]
-            self._delete(bad)
-
-    def _delete(self, record: RemoteRecord) -> bool:
-        names = [self._names.of(record)]
-        return self.clear([record.key], lambda: self.backend.delete(names, WRITE_S))
+            self.withdraw(bad)
 
     # Writing
 
@@ -483,9 +480,6 @@ class RemoteTier:
         if is_stored and others:
             self.backend.delete([self._names.of(one) for one in others], deadline.left_s())
         return is_stored, n_saved
-
-    def _learn(self, header: Header, n_bytes: int) -> None:
-        self._known.add([RemoteRecord.of(header)._replace(n_bytes=n_bytes)])
 
     # Trials
 

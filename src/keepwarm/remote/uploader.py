@@ -13,6 +13,7 @@ from typing import NamedTuple
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, Namespace, block_key, chain
 from keepwarm.records.at_rest import at_rest
 from keepwarm.records.record import Part, Record
+from keepwarm.remote.records import RemoteRecord
 from keepwarm.remote.tier import RemoteTier
 from keepwarm.store.disk.write_budget import WriteBudget
 from keepwarm.store.tier import BlockInfo, CheckpointRef, NamedBlock
@@ -197,10 +198,10 @@ class Uploader:
         self._give_back(put.n_saved if put.stored else record.n_bytes)
         is_there = put.stored or put.durable.exception() is not None  # perhaps, if it was late
         is_deleted = is_there and not self._kept([key])  # an `rm` may have looked before
-        if is_deleted and not tier.withdraw(record.header):
-            key, parent, tokens = record.header.key, record.header.parent, record.header.tokens
-            block = NamedBlock(key, parent, len(tokens) // 4)
-            self._delete_later(record.header.namespace, block)
+        there = RemoteRecord.of(record.header)
+        if is_deleted and not tier.withdraw(there):
+            block = NamedBlock(there.key, there.parent, there.n_tokens)
+            self._delete_later(there.namespace, block)
 
     def _fits(self, n_bytes: int) -> bool:
         try:
