@@ -54,6 +54,15 @@ def test_a_connection_in_use_while_it_closes_is_closed_too(server):
     wait_until(lambda: server.n_connections() <= before)
 
 
+def test_lists_are_used_with_what_they_name(blobs, monkeypatch):
+    """So that they are evicted after it: without them a deletion misses what it cannot guess."""
+    called = []
+    monkeypatch.setattr(blobs, "_call", lambda commands, _: called.extend(commands))
+    blobs.touch(["a/b/1.d", "a/b/2.d", "a/c/1.d"], SOON)
+    names = [key.removeprefix(b"keepwarm:") for _, key in called]
+    assert names == [b"a/b/1.d", b"a/b/2.d", b"a/c/1.d", b"a/b/", b"a/c/"]
+
+
 def test_a_listing_leaves_nothing_out_while_others_delete(blobs, monkeypatch):
     monkeypatch.setattr("keepwarm.remote.redis.PAGE", 2)
     names = [f"pages/{number}.d" for number in range(6)]

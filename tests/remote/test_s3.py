@@ -3,15 +3,18 @@
 import sys
 import threading
 import time
+import uuid
 from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from keepwarm.concurrency import CallError
+from keepwarm.concurrency import CallDeadline, CallError
 from keepwarm.errors import BadInput
 from keepwarm.remote.addresses import open_backend
+from keepwarm.remote.handshake import STORE_META
 from keepwarm.remote.janitor import list_all
+from keepwarm.remote.records import CLASSES
 from keepwarm.remote.tier import RemoteTier
 from tests.kit.s3_server import rclone_server
 
@@ -130,6 +133,22 @@ def test_a_name_that_is_gone_does_not_keep_others_from_being_deleted():
         blobs.delete(names, SOON)
     paths = {path for method, path, _ in seen if method == "DELETE"}
     assert paths == {f"/bucket/pre/fix/{name}" for name in names}
+
+
+def test_what_rules_by_age_take_and_all_machines_need_is_put_back(bucket):
+    """Within a minute: the mark and the list of classes."""
+    address, _, options = bucket.partition("?")
+    address = f"{address}/{uuid.uuid4().hex}?{options}"
+    with (
+        closing(open_backend(address)) as place,
+        closing(RemoteTier(open_backend(address), "cpu-mlx-0.1")) as tier,
+    ):
+        assert tier.health.wait_until_tried(SOON)
+        needed = STORE_META, f"{CLASSES}/cpu-mlx-0.1"
+        place.delete(needed, SOON)
+        assert place.sizes(needed, SOON) == [None, None]
+        tier._refresh(CallDeadline(SOON))
+        assert None not in place.sizes(needed, SOON)
 
 
 def test_a_janitor_lists_by_pages(bucket, monkeypatch):

@@ -138,7 +138,10 @@ class RedisBackend(Backend):
         return stored == b"OK" and not isinstance(listed, CallError)
 
     def touch(self, names: Sequence[str], timeout_s: float) -> None:
-        self._call([[b"TOUCH", _key(name)] for name in names], timeout_s)
+        """The lists that have these names too, last: who deletes needs them."""
+        folders = dict.fromkeys(name.rpartition("/")[0] for name in names)
+        keys = [*map(_key, names), *map(_folder, folders)]
+        self._call([[b"TOUCH", key] for key in keys], timeout_s)
 
     def delete(self, names: Sequence[str], timeout_s: float) -> None:
         commands: list[Command] = []
