@@ -54,6 +54,7 @@ from keepwarm.models.row_products import (
     RowKernel,
     TensorKernel,
     by_shape,
+    faster_way,
     share,
 )
 
@@ -208,7 +209,7 @@ class Ways:
         """By what is measured, as at load; and the same with the kernel for experts."""
         started = time.perf_counter()
         names = {
-            shape: row_products.faster_ways(self.products, [*modules.values()])
+            shape: {n: faster_way(self.products, [*modules.values()], n) for n in ROW_COUNTS}
             for shape, modules in self.shapes.items()
         }
         took = note("measuring at load, s", round(time.perf_counter() - started, 2))

@@ -1,7 +1,8 @@
-"""What runs before the first request, where kernels are compiled at run time."""
+"""What runs before the first request and while idle, where kernels are compiled at run time."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,12 @@ import pytest
 from keepwarm import config
 from keepwarm.cache.store import Store
 from keepwarm.device import kernels
+from keepwarm.engine import engine as engine_module
 from keepwarm.engine.admission import EngineConfig
 from keepwarm.engine.compilation import compile_kernels_if_needed
-from tests.kit.engines import memory
+from tests.kit.engines import ask, engine_on, memory
+from tests.kit.runs import prompt_of
+from tests.kit.waiting import wait_until
 
 
 @pytest.fixture
@@ -45,3 +49,61 @@ def test_trial_requests_leave_rates_and_nothing_else(model, store, monkeypatch, 
 def test_they_run_only_where_kernels_are_compiled(model, store, monkeypatch):
     monkeypatch.setattr(kernels, "are_compiled", lambda: False)
     assert compiled(model, store) == []
+
+
+class StandInTrials:
+    """Each waits until it is allowed to end."""
+
+    def __init__(self, n_all=3, error=None):
+        self.n_all = self.n_left = n_all
+        self.threads = []
+        self.may_end = threading.Semaphore(0)
+        self._error = error
+
+    def run_next(self):
+        self.n_left -= 1
+        self.threads.append(threading.current_thread().name)
+        assert self.may_end.acquire(timeout=60)
+        if self._error:
+            raise self._error
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    monkeypatch.setattr(engine_module, "IDLE_S", 0.0)
+
+
+def test_what_nobody_waits_for_is_compiled_while_idle_and_a_request_waits_for_one(
+    model, tmp_path, at_once
+):
+    trials = StandInTrials()
+    with engine_on(replace(model, trials=trials), tmp_path) as engine:
+        wait_until(lambda: trials.threads)
+        answer = engine.submit(ask(prompt_of(20), 2))
+        trials.may_end.release()
+        assert len(answer.result().choices[0].tokens) == 2
+        wait_until(lambda: len(trials.threads) == 2)
+        trials.may_end.release(2)
+        wait_until(lambda: not trials.n_left)
+        assert engine.submit(ask(prompt_of(20), 2)).result()
+    assert trials.threads == ["keepwarm-engine"] * 3
+
+
+def test_a_request_that_is_there_goes_first(model, tmp_path, monkeypatch):
+    """Only an engine that was idle for some time begins."""
+    monkeypatch.setattr(engine_module, "IDLE_S", 3600.0)
+    trials = StandInTrials()
+    trials.may_end.release(3)
+    with engine_on(replace(model, trials=trials), tmp_path) as engine:
+        for _ in range(2):
+            engine.submit(ask(prompt_of(20), 2)).result()
+    assert not trials.threads
+
+
+def test_a_trial_that_fails_is_logged_and_the_engine_goes_on(model, tmp_path, at_once, caplog):
+    trials = StandInTrials(error=RuntimeError("no memory"))
+    trials.may_end.release(3)
+    with engine_on(replace(model, trials=trials), tmp_path) as engine:
+        wait_until(lambda: not trials.n_left)
+        assert engine.submit(ask(prompt_of(20), 2)).result()
+    assert "no memory" in caplog.text

@@ -23,12 +23,13 @@ from keepwarm.models.row_products import (
     ProductByRows,
     Products,
     ProductsFile,
+    ProductTrials,
     RowEmbedding,
     RowLinear,
     TensorKernel,
     by_shape,
-    choose,
     columns,
+    faster_way,
     flat,
     plain,
 )
@@ -144,6 +145,51 @@ def test_rows_of_another_dtype_are_multiplied_as_before():
     assert not way.calls
 
 
+def choose(model, products, kept):
+    """As an engine that is idle for long does."""
+    trials = ProductTrials(model, products, kept)
+    while trials.n_left:
+        trials.run_next()
+
+
+def ways_used(model):
+    """Kinds of the modules that multiply."""
+    return {type(module) for module in model.modules() if hasattr(module, "bits")}
+
+
+def test_until_it_is_measured_everything_is_multiplied_as_mlx_does(model, seconds, tmp_path):
+    seconds["kernel"] = 0.5
+    kernel = FakeKernel("kernel", range(3, 9))
+    trials = ProductTrials(model, Products([kernel]), ProductsFile(tmp_path))
+    assert ways_used(model) == {nn.QuantizedLinear, nn.QuantizedEmbedding}
+    n_shapes = len(by_shape(model))
+    assert trials.n_left == trials.n_all == n_shapes * len(ROW_COUNTS)
+    for _ in range(n_shapes):
+        trials.run_next()
+    kernel.calls.clear()
+    model(mx.array([[5]] * 4))
+    assert kernel.calls, "the fewest rows come first, for all shapes"
+    kernel.calls.clear()
+    model(mx.array([[5]] * 5))
+    assert not kernel.calls, "this many were not measured yet"
+
+
+def test_the_next_start_goes_on_where_this_one_ended(model, seconds, tmp_path):
+    seconds["kernel"] = 0.5
+    kept, kernel = ProductsFile(tmp_path), FakeKernel("kernel", range(3, 9))
+    compiled = []
+    first = ProductTrials(model, Products([kernel]), kept, lambda: compiled.append(1))
+    for _ in range(first.n_all - 2):
+        first.run_next()
+    assert len(compiled) == first.n_all - 2
+    again = build("tiny", tmp_path).module
+    second = ProductTrials(again, Products([kernel]), ProductsFile(tmp_path))
+    assert second.n_left == 2
+    kernel.calls.clear()
+    again(mx.array([[5]] * 4))
+    assert kernel.calls, "what is known is used at once"
+
+
 def test_a_faster_way_is_used_and_kept(model, seconds, tmp_path):
     kernel = FakeKernel("kernel", range(2, 9))
     seconds |= {"flat": 0.5, "kernel": 0.4, ("kernel", 3): 0.97}
@@ -169,8 +215,7 @@ def test_a_faster_way_is_used_and_kept(model, seconds, tmp_path):
 
 
 def ways_of(products, module):
-    names = row_products.faster_ways(products, [module])
-    return [names[n_rows] for n_rows in ROW_COUNTS]
+    return [faster_way(products, [module], n_rows) for n_rows in ROW_COUNTS]
 
 
 def both_kernels(**options):
@@ -283,11 +328,9 @@ def test_a_kernel_that_is_wrong_here_is_not_used(model, seconds, tmp_path, fault
     assert all(set(names.values()) == {"plain"} for names in kept.read().values())
 
 
-def test_measuring_takes_every_number_of_rows(model):
+def test_what_is_measured_is_a_way_to_multiply(model):
     modules = [*next(iter(by_shape(model).values())).values()]
-    names = row_products.faster_ways(Products(), modules)
-    assert tuple(names) == ROW_COUNTS
-    assert set(names.values()) <= {"plain", "flat"}
+    assert faster_way(Products(), modules, 8) in {"plain", "flat"}
 
 
 def load_measured(tmp_path, monkeypatch, rows_apart):

@@ -43,6 +43,7 @@ from keepwarm.engine.stats import MemoryUse, Stats, memory_uses, record_of, snap
 from keepwarm.errors import Busy, Cancelled, KeepwarmError, Stopping
 from keepwarm.kv import make_caches, run_probe
 from keepwarm.models.load import Model
+from keepwarm.models.row_products import ProductTrials
 from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.telemetry.ledger import Ledger, RequestRecord
 from keepwarm.text.prepare import PreparedRequest, Preparer
@@ -53,6 +54,7 @@ from keepwarm.text.sandbox.process import SandboxProcess
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
+IDLE_S = 2.0  # without a request, before work that no request waits for
 
 
 class Submit(NamedTuple):
@@ -350,9 +352,23 @@ class Engine:
     def _run(self) -> None:
         while not self._closing:
             self._work_until_idle()
+            trials = self.model.trials
+            patience_s = IDLE_S if trials and trials.n_left else None
             with self._changed:
-                self._changed.wait_for(lambda: self._commands or self._closing)
+                is_called = self._changed.wait_for(
+                    lambda: self._commands or self._closing, patience_s
+                )
+            if trials and not is_called:
+                self._run_trial(trials)
         self._run_commands()  # posted before `_closing` was set
+
+    def _run_trial(self, trials: ProductTrials) -> None:
+        """A request that comes now waits for this one only."""
+        try:
+            with self._scopes.active(self._memory), self._device.take():
+                trials.run_next()
+        except Exception:
+            LOG.exception("a way to multiply could not be measured")
 
     def _work_until_idle(self) -> None:
         with self._scopes.active(self._memory):

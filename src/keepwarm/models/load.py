@@ -35,6 +35,7 @@ from keepwarm.models.published import (
     model_classes,
     read_rope_changes,
 )
+from keepwarm.models.row_products import ProductTrials
 
 PIECE_BYTES = 64 << 20
 ENCODERS = ("bert", "mpnet", "electra", "deberta")  # in names of model types
@@ -63,6 +64,7 @@ class Model:
     n_bytes: int = 0  # of the weights
     generation_config: dict[str, Any] = field(default_factory=dict)  # the makers' sampling
     embedder: Embedder = field(default_factory=Embedder)  # what its files say about vectors
+    trials: ProductTrials | None = None  # of faster products, which the engine runs while idle
 
     @property
     def backbone(self) -> Any:
@@ -103,9 +105,9 @@ def load(
     report = report or (lambda _: None)
     report("finding its files")
     model = read_model(name, locate(name, settings), report, make_room or require_memory)
-    row_products.speed_up(model.module, settings.home)
+    trials = row_products.speed_up(model.module, settings.home)
     own = model.n_context
-    return replace(model, n_context=min(own, settings.context or own))
+    return replace(model, n_context=min(own, settings.context or own), trials=trials)
 
 
 def read_model(

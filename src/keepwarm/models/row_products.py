@@ -11,9 +11,11 @@ row, and that costs n times one row. Which way is better depends on the number o
   anyway; those of this kernel are as exact, and do not depend on the number of rows.
 - More rows, and from eight on where no kernel fits the weights: MLX's own product of one matrix.
 
-Each is used only if it was measured to be faster than MLX's own way when the model was loaded,
-for the modules of each shape, and with what it costs the host: products are measured as decode
-steps are run, the next begun while the device computes. What was measured is kept between starts.
+Each is used only if it was measured to be faster than MLX's own way, for the modules of each shape,
+and with what it costs the host: products are measured as decode steps are run, the next begun while
+the device computes. What was measured is kept between starts. Measuring compiles kernels, which
+takes minutes on a new machine: it is done while the engine is idle, and until then rows are
+multiplied in MLX's own way.
 
 On a CPU, by plain weights: a few rows one by one, each bit for bit as it is alone, where the BLAS
 takes longer for them as one matrix.
@@ -24,7 +26,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
@@ -579,34 +581,69 @@ class ProductsFile:
             self._file.change(lambda _: {"depends": self._depends, "names": both})
 
 
-def speed_up(model: Module, home: Path) -> None:
-    """Have the model's products computed in the ways that are faster here.
+def speed_up(model: Module, home: Path) -> ProductTrials | None:
+    """Have the model's products computed in the ways that are known to be faster here, and say
+    what is not known yet.
 
     Does nothing on Metal, which joins rows by itself.
     """
     if kernels.are_compiled():
-        choose(model, Products([AlikeKernel(), TensorKernel()]), ProductsFile(home))
-    elif (most := blas.rows_apart(home)) > 1:
+        products = Products([AlikeKernel(), TensorKernel()])
+        return ProductTrials(model, products, ProductsFile(home), lambda: kernels.keep(home))
+    if (most := blas.rows_apart(home)) > 1:
         multiply_apart(model, most)
+    return None
 
 
-def choose(model: Module, products: Products, kept: ProductsFile) -> None:
-    """Measure what is not known yet, and replace the modules that can be faster."""
-    known, shapes = kept.read(), by_shape(model)
-    new = {
-        shape: faster_ways(products, [*modules.values()])
-        for shape, modules in shapes.items()
-        if not _is_usable(known.get(shape), products)
-    }
-    if new:
-        LOG.info("ways to multiply by quantised weights, by rows: %s", new)
-        kept.add(new)
-    for shape, modules in shapes.items():
-        replace(model, modules, products, {**known, **new}[shape])
+class ProductTrials:
+    """What is not measured yet: shapes of modules and numbers of rows, the fewest rows first.
 
+    Runs on the thread that runs the model, while nobody waits for it.
+    """
 
-def _is_usable(names: Names | None, products: Products) -> bool:
-    return bool(names) and set((names or {}).values()) <= products.named.keys()
+    def __init__(
+        self,
+        model: Module,
+        products: Products,
+        kept: ProductsFile,
+        on_compiled: Callable[[], None] = lambda: None,
+    ) -> None:
+        """What is kept is used at once. `on_compiled` is called after each trial."""
+        self._model, self._products, self._kept = model, products, kept
+        self._on_compiled = on_compiled
+        self._shapes = by_shape(model)
+        known = kept.read()
+        self._names = {shape: known.get(shape, {}) for shape in self._shapes}
+        self._left = deque(
+            (shape, n_rows)
+            for n_rows in ROW_COUNTS
+            for shape, names in self._names.items()
+            if names.get(n_rows) not in products.named
+        )
+        self.n_all = len(self._left)
+        for shape in self._shapes:
+            self._use(shape)
+
+    @property
+    def n_left(self) -> int:
+        return len(self._left)
+
+    def run_next(self) -> None:
+        """Measure one number of rows for one shape, and multiply so from now on."""
+        shape, n_rows = self._left.popleft()
+        way = faster_way(self._products, [*self._shapes[shape].values()], n_rows)
+        self._names[shape] = {**self._names[shape], n_rows: way}
+        self._use(shape)
+        self._kept.add({shape: self._names[shape]})
+        self._on_compiled()
+        done = self.n_all - self.n_left
+        LOG.info("%d of %d ways to multiply: %s, rows %d: %s", done, self.n_all, shape, n_rows, way)
+
+    def _use(self, shape: str) -> None:
+        """Rows that are not measured yet are multiplied as MLX does."""
+        found = {n: self._names[shape].get(n, "plain") for n in ROW_COUNTS}
+        names = {n: name if name in self._products.named else "plain" for n, name in found.items()}
+        replace(self._model, self._shapes[shape], self._products, names)
 
 
 def by_shape(model: Module) -> dict[str, dict[str, Quantized]]:
@@ -637,12 +674,8 @@ def replace(
     model.update_modules(tree_unflatten(changed))
 
 
-def faster_ways(products: Products, modules: Sequence[Quantized]) -> Names:
-    """The way for each number of rows, by modules of one shape."""
-    return {n_rows: _faster_way(products, modules, n_rows) for n_rows in ROW_COUNTS}
-
-
-def _faster_way(products: Products, modules: Sequence[Quantized], n_rows: int) -> str:
+def faster_way(products: Products, modules: Sequence[Quantized], n_rows: int) -> str:
+    """For so many rows, by modules of one shape."""
     names = products.for_rows(n_rows, modules[0])
     usable = [name for name in names if products.is_right(name, modules[0], n_rows)]
     if not usable:

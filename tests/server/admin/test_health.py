@@ -3,6 +3,8 @@
 import asyncio
 import threading
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -26,6 +28,15 @@ def test_it_lives_and_is_ready(live):
         answer = live.get(path)
         assert answer.status_code == 200
         assert answer.json() == {"status": "ok"}
+
+
+def test_it_tells_which_kernels_are_still_compiled_in_idle_time(live, monkeypatch):
+    engine = live.host.engine
+    trials = SimpleNamespace(n_left=2, n_all=5, run_next=lambda: None)
+    monkeypatch.setattr(engine, "model", replace(engine.model, trials=trials))
+    assert live.get("/health/ready").json() == {"status": "ok", "kernels": "3 of 5"}
+    trials.n_left = 0
+    assert live.get("/health/ready").json() == {"status": "ok"}
 
 
 def test_it_waits_for_nothing_that_the_engine_does(live):

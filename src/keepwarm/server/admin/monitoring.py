@@ -6,7 +6,7 @@ Each application has its own registry.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, NotRequired, TypeAlias
 
 from fastapi import Request, Response
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
@@ -409,12 +409,16 @@ def read_metrics(request: Request, viewer: CurrentViewer) -> Response:
 
 class HealthOut(TypedDict):
     status: Literal["ok"]
+    kernels: NotRequired[str]
+
+
+OK: HealthOut = {"status": "ok"}
 
 
 @router.get("/health/live")
 async def live() -> HealthOut:
     """200 while the process responds."""
-    return {"status": "ok"}
+    return OK
 
 
 @router.get("/health/ready", responses=UNREADY)
@@ -422,9 +426,12 @@ async def live() -> HealthOut:
 async def ready(models: Served) -> HealthOut:
     """200 while the engine accepts requests; 503 while it is down, draining or being replaced.
 
-    While a model is loaded, the message says what is being done and how far.
+    While a model is loaded, the message says what is being done and how far. `kernels`: how many
+    of those that are compiled in idle time are done, while some are left.
     """
     if not models.ready:
         _ = models.engine  # raises, with the reason, if there is none
         raise Stopping("The engine is not accepting requests; retry later.")
-    return {"status": "ok"}
+    trials = [found for engine in models.engines if (found := engine.model.trials)]
+    n_left, n_all = sum(each.n_left for each in trials), sum(each.n_all for each in trials)
+    return {"status": "ok", "kernels": f"{n_all - n_left} of {n_all}"} if n_left else OK
