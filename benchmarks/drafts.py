@@ -1,112 +1,211 @@
 """What drafts are worth: the same answers with and without them, in turn.
 
-`python -m benchmarks.drafts [MODEL]`. By default the small trained model of the repository, which
-copies as large models do. Requests run alone and then four at a time, greedy and sampled. Every
-answer is compared: a draft must not change it.
+`python -m benchmarks.drafts [MODEL]` asks a model for turns of the transcripts
+(benchmarks/transcripts), each behind the messages that came before it. What it says is its own.
+With `--scripted` it says what the transcript says, and its steps cost what they cost. By default
+the small trained model of the repository, which copies as large models do.
+
+Time is what a client sees of a turn whose prompt is warm. Every answer is compared: a draft must
+not change it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import mlx.core as mx
 
 import keepwarm
+from benchmarks.gate import HERE, KINDS, TRANSCRIPTS, read
 from keepwarm import blas, config
 from keepwarm.models.load import Model, load
-from keepwarm.text.request import Request, Result, Sampling
+from keepwarm.text.request import Message, Request, Result, Sampling
 
-MODEL = Path(__file__).parent / "models" / "attention"
-CODE = """def load(path):
-    with open(path) as f:
-        data = json.load(f)
-    result = []
-    for item in data["items"]:
-        result.append(item["name"])
-    return result
-"""
-ASKED = {
-    "copy": f"Copy this text exactly:\n{3 * CODE}",
-    "edit": f"Rename this function to load_names and change nothing else:\n{CODE}",
-    "records": "Repeat these lines:\n" + "\n".join(f'{{"id": {i}, "ok": true}}' for i in range(9)),
-    "prose": "Why is the sky blue? Answer in three sentences.",
-}
-SAMPLINGS = {"greedy": 0.0, "sampled": 0.8}
+MODEL = HERE / "models" / "attention"
+
+
+class Turn(NamedTuple):
+    """What is asked, and what the transcript answers."""
+
+    kind: str
+    messages: Sequence[Message]
+    answer: str
+
+
+def turns(kind: str, n: int, n_characters: int) -> list[Turn]:
+    """Of one kind, evenly spread over all transcripts, with the messages since the user's latest;
+    those with no more characters.
+    """
+    found = []
+    for name in TRANSCRIPTS:
+        messages = read(name)
+        for i, message in enumerate(messages):
+            if message.get("kind") == kind:
+                found.append(Turn(kind, _before(messages, i), message["content"]))
+    fitting = [turn for turn in found if _n_characters(turn.messages) <= n_characters]
+    return fitting[:: max(1, len(fitting) // n)][:n]
+
+
+def _before(messages: Sequence[Message], i: int) -> list[Message]:
+    start = max(k for k in range(i) if messages[k]["role"] == "user")
+    return [{"role": m["role"], "content": m["content"]} for m in messages[start:i]]
+
+
+def _n_characters(messages: Sequence[Message]) -> int:
+    return sum(len(message["content"]) for message in messages)
+
+
+class ScriptedModel:
+    """A model whose every step costs what it costs, and whose next tokens are given."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self.tokens: list[int] = []  # of the prompt and the answer, once they are known
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def _call(self, tokens: mx.array, cache: Any, given: dict[str, Any]) -> mx.array:
+        logits: mx.array = self._module(tokens, cache=cache, **given)
+        return logits
+
+    def __call__(self, tokens: mx.array, cache: Any = None, **given: Any) -> mx.array:
+        if not self.tokens:
+            return self._call(tokens, cache, given)
+        offset: Any = mx.array(cache[0].offset).item()
+        start, n = offset + 1, tokens.shape[1]
+        logits = self._call(tokens, cache, given)
+        following = [*self.tokens[start : start + n], *[0] * n][:n]
+        high = mx.full((1, n, 1), 1e4, logits.dtype)
+        return mx.put_along_axis(logits, mx.array(following)[None, :, None], high, axis=-1)
 
 
 class Measured(NamedTuple):
     seconds: float
-    results: list[Result]
+    cpu_seconds: float
+    result: Result
+
+    @property
+    def tokens(self) -> list[int]:
+        return [info.token for info in self.result.choices[0].tokens]
 
 
-class Trial(NamedTuple):
-    """What is asked, at the same time, and how."""
-
-    asked: list[str]
-    temperature: float
-    n_tokens: int
+def measure(engine: keepwarm.Engine, request: Request) -> Measured:
+    began, cpu_began = time.perf_counter(), time.process_time()
+    result = engine.submit(request).result()
+    return Measured(time.perf_counter() - began, time.process_time() - cpu_began, result)
 
 
-def run(model: Model, speculation: str, trial: Trial) -> Measured:
-    """In an engine and a store of its own, after answers that are not measured."""
+@dataclass
+class Compared:
+    """Answers with and without drafts."""
+
+    off: list[Measured] = field(default_factory=list)
+    on: list[Measured] = field(default_factory=list)
+
+    def figures(self) -> dict[str, float]:
+        counts: Counter[str] = Counter()
+        for one in self.on:
+            counts.update(one.result.receipt.speculation or {})
+        pairs = list(zip(self.off, self.on, strict=True))
+        return {
+            "times": _ratio([m.seconds for m in self.off], [m.seconds for m in self.on]),
+            "times, CPU": _ratio(
+                [m.cpu_seconds for m in self.off], [m.cpu_seconds for m in self.on]
+            ),
+            "tokens a step": round(1 + counts["accepted"] / max(1, counts["steps"]), 2),
+            "drafted": counts["drafted"],
+            "right": round(counts["accepted"] / max(1, counts["drafted"]), 2),
+            "tokens": sum(len(one.tokens) for one in self.on),
+            "answers": len(pairs),
+            "different": sum(a.tokens != b.tokens for a, b in pairs),
+        }
+
+
+def _ratio(off: Sequence[float], on: Sequence[float]) -> float:
+    return round(sum(off) / max(1e-9, sum(on)), 2)
+
+
+@dataclass
+class Trial:
+    """How answers are asked for."""
+
+    n_tokens: int = 96
+    temperature: float = 0.0
+    scripted: bool = False
+
+    def request(self, turn: Turn) -> Request:
+        sampling = Sampling(max_tokens=self.n_tokens, temperature=self.temperature, seed=7)
+        return Request(messages=turn.messages, sampling=sampling)
+
+
+def compare(model: Model, trial: Trial, asked: Sequence[Turn]) -> dict[str, dict[str, float]]:
+    """Figures by kind of turn. Whether drafts come first changes from one of a kind to the next."""
+    script = ScriptedModel(model.module)
+    used = replace(model, module=script) if trial.scripted else model
+    found: dict[str, Compared] = {}
+    with engine_of(used) as engine:
+        for turn in asked:
+            on = trial.request(turn)
+            if trial.scripted:
+                prompt = engine.prepare(on).tokens
+                script.tokens = [*prompt, *model.tokenizer.encode(turn.answer), 0]
+            both = [on, replace(on, speculation=False)]
+            prompt_only = replace(on.sampling, max_tokens=1)
+            engine.submit(replace(both[1], sampling=prompt_only)).result()  # warm from here on
+            compared = found.setdefault(turn.kind, Compared())
+            is_odd = len(compared.on) % 2
+            measured = [measure(engine, request) for request in both[:: 1 if is_odd else -1]]
+            for one in measured:
+                is_on = one.result.receipt.speculation is not None
+                (compared.on if is_on else compared.off).append(one)
+    return {kind: compared.figures() for kind, compared in found.items()}
+
+
+@contextmanager
+def engine_of(model: Model) -> Iterator[keepwarm.Engine]:
+    """In a store of its own, after the model was tried."""
     with tempfile.TemporaryDirectory() as home:
-        settings = config.load({"KEEPWARM_HOME": home}, speculation=speculation)
-        sampling = Sampling(max_tokens=trial.n_tokens, temperature=trial.temperature, seed=7)
-        requests = [
-            Request(messages=[{"role": "user", "content": text}], sampling=sampling)
-            for text in trial.asked
-        ]
+        settings = config.load({"KEEPWARM_HOME": home}, speculation="auto")
         with (
             keepwarm.Store(settings=settings) as store,
             keepwarm.Engine(model, store, settings=settings) as engine,
         ):
-            for _ in range(2):  # prompts become warm, the model is tried, costs are learned
-                for request in requests:
-                    engine.submit(request).result()
-                while speculation == "auto" and engine.lane_of().sharing.allowed is None:
-                    time.sleep(0.01)
-            began = time.perf_counter()
-            results = [answer.result() for answer in [engine.submit(one) for one in requests]]
-            return Measured(time.perf_counter() - began, results)
+            sharing = engine.lane_of().sharing
+            while not sharing.is_decided:
+                engine.call(sharing.step).result()
+            yield engine
 
 
-def compare(model: Model, trial: Trial, n_turns: int) -> str:
-    """How many times faster, tokens a step, and whether any answer differs."""
-    ratios, n_different, counts = [], 0, {"steps": 0, "drafted": 0, "accepted": 0}
-    for _ in range(n_turns):
-        off, on = (run(model, which, trial) for which in ("off", "auto"))
-        ratios.append(off.seconds / on.seconds)
-        pairs = zip(off.results, on.results, strict=True)
-        n_different += sum(a.choices[0].text != b.choices[0].text for a, b in pairs)
-        for result in on.results:
-            for key, number in (result.receipt.speculation or {}).items():
-                counts[key] += number
-    per_step = 1 + counts["accepted"] / max(1, counts["steps"])
-    hit_rate = counts["accepted"] / max(1, counts["drafted"])
-    return (
-        f"{median(ratios):5.2f} ({min(ratios):.2f} to {max(ratios):.2f}) times as fast, "
-        f"{per_step:.2f} tokens a step, {hit_rate:4.0%} of drafted right, {n_different} different"
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.drafts", description=__doc__)
     parser.add_argument("model", nargs="?", default=str(MODEL))
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--turns", type=int, default=3)
-    given = parser.parse_args()
+    parser.add_argument("--tokens", type=int, default=96, help="of an answer, at most")
+    parser.add_argument("--turns", type=int, default=6, help="of each kind")
+    parser.add_argument("--characters", type=int, default=8000, help="of a prompt, at most")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--scripted", action="store_true")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(arguments)
     blas.start()
     model = load(given.model, config.load({}, home=None))
-    for sampling, temperature in SAMPLINGS.items():
-        for name, asked in {
-            **{k: [v] for k, v in ASKED.items()},
-            "all four": [*ASKED.values()],
-        }.items():
-            trial = Trial(asked, temperature, given.tokens)
-            print(f"{name + ', ' + sampling:20}", compare(model, trial, given.turns), flush=True)
+    # In turn, so that what others do on the machine meets all kinds alike.
+    by_kind = [turns(kind, given.turns, given.characters) for kind in KINDS]
+    asked = [turn for some in zip(*by_kind, strict=False) for turn in some]
+    found = compare(model, Trial(given.tokens, given.temperature, given.scripted), asked)
+    for kind, figures in found.items():
+        print(f"{kind:6}", ", ".join(f"{name} {figure}" for name, figure in figures.items()))
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

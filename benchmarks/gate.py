@@ -3,6 +3,10 @@
 `python -m benchmarks.gate [--json FILE]`. The answers of three transcripts (benchmarks/transcripts)
 are given; drafts, hit rates and the gate are the engine's own, only the device is not there: a step
 costs what was published for it, with noise. So the figures are bounds: no host time is in them.
+
+Then what a model with states could gain, which takes nothing back: it would feed the right tokens
+again, from the state before the step. And tokens a step if every draft is fed, ours and those of
+llama.cpp's `ngram-simple`, written anew from its documentation.
 """
 
 from __future__ import annotations
@@ -12,13 +16,23 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from keepwarm.engine.drafts import BatchSize, DraftGate, RowDrafts
+from keepwarm.engine.drafts import (
+    MAX_DRAFT,
+    MAX_MATCH,
+    BatchSize,
+    DraftGate,
+    Others,
+    Proposal,
+    RowDrafts,
+)
+from keepwarm.prefix.blocks import as_text
 from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.text.rewritten import rewritten
 
@@ -35,6 +49,7 @@ CURVES: dict[str, dict[int, float]] = {
     "CPU": {1: 1.0, 2: 1.28, 4: 1.96, 8: 2.42, 16: 3.4},
 }
 NOISE = 0.05
+NGRAM_SIZES = (12, 3)  # llama.cpp's default, and our shortest match
 LEAST = 0.98  # times as fast, of anything on any device
 CPU_GOALS = {"tool": 1.4, "edit": 1.4, "write": 1.4}
 
@@ -53,6 +68,8 @@ class Device:
     """Runs one row; each step costs what the curve says."""
 
     curve: dict[int, float]
+    replays: bool = False  # what is right is fed again, if not all of a draft was
+    always: bool = False  # feeds every draft
     recent: RecentPrompts = field(default_factory=RecentPrompts)
     spent: dict[str, Spent] = field(default_factory=dict)
 
@@ -67,18 +84,36 @@ class Device:
         spent, done = self.spent.setdefault(kind, Spent()), 0
         while done < len(answer):
             size, proposal = BatchSize(1, n_prompt + done), drafts.propose()
-            width = self.gate.width([proposal], size)
+            width = 1 + MAX_DRAFT if self.always else self.gate.width([proposal], size)
             draft = proposal.tokens[: width - 1] if proposal else ()
             n_right = _n_common(draft, answer[done:-1])
             for token in answer[done : done + n_right + 1]:
                 drafts.saw(token)
             cost = self.cost(1 + len(draft))
+            if self.replays and n_right < len(draft):
+                cost += self.cost(1 + n_right)
             noisy = cost * (1 + NOISE * abs(self._dice.standard_normal()))
             self.gate.saw_step(size, 1 + len(draft), n_right, noisy)
             done += n_right + 1
             spent.n_steps += 1
             spent.seconds += cost
         spent.n_tokens += len(answer)
+
+
+class NgramSimple:
+    """llama.cpp's simplest rule: what followed the last place with the same `n` tokens."""
+
+    def __init__(self, n: int, tokens: Sequence[int], _: Others) -> None:
+        self._n = n
+        self._text = as_text(tokens)
+
+    def append(self, token: int) -> None:
+        self._text += chr(token)
+
+    def propose(self) -> Proposal | None:
+        found = self._text.rfind(self._text[-self._n :], 0, -1)
+        following = self._text[found + self._n :][:MAX_DRAFT]
+        return Proposal(MAX_MATCH, list(map(ord, following))) if found >= 0 else None
 
 
 def _n_common(draft: Sequence[int], following: Sequence[int]) -> int:
@@ -111,9 +146,9 @@ def read(name: str) -> list[dict[str, Any]]:
     return messages
 
 
-def measure(curve: str, *, own: bool = False) -> dict[str, dict[str, float]]:
+def measure(device: Device, *, own: bool = False) -> dict[str, dict[str, float]]:
     """Times as fast and tokens a step, by kind of answer; all transcripts one after the other."""
-    device, tokenizer = Device(CURVES[curve]), load_tokenizer(HERE / "models/attention")
+    tokenizer = load_tokenizer(HERE / "models/attention")
     for name in TRANSCRIPTS:
         play(device, read(name), tokenizer, own=own)
     return {
@@ -140,14 +175,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gate", description=__doc__)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
-    found = {curve: measure(curve) for curve in CURVES}
-    alone = measure("CPU", own=True)
+    found = {name: measure(Device(curve)) for name, curve in CURVES.items()}
+    others = {"CPU, the conversation alone": measure(Device(CURVES["CPU"]), own=True)}
+    for name, curve in CURVES.items():
+        others[f"{name}, states"] = measure(Device(curve, replays=True))
+    others["every draft fed"] = measure(Device(CURVES["CPU"], always=True))
+    others["the conversation's alone"] = measure(Device(CURVES["CPU"], always=True), own=True)
+    for n in NGRAM_SIZES:
+        device = Device(CURVES["CPU"], always=True)
+        device.gate.source = partial(NgramSimple, n)
+        others[f"llama.cpp's rule, n = {n}"] = measure(device, own=True)
     print(f"{'times as fast · tokens a step':<32}", *(f"{kind:>12}" for kind in KINDS))
-    for curve, kinds in {**found, "CPU, the conversation alone": alone}.items():
+    for name, kinds in {**found, **others}.items():
         cells = (f"{kinds[k]['times']:.2f} · {kinds[k]['tokens a step']:.2f}" for k in KINDS)
-        print(f"{curve:<32}", *(f"{cell:>12}" for cell in cells))
+        print(f"{name:<32}", *(f"{cell:>12}" for cell in cells))
     if given.json:
-        given.json.write_text(json.dumps({**found, "own": alone}, indent=1) + "\n")
+        given.json.write_text(json.dumps({**found, **others}, indent=1) + "\n")
     if short := missed(found):
         sys.exit("missed: " + "; ".join(short))
 

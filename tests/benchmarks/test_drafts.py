@@ -1,27 +1,31 @@
 """The benchmark of drafts runs, and sees that no answer changes."""
 
-import subprocess
-import sys
+import json
 
 import pytest
-from benchmarks.drafts import ASKED, Trial, compare
+from benchmarks.drafts import Trial, compare, main, turns
+from benchmarks.gate import KINDS
 
 from keepwarm import config
 from keepwarm.models.load import load
 from tests.kit.checkpoints import write_checkpoint
 
 
-def test_answers_of_a_tiny_model_are_the_same_with_drafts(tmp_path):
+@pytest.mark.parametrize("scripted", [False, True])
+def test_answers_of_a_tiny_model_are_the_same_with_drafts(scripted, tmp_path):
     model = load(str(write_checkpoint(tmp_path)), config.load({}, home=None))
-    said = compare(model, Trial([ASKED["records"], ASKED["prose"]], 0.8, 12), 1)
-    assert said.endswith(" 0 different")
+    asked = [*turns("tool", 2, 200), *turns("prose", 1, 200)]
+    found = compare(model, Trial(12, 0.0, scripted), asked)
+    assert {kind: figures["answers"] for kind, figures in found.items()} == {"tool": 2, "prose": 1}
+    assert all(figures["different"] == 0 for figures in found.values())
+    assert found["tool"]["tokens"] == 24
 
 
 @pytest.mark.soak
-def test_answers_of_the_trained_model_are_the_same_with_drafts():
-    command = [sys.executable, "-m", "benchmarks.drafts", "--tokens", "24", "--turns", "1"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == 10
-    assert all(line.endswith(" 0 different") for line in lines)
+@pytest.mark.parametrize("kind", ["attention", "window", "hybrid"])
+def test_answers_of_the_trained_models_are_the_same_with_drafts(kind, tmp_path):
+    found = tmp_path / "found.json"
+    main([f"benchmarks/models/{kind}", "--tokens", "24", "--turns", "2", "--json", str(found)])
+    figures = json.loads(found.read_text())
+    assert set(figures) == set(KINDS)
+    assert all(one["different"] == 0 for one in figures.values())

@@ -1,6 +1,7 @@
 """Drafts change how many tokens a step gives, and nothing else."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -25,13 +26,14 @@ from keepwarm.engine.drafts import (
     StepCosts,
 )
 from keepwarm.engine.jobs import Job, _drafts_of
+from keepwarm.errors import Cancelled
 from keepwarm.kv import Kind
 from keepwarm.prefix.blocks import BLOCK_TOKENS, as_text
 from keepwarm.prefix.policy import Policy
 from keepwarm.prefix.recent import RecentPrompts
-from keepwarm.text.request import KVOptions
+from keepwarm.text.request import Format, KVOptions, ToolChoice
 from tests.kit.engines import ask, engine_on, held, tokens_of
-from tests.kit.models import ARCHITECTURES, CACHE_KINDS, WINDOW
+from tests.kit.models import ARCHITECTURES, CACHE_KINDS, VOCABULARY, WINDOW
 from tests.kit.runs import prompt_of
 from tests.kit.waiting import wait_until
 
@@ -47,6 +49,21 @@ SAMPLINGS = {
     "seeded": {"temperature": 0.8, "seed": 7},
     "penalised": {"frequency_penalty": 0.7, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
 }
+ANIMALS = {
+    "format": Format(
+        schema={
+            "type": "object",
+            "properties": {
+                "first_animal": {"enum": ["cat", "dog"]},
+                "second_animal": {"enum": ["horse", "cow"]},
+                "legs": {"enum": [2, 4]},
+            },
+            "required": ["first_animal", "second_animal", "legs"],
+        }
+    )
+}
+TOOL = {"type": "function", "function": {"name": "choose", "parameters": ANIMALS["format"].schema}}
+CALL = {"tools": [TOOL], "tool_choice": ToolChoice("required")}
 OTHERS = [name for name in ARCHITECTURES if name not in CACHE_KINDS]
 
 
@@ -145,6 +162,27 @@ def test_an_answer_is_the_same_with_drafts(
     assert later.receipt.recomputed <= 2  # the last token is fed again, and the new one
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("n_rows", [1, 4])
+@pytest.mark.parametrize("sampling", ["greedy", "seeded"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_hundred_answers_are_the_same_with_drafts(
+    kind, sampling, n_rows, models, tmp_path, monkeypatch
+):
+    model = models.of("llama" if kind == "quantised" else kind)
+    prompts = [prompt_of(5 + seed % (3 * WINDOW), seed=seed) for seed in range(200)]
+    requests = requests_of(prompts, **KINDS[kind], **SAMPLINGS[sampling])
+    together = [requests[i : i + n_rows] for i in range(0, len(requests), n_rows)]
+    with engine_on(model, tmp_path / "off") as engine:
+        plain = [told(run(engine, some)) for some in together]
+    answers = [answer[3] for some in plain for answer in some]
+    Oracle(monkeypatch, zip(prompts, answers, strict=True))
+    with drafting(model, tmp_path / "on") as engine:
+        drafted = [run(engine, some) for some in together]
+    assert [told(some) for some in drafted] == plain
+    assert sum(r.receipt.speculation["accepted"] for some in drafted for r in some) > 200
+
+
 @pytest.mark.parametrize(
     "architecture",
     [*CACHE_KINDS, *(pytest.param(name, marks=pytest.mark.soak) for name in OTHERS)],
@@ -152,7 +190,7 @@ def test_an_answer_is_the_same_with_drafts(
 def test_every_architecture_answers_the_same_with_drafts(
     architecture, models, tmp_path, monkeypatch
 ):
-    """Those with states, or caches without a batched form, get none."""
+    """Those with states and windows, or caches without a batched form, get none."""
     model, prompts = models.of(architecture), PROMPTS[:2]
     requests = [ask(prompt, 12) for prompt in prompts]
     with engine_on(model, tmp_path / "off") as engine:
@@ -161,9 +199,9 @@ def test_every_architecture_answers_the_same_with_drafts(
     with drafting(model, tmp_path / "on") as engine:
         drafted = run(engine, requests)
         can_draft = engine.lane_of().gate is not None
+        kinds = engine.lane_of().restorer.layout.kinds
         assert can_draft == (
-            engine.lane_of().sharing.can_batch
-            and engine.lane_of().restorer.layout.kinds <= {Kind.DELTA, Kind.WINDOW}
+            engine.lane_of().sharing.can_batch and not {Kind.WINDOW, Kind.STATE} <= kinds
         )
     assert told(drafted) == told(plain)
     assert all((result.receipt.speculation is not None) == can_draft for result in drafted)
@@ -180,17 +218,90 @@ def test_an_answer_that_ends_in_a_draft_ends_there(runs_ahead, models, tmp_path,
     stop = known[9]
     model.tokenizer.eos_token_ids = {stop}
     n_said = known.index(stop) + 1
+    spoken = model.tokenizer.decode(known[3:5])
     with drafting(model, tmp_path / "on") as engine:
         (short,) = run(engine, [ask(prompt, 7)])
+        (cut,) = run(engine, [ask(prompt, N, stop=(spoken,))])
         (stopped,) = run(engine, [ask(prompt, N)])
         engine.wait_until_saved()
         n_rows = engine.lane_of().n_warm([*prompt, *known[:n_said], 1])
     assert tokens_of(short.choices[0]) == known[:7]
     assert short.choices[0].reason == "length"
+    assert cut.choices[0].stop == spoken
+    assert spoken not in cut.choices[0].text
+    assert tokens_of(cut.choices[0]) == known[:5]
     assert tokens_of(stopped.choices[0]) == known[:n_said]
     assert stopped.choices[0].reason == "stop"
     assert stopped.receipt.speculation["accepted"] > 0
     assert n_rows == len(prompt) + n_said
+
+
+def called(results):
+    return [[(call.name, call.arguments) for call in r.choices[0].tool_calls] for r in results]
+
+
+def no_blanks(model):
+    """So that a random model ends what a grammar lets it write."""
+    return {i: -100.0 for i in range(VOCABULARY) if not model.tokenizer.decode([i]).strip()}
+
+
+@pytest.mark.parametrize("wanted", [ANIMALS, CALL], ids=["schema", "tool"])
+def test_an_answer_that_follows_a_grammar_is_the_same_with_drafts(
+    wanted, runs_ahead, models, tmp_path, monkeypatch
+):
+    """Greedy and seeded, at the same time. A draft is cut where the grammar forbids it."""
+    model, wishes = models.of("llama"), ({}, {"temperature": 0.8, "seed": 7})
+    requests = [
+        ask(p, 3 * N, logit_bias=no_blanks(model), **wanted, **w)
+        for p, w in zip(PROMPTS, wishes, strict=False)
+    ]
+    with engine_on(model, tmp_path / "off") as engine:
+        plain = run(engine, requests)
+    assert all(one.choices[0].reason in ("stop", "tool_calls") for one in plain)
+    Oracle(monkeypatch, zip(PROMPTS, [c[3] for c in told(plain)], strict=False))
+    with drafting(model, tmp_path / "on") as engine:
+        drafted = run(engine, requests)
+    assert told(drafted) == told(plain)
+    assert called(drafted) == called(plain)
+    assert all(called(plain)) == ("tools" in wanted)
+    assert all(one.receipt.speculation["accepted"] > 3 for one in drafted)
+
+
+def test_tokens_that_a_grammar_forces_are_drafted(models, tmp_path, monkeypatch):
+    """Nothing like the answer was seen before."""
+    monkeypatch.setattr(DraftGate, "width", lambda _, proposals, __: 8 if any(proposals) else 1)
+    model = models.of("llama")
+    request = ask(PROMPTS[0], 3 * N, logit_bias=no_blanks(model), **ANIMALS)
+    with drafting(model, tmp_path) as engine:
+        (drafted,) = run(engine, [request])
+        (plain,) = run(engine, [replace(request, speculation=False)])
+    assert told([drafted]) == told([plain])
+    counts = drafted.receipt.speculation
+    assert counts["accepted"] > 10
+    assert counts["accepted"] > 0.7 * counts["drafted"]
+
+
+def test_an_answer_that_is_cancelled_leaves_only_what_was_said(
+    runs_ahead, models, tmp_path, monkeypatch
+):
+    n, answers = 4 * N, []
+    with engine_on(models.of("llama"), tmp_path / "off") as engine:
+        known = tokens_of(run(engine, [ask(PROMPTS[0], n)])[0].choices[0])
+    Oracle(monkeypatch, [(PROMPTS[0], known)])
+
+    def width(*_):
+        answers[0].cancel()
+        return 8
+
+    with drafting(models.of("llama"), tmp_path / "on") as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(DraftGate, "width", width)
+            with held(engine):
+                answers.append(engine.submit(ask(PROMPTS[0], n)))
+            with pytest.raises(Cancelled):
+                answers[0].result()
+        (again,) = run(engine, [ask([*PROMPTS[0], *known[:N]], n - N)])
+    assert tokens_of(again.choices[0]) == known[N:]
 
 
 def test_a_request_can_turn_drafts_off(models, tmp_path, monkeypatch):
@@ -233,9 +344,26 @@ def test_steps_between_those_of_another_model_are_not_measured(
         assert bool(engine.lane_of().gate.costs._times) != others_ran
 
 
-def test_a_model_with_states_gets_no_drafts(models, tmp_path):
-    with drafting(models.of("mamba2"), tmp_path) as engine:
-        assert engine.lane_of().gate is None
+@pytest.mark.parametrize("architecture", ["mamba2", "falcon_h1", "qwen3_next"])
+def test_a_state_takes_nothing_back_and_is_fed_what_was_right_again(
+    architecture, runs_ahead, models, tmp_path, monkeypatch
+):
+    """Only while a sequence runs alone."""
+    model, wishes = models.of(architecture), SAMPLINGS["seeded" if runs_ahead else "greedy"]
+    requests = requests_of(PROMPTS[:3], **wishes)
+    with engine_on(model, tmp_path / "off") as engine:
+        plain = [*run(engine, requests[:1]), *run(engine, requests[1:])]
+    Oracle(monkeypatch, zip(PROMPTS, [c[3] for c in told(plain)], strict=False))
+    with drafting(model, tmp_path / "on") as engine:
+        (alone,) = run(engine, requests[:1])
+        later = run(engine, [ask([*PROMPTS[0], *told([alone])[0][3], 1], 2)])[0]
+        together = run(engine, requests[1:])
+    assert told([alone, *together]) == told(plain)
+    counts = alone.receipt.speculation
+    assert counts["drafted"] > counts["accepted"] > 3
+    assert counts["steps"] + counts["accepted"] == N
+    assert later.receipt.recomputed <= 2
+    assert together[-1].receipt.speculation["drafted"] == 0
 
 
 def test_a_model_is_tried_when_nobody_waits_and_drafts_begin_after_that(

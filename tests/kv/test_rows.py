@@ -162,3 +162,18 @@ def test_rows_with_their_own_ends_take_no_padding():
     rows = Rows("llama", [9, 4], seed=3)
     with pytest.raises(UnsupportedCache, match="padding"):
         kv.prepare(rows.batch, kv.RightPadding((2, 1)))
+
+
+@pytest.mark.parametrize("family", ["mamba2", "falcon_h1", "qwen3_next"])
+def test_a_sequence_with_states_forgets_tokens_by_the_states_before_them(family):
+    model = tiny(family)
+    caches, cold = (kv.make_caches(model) for _ in range(2))
+    for one in (caches, cold):
+        mx.eval(model(mx.array([[5, 6, 7]]), cache=one))
+    states = kv.states_of(caches)
+    mx.eval(model(mx.array([[8, 9]]), cache=caches))
+    with pytest.raises(UnsupportedCache, match="cannot forget 2 tokens"):
+        kv.trim(caches, 2)
+    kv.trim(caches, 2, states)
+    again, wanted = (model(mx.array([[4]]), cache=one) for one in (caches, cold))
+    assert mx.array_equal(again, wanted)

@@ -85,7 +85,10 @@ async def cut_off(server, talks, plain):
 def test_server_killed_in_mid_stream_goes_on_where_it_was(
     checkpoint, serving, live, plain, tmp_path
 ):
-    """After kill -9 in mid-stream every prefix comes from disk, and answers are the same."""
+    """After kill -9 in mid-stream every prefix comes from disk, and answers are the same.
+
+    The killed one speculates.
+    """
     talks = [begun(number) for number in range(N_TALKS)]
     wanted = [talks]
     for _ in QUESTIONS:
@@ -95,7 +98,7 @@ def test_server_killed_in_mid_stream_goes_on_where_it_was(
     n_written = [len(tokenizer_of(checkpoint).encode(text).ids) for text in spelt]
     assert sum(n < N_TOKENS for n in n_written) > len(spelt) / 2  # to be found only in the store
 
-    with served(checkpoint, tmp_path) as server:
+    with served(checkpoint, tmp_path, KEEPWARM_SPECULATION="auto") as server:
         first = asyncio.run(turns(server.url, talks, plain, extra_headers=DURABLE))
         assert [talk for talk, _ in first] == wanted[1]
         heard = asyncio.run(cut_off(server, wanted[1], plain))

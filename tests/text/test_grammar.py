@@ -242,6 +242,22 @@ def test_the_grammar_begins_after_the_thoughts(model, grammars):
     assert matcher.finished
 
 
+# Drafts
+
+
+def test_a_draft_ends_where_it_is_not_allowed_and_what_must_come_is_one(model, grammars):
+    forced, rest = encode(model, "It is "), encode(model, "sunny")
+    matcher = grammars.compile(WEATHER, after=[9])
+    assert matcher.fitted([5, 6]) == [5, 6]  # the grammar has not begun
+    matcher.advance(9)
+    assert matcher.fitted([]) == matcher.fitted([5, 6]) == forced[: len(matcher.fitted([]))] != []
+    assert matcher.fitted([*forced, *rest, 9, 9]) == [*forced, *rest]
+    feed(matcher, [*forced, *rest])
+    assert matcher.fitted([9]) == []  # ! or .
+    feed(matcher, encode(model, "!"))
+    assert matcher.fitted([9]) == []
+
+
 # Copies and the cache of compiled grammars
 
 

@@ -91,7 +91,9 @@ class Batch(Generic[R]):
     """A single row keeps its own caches; from two on they are merged, and stay merged."""
 
     def __init__(self, module: Any, *, own_ends: bool = False) -> None:
-        """`own_ends`: rows may be fed drafts."""
+        """`own_ends`: every row can take back its own number of tokens. Else only a sequence alone
+        may be fed a draft.
+        """
         self._module = module
         self._own_ends = own_ends
         self._caches: kv.Caches = []
@@ -99,6 +101,7 @@ class Batch(Generic[R]):
         self._tokens: mx.array | None = None  # (rows,), every row's current token
         self._logits: mx.array | None = None  # after it, between feed and sample
         self._fed: list[FedDraft] = []  # of every row, until they are settled
+        self._states: kv.States = ()  # before them
         self._is_emitted = False  # the current tokens were
         self._has_newcomer = False
         self.can_run_ahead = works_beside_host()
@@ -119,6 +122,10 @@ class Batch(Generic[R]):
 
     def _merge(self, *rows: kv.Caches) -> kv.Caches:
         return kv.merge(rows, own_ends=self._own_ends)
+
+    @property
+    def can_draft(self) -> bool:
+        return self._own_ends or not self._merged
 
     @property
     def runs_ahead(self) -> bool:
@@ -148,8 +155,9 @@ class Batch(Generic[R]):
         return 1
 
     def _feed_drafts(self, drafts: Sequence[Sequence[int]]) -> int:
-        if not self._merged:
+        if self._own_ends and not self._merged:
             self._caches, self._merged = self._merge(self._caches), True
+        self._states = () if self._own_ends else kv.states_of(self._caches)
         width = 1 + max(map(len, drafts))
         lines = [
             [token, *draft, *[0] * (width - 1 - len(draft))]
@@ -193,9 +201,19 @@ class Batch(Generic[R]):
         assert self._logits is not None
         n_fed = self._logits.shape[1] - 1
         self._logits = self._logits_of(range(len(self.rows)))
-        kv.trim(self._caches, [n_fed - fed.n_right for fed in self._fed])
-        self._fed = []
+        if self._own_ends:
+            kv.trim(self._caches, [n_fed - fed.n_right for fed in self._fed])
+        elif self._fed[0].n_right < n_fed:
+            self._feed_again(self._fed[0])
+        self._fed, self._states = [], ()
         return dict(zip(self.rows, counts, strict=True))
+
+    def _feed_again(self, fed: FedDraft) -> None:
+        """A state takes nothing back: what is right is fed once more, from the state before."""
+        kv.trim(self._caches, 1 + len(fed.tokens), self._states)
+        right = [*self._current_tokens(), *fed.tokens[: fed.n_right]]
+        self._module(mx.array([right]), cache=self._caches)
+        kv.evaluate(self._caches)
 
     def _logits_of(self, rows: Iterable[int]) -> mx.array:
         """After the latest right token of each row, (rows, vocabulary)."""
@@ -213,7 +231,7 @@ class Batch(Generic[R]):
         for row, token in zip(rows, tokens, strict=False):
             row.pending = token
         self._caches, self._tokens, self._logits = [], None, None  # frees memory for the rebuild
-        self._fed = []
+        self._fed, self._states = [], ()
         return rows
 
     def _current_tokens(self) -> list[int]:

@@ -30,7 +30,8 @@ MAX_DRAFT = 15
 MAX_PROPOSED = 64
 MAX_OTHER_TOKENS = 32768  # of other texts that are searched
 WIDTHS = (2, 3, 4, 5, 8, 16)  # tokens a row of one step: the current one and a draft
-MATCHES = (3, 4, 5, 8, 14)  # lengths of matches that are told apart
+FORCED = MAX_MATCH + 1  # "matched" by tokens that a grammar forces
+MATCHES = (3, 4, 5, 8, 14, FORCED)  # lengths of matches that are told apart
 CONTEXT_TOKENS = 4096  # contexts of so many tokens, and of twice, four times … are told apart
 N_TIMES, MIN_TIMES = 5, 3  # the latest, of which the median counts
 FORGET_STEPS = 2048  # a cost that was not seen for so long is tried again
@@ -59,6 +60,7 @@ class Proposal(NamedTuple):
 
 
 Others: TypeAlias = Callable[[], Iterable[str]]
+Fitted: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
 
 
 class Source(Protocol):
@@ -270,8 +272,13 @@ class RowDrafts:
         self._n_right = 0  # tokens of it that came
         self.counts: Counter[str] = Counter()  # by DRAFT_COUNTS
 
-    def propose(self) -> Proposal | None:
-        self._proposal = self._proposal or self._source.propose()
+    def propose(self, fitted: Fitted = list) -> Proposal | None:
+        """`fitted` returns what of a draft may come, or what must come instead."""
+        found = self._proposal or self._source.propose() or Proposal(FORCED, ())
+        tokens = fitted(found.tokens)
+        if tokens != found.tokens[: len(tokens)]:
+            found = Proposal(FORCED, tokens)
+        self._proposal = found._replace(tokens=tokens) if tokens else None
         if self._watched is None:
             self._watched, self._n_right = self._proposal, 0
         return self._proposal

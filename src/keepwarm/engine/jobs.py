@@ -132,7 +132,7 @@ class RunningSequence(Row):
 
     def propose(self) -> Proposal | None:
         """Tokens that may come next."""
-        return None if self._drafts is None else self._drafts.propose()
+        return None if self._drafts is None else self._drafts.propose(self.sampler.fitted)
 
     def count_step(self) -> None:
         if self._drafts is not None:

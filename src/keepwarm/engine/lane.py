@@ -90,6 +90,11 @@ class Lane:
         return self.sharing.can_batch and self.sharing.allowed is not False
 
     @property
+    def own_ends(self) -> bool:
+        """Whether every row of its batches can take back a draft of its own."""
+        return self.gate is not None and _takes_back(self.restorer.layout)
+
+    @property
     def can_trim(self) -> bool:
         """Whether the last tokens of a cache can be removed."""
         return not self.restorer.needs.points
@@ -361,7 +366,7 @@ class Lanes:
             self.live,
             RowSharing(
                 *(self.model.module, given, attached.identity, self.model.path, self.padding),
-                own_ends=gate is not None,
+                own_ends=gate is not None and _takes_back(layout),
             ),
             gate=gate,
             exact_lane=None if is_exact or not start else self.get(exact_options(options), tenant),
@@ -369,12 +374,17 @@ class Lanes:
         )
 
     def _gate(self, options: KVOptions, layout: kv.Layout) -> DraftGate | None:
-        """One for all tenants: costs and hit rates are the model's. A state takes nothing back."""
-        can_take_back = layout.kinds <= {kv.Kind.DELTA, kv.Kind.WINDOW}
+        """One for all tenants: costs and hit rates are the model's."""
+        can_replay = layout.kinds <= {kv.Kind.DELTA, kv.Kind.STATE}
         caches = kv.make_caches(self.model.module, **make_options(options))
-        if self.recent is None or not can_take_back or not kv.can_batch(caches):
+        can_draft = (_takes_back(layout) or can_replay) and kv.can_batch(caches)
+        if self.recent is None or not can_draft:
             return None
         return self._gates.setdefault(options, DraftGate(self.recent))
+
+
+def _takes_back(layout: kv.Layout) -> bool:
+    return layout.kinds <= {kv.Kind.DELTA, kv.Kind.WINDOW}
 
 
 def exact_options(options: KVOptions) -> KVOptions:

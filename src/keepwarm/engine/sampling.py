@@ -66,6 +66,10 @@ class Sampler:
         """Whether the grammar allows no further token: the answer is complete."""
         return self._grammar is not None and self._grammar.finished
 
+    def fitted(self, draft: Sequence[int]) -> Sequence[int]:
+        """What of a draft may come, or what must come instead."""
+        return draft if self._grammar is None else self._grammar.fitted(draft)
+
     def adjust(self, logits: mx.array) -> mx.array:
         """Logits (1, vocabulary) under this row's rules. BadInput if its grammar is stuck."""
         scores = logits.astype(mx.float32)

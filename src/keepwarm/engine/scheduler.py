@@ -745,9 +745,10 @@ class Scheduler:
         lane = batch.rows[0].job.lane
         if lane.gate is None:
             return None
-        if len(batch.rows) <= MAX_DRAFTED_ROWS and lane.sharing.allowed:
+        can_draft = batch.can_draft and len(batch.rows) <= MAX_DRAFTED_ROWS
+        if can_draft and lane.sharing.allowed:
             return lane.gate
-        if len(batch.rows) <= MAX_DRAFTED_ROWS:
+        if can_draft:
             self._untried = lane.sharing
         lane.gate.costs.missed_step()
         return None
@@ -894,7 +895,7 @@ def _size(batch: Batch[RunningSequence]) -> BatchSize:
 
 
 def _new_batch(lane: Lane) -> Batch[RunningSequence]:
-    return Batch(lane.model.module, own_ends=lane.gate is not None)
+    return Batch(lane.model.module, own_ends=lane.own_ends)
 
 
 def _as_keepwarm_error(error: Exception) -> KeepwarmError:

@@ -17,6 +17,7 @@ from keepwarm.kv.batch import (
     LeftPadding,
     Padding,
     RightPadding,
+    States,
     TwoSidedPadding,
     batch_size,
     can_batch,
@@ -27,6 +28,7 @@ from keepwarm.kv.batch import (
     finalize,
     merge,
     prepare,
+    states_of,
     trim,
 )
 from keepwarm.kv.buffers import dynamic_roll
@@ -59,6 +61,7 @@ __all__ = [
     "Probe",
     "QuantKVCache",
     "RightPadding",
+    "States",
     "TwoSidedPadding",
     "batch_size",
     "can_batch",
@@ -88,6 +91,7 @@ __all__ = [
     "reconstruct_cache",
     "run_probe",
     "slab_sizes",
+    "states_of",
     "token_count",
     "trim",
 ]

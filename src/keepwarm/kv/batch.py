@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache
@@ -36,6 +36,7 @@ FOLDING = frozenset(
         *("nemotron_h", "olmo_hybrid", "recurrent_gemma", "rwkv7"),
     )
 )
+States: TypeAlias = Sequence[Sequence[mx.array | None]]
 SETTINGS = ("group_size", "bits", "max_size", "keep", "size")
 
 
@@ -233,10 +234,16 @@ def extract(batch: Caches, row: int) -> Caches:
     return [_extract_layer(layer, row) for layer in batch]
 
 
-def trim(caches: Caches, n_tokens: int | Sequence[int]) -> None:
+def states_of(caches: Caches) -> States:
+    """What the layers with a state hold, for `trim`; nothing is copied."""
+    return [list(leaf.cache) for _, leaf in leaves(caches) if isinstance(leaf, ArraysCache)]
+
+
+def trim(caches: Caches, n_tokens: int | Sequence[int], states: States = ()) -> None:
     """Forget the last `n_tokens` of a single sequence, in place, or raise and change nothing.
 
-    A list has a number for each row of a batch that was merged with `own_ends`.
+    A list has a number for each row of a batch that was merged with `own_ends`. A layer with a
+    state forgets nothing by itself: `states` are what `states_of` returned before these tokens.
     """
     if not isinstance(n_tokens, int):
         _trim_rows(caches, _checked_counts("The tokens to forget", n_tokens))
@@ -245,12 +252,17 @@ def trim(caches: Caches, n_tokens: int | Sequence[int]) -> None:
     for path, leaf in leaves(caches):
         if is_batched(leaf):
             raise UnsupportedCache(f"Layer {path} is a batch; extract a row and trim that.")
-        if not _can_trim(leaf, n_tokens):
+        is_given = states and isinstance(leaf, ArraysCache)
+        if not is_given and not _can_trim(leaf, n_tokens):
             raise UnsupportedCache(
                 f"Layer {path}: {type(leaf).__name__} cannot forget {n_tokens} tokens; "
                 "restore it from a block or a checkpoint instead."
             )
+    earlier = iter(states)
     for _, leaf in leaves(caches):
+        if isinstance(leaf, ArraysCache):
+            leaf.cache = list(next(earlier))
+            continue
         leaf.trim(n_tokens)
         if isinstance(leaf, mlx_cache.ConcatenateKVCache) and leaf.keys is not None:
             # mlx-lm moves the offset and keeps the rows, which come back at the next update.

@@ -89,6 +89,16 @@ class GrammarMatcher:
             raise BadInput("The answer's format allows none of this model's tokens; change it.")
         return allowed
 
+    def fitted(self, draft: Sequence[int]) -> Sequence[int]:
+        """A draft up to its first token that is not allowed; the tokens that must come next, where
+        these are more.
+        """
+        if not self._begun:
+            return draft
+        forced: list[int] = self._matcher.compute_ff_tokens()
+        n_allowed = self._matcher.validate_tokens(list(draft))
+        return forced if len(forced) > n_allowed else draft[:n_allowed]
+
     def copy(self) -> GrammarMatcher:
         """A matcher for another answer, at the same position."""
         twin = GrammarMatcher(self._matcher.deep_copy(), self._free, self._after, self._begun)
