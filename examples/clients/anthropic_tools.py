@@ -1,6 +1,6 @@
 """The Anthropic SDK's tool runner: it runs the tool and asks again until there is an answer.
 
-keepwarm launch any --run -- python examples/clients/anthropic_tools.py
+keepwarm launch any -- python examples/clients/anthropic_tools.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """LangChain: an answer, a stream, an object by schema, a tool call and the answer after it.
 
-keepwarm launch any --run -- python examples/clients/langchain_models.py openai
+keepwarm launch any -- python examples/clients/langchain_models.py openai
 """
 
 from __future__ import annotations

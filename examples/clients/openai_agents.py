@@ -1,6 +1,6 @@
 """The openai-agents SDK: a run with a tool, and a second question in the same conversation.
 
-keepwarm launch any --run -- python examples/clients/openai_agents.py responses
+keepwarm launch any -- python examples/clients/openai_agents.py responses
 """
 
 from __future__ import annotations

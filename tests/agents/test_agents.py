@@ -108,6 +108,28 @@ def test_agents_and_their_pins_survive_a_lost_index(tmp_path):
         assert [stored.key for stored in disk_store.disk.walk() if stored.pinned] == [last]
 
 
+def test_the_title_is_what_the_conversation_began_with_or_a_label(disk_store):
+    """Not what a short request beside it asked, nor what it was compacted to; it is deleted with
+    the agent, whose file alone has it."""
+    agents, path = disk_store.agents, disk_store.agents._path("a")
+
+    def ended(tokens, *said):
+        messages = KeptTurn([{"role": "user", "content": text} for text in said])
+        agents.advance("a", NAME, tokens, len(tokens), client="claude-cli", messages=messages)
+        return agents.show("a").title
+
+    assert ended(tokens_of(20, seed=9), "Is this a topic?") == "claude-cli: Is this a topic?"
+    tokens = tokens_of(600)
+    assert ended(tokens, "Mend the test.") == "claude-cli: Mend the test."
+    assert ended(tokens + tokens_of(90, seed=2), "Mend the test.", "And more.").endswith("test.")
+    assert ended(tokens_of(700, seed=3), "Compacted.").endswith("Mend the test.")
+    assert agents.fork("a", "b").title.endswith("Mend the test.")
+    assert agents.update("b", metadata={"title": "mending"}).title == "mending"
+    assert "Mend the test." in path.read_text()
+    agents.delete("a")
+    assert not path.exists()
+
+
 def test_a_newer_agent_is_left_alone(disk_store):
     """Not listed, not overwritten, and nothing is deleted that it may share."""
     tokens = tokens_of(600)

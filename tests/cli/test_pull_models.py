@@ -1,14 +1,19 @@
 """`keepwarm pull` and `keepwarm models`, run as programs."""
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 
+from keepwarm.cli.models import models
+from keepwarm.cli.options import print_table
 from tests.kit.checkpoints import make_config, make_tokenizer, make_weights, write_checkpoint
 from tests.kit.gguf_writer import encode_weights, metadata_for, write_gguf
 from tests.kit.hub_server import serving
@@ -109,12 +114,14 @@ def test_gguf_files_are_listed_with_the_reason_for_what_cannot_be_read(tmp_path,
 
 
 def test_fitting_models_are_listed_in_80_columns(main_here, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    _, shown, _ = main_here("models", "--memory", "64G")
+    shown = on_terminal(monkeypatch, lambda: models(memory="64G"))
     assert max(map(len, shown.splitlines())) <= 80
     largest = shown.splitlines()[1]
-    assert re.match(r"\S+/\S+\* +\d+\.\d GiB +\d+k of \d+k Apache-2.0", largest), largest
+    assert re.match(r"\S+/\S+ +\d+\.\d GiB\* +\d+k/\d+k +Apache-2.0", largest), largest
     assert "keepwarm pull" in shown
+    piped = main_here("models", "--memory", "64G")[1].splitlines()
+    assert piped[0] == "Model\tWeights\tTokens\tLicence"
+    assert {line.count("\t") for line in piped} == {3}
     rows = json.loads(main_here("models", "--fit", "--memory", "16G", "--json")[1])
     sizes = [row["weights_bytes"] for row in rows]
     assert sizes == sorted(sizes, reverse=True)
@@ -123,20 +130,48 @@ def test_fitting_models_are_listed_in_80_columns(main_here, monkeypatch):
     assert main_here("models", "--memory", "much")[2].count("\n") == 1
 
 
-def test_names_and_paths_are_whole_in_80_columns(tmp_path, keepwarm):
+def test_names_and_paths_are_whole_in_80_columns(tmp_path, monkeypatch):
     """They are there to be pasted."""
     folder = tmp_path / ".lmstudio" / "models" / "an-organisation-of-some-size"
-    short = write_checkpoint(folder / "tiny")
     long = write_checkpoint(folder / f"a-{'very-' * 12}long-name")
-    heading, _, pull, *lines = keepwarm("models", COLUMNS="80").stdout.splitlines()
+    for name, place in {"HOME": tmp_path, "KEEPWARM_HOME": tmp_path, "HF_HOME": tmp_path}.items():
+        monkeypatch.setenv(name, str(place))
+    heading, _, pull, model, path = on_terminal(monkeypatch, models).splitlines()
     assert heading.split() == ["Model", "Size", "Context", "From", "Architecture"]
     assert pull == "  to download it: keepwarm pull smollm2"
-    assert sorted(line.strip() for line in lines[1::2]) == sorted(map(str, (short, long)))
-    names = [line.split()[0] for line in lines[::2]]
-    assert sorted(names) == sorted(f"{folder.name}/{path.name}" for path in (short, long))
-    (row,) = (line for line in lines if line.startswith(f"{folder.name}/tiny "))
-    assert len(row) <= 80
-    assert row.split()[-3:] == ["4,096", "lm-studio", "llama"]
+    assert model.split()[0] == f"{folder.name}/{long.name}"
+    assert model.split()[-3:] == ["4,096", "lm-studio", "llama"]
+    assert path == f"  {long}"
+
+
+def on_terminal(monkeypatch, act):
+    """What is printed on one of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with redirect_stdout(Terminal()) as shown:
+        act()
+    return shown.getvalue()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_what_is_long_is_shortened_on_a_terminal_and_whole_in_a_pipe(monkeypatch, capsys):
+    """By cells, which a wide character takes two of."""
+    title, agent = "修復測試" * 20, "3f0c6f0e-8a5e-4c1e-9b59-2f3d0c1a7b71"
+    columns, row = ("title", "tokens", "agent"), (title, "12", agent)
+
+    def act():
+        print_table(columns, [row], below=["agent"], shortened="title")
+
+    heading, line, below = on_terminal(monkeypatch, act).splitlines()
+    assert cell_len(line) <= 80
+    assert re.fullmatch(r"[修復測試]{30,} ?… +12", line)
+    assert heading.index("tokens") == cell_len(line.partition("12")[0])
+    assert below == f"  {agent}"
+    act()
+    assert capsys.readouterr().out.splitlines() == ["\t".join(columns), "\t".join(row)]
 
 
 def test_unknown_name_is_one_sentence_and_exit_code_2(main_here):

@@ -79,7 +79,7 @@ def check_links(printed):
 def check_clients(printed, home):
     """The command for clients reaches this server, whatever port the settings say."""
     (line,) = re.findall(r"keepwarm (launch claude --url \S+)", printed)
-    done = keepwarm_here(*line.split(), home=home)
+    done = keepwarm_here(*line.split(), "--print", home=home)
     assert f"ANTHROPIC_BASE_URL={address(printed)}" in done.stdout.decode()
 
 

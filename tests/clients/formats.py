@@ -1,6 +1,6 @@
 """An object of the client's class beside a tool, through frameworks; each prints the object.
 
-`keepwarm launch any --run -- python formats.py NAME`, where the framework is installed.
+`keepwarm launch any -- python formats.py NAME`, where the framework is installed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Conversations through frameworks: a question, a tool, an answer, another question.
 
-`keepwarm launch any --run -- python talks.py NAME`, where the framework is installed.
+`keepwarm launch any -- python talks.py NAME`, where the framework is installed.
 """
 
 from __future__ import annotations

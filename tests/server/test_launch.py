@@ -1,17 +1,20 @@
-"""`keepwarm launch`: what is printed works when pasted, and is what `--run` does."""
+"""`keepwarm launch`: what is printed works when pasted, and is what it starts itself."""
 
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import tomllib
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
 from keepwarm import config
 from keepwarm.server.http.clients import CLIENTS, ServerInfo
+from tests.kit.checkpoints import write_checkpoint
 from tests.server.conftest import serve
 
 SECRET = "secret$'key\""
@@ -93,9 +96,9 @@ def meaning(told):
 def test_launch_prints_lines_that_do_what_run_does_and_hide_the_key(locked, environ, client):
     environ["KEEPWARM_API_KEY"] = SECRET
     given = (client, "--url", locked.url, "--", "-p", "it's me")
-    text = printed(environ, *given)
+    text = printed(environ, *given[:3], "--print", *given[3:])
     told = meaning(pasted(environ, text))
-    assert told == meaning(json.loads(printed(environ, *given[:3], "--run", *given[3:])))
+    assert told == meaning(json.loads(printed(environ, *given)))
     assert told[0][-2:] == ["-p", "it's me"]
     assert told[1][VARIABLE[client]] == SECRET
     assert SECRET not in text
@@ -111,10 +114,12 @@ def test_launch_finds_the_keys_of_the_server_and_shows_them_only_on_request(
     keys.write_text(f"{SECRET}\nother\n")
     keys.chmod(0o600)
     environ["KEEPWARM_API_KEYS"] = setting.format(file=keys)
-    text = printed(environ, "claude", "--url", locked.url)
+    text = printed(environ, "claude", "--url", locked.url, "--print")
     assert SECRET not in text
     assert pasted(environ, text)[1]["ANTHROPIC_AUTH_TOKEN"] == SECRET
-    assert shlex.quote(SECRET) in printed(environ, "claude", "--url", locked.url, "--show-key")
+    assert shlex.quote(SECRET) in printed(
+        environ, "claude", "--url", locked.url, "--print", "--show-key"
+    )
 
 
 def test_launch_with_a_wrong_key_says_so(locked, environ):
@@ -127,7 +132,7 @@ def test_launch_with_a_wrong_key_says_so(locked, environ):
 
 def test_launch_claude_goes_nowhere_else_and_warns_of_a_small_context(live, environ):
     """The warning is not part of what is pasted."""
-    answer = launch(environ, "claude", "--url", live.url)
+    answer = launch(environ, "claude", "--url", live.url, "--print")
     assert answer.stderr.startswith("Warning: the first prompt of claude has about 29,000 tokens")
     seen = pasted(environ, answer.stdout)[1]
     assert "ANTHROPIC_API_KEY" not in seen
@@ -150,7 +155,7 @@ def test_launch_names_an_agent_to_every_client_that_can_name_one():
 def test_launch_deletes_a_file_when_its_client_has_ended(locked, environ, tmp_path):
     environ |= {"TMPDIR": str(tmp_path / "tmp"), "KEEPWARM_API_KEY": SECRET}
     (tmp_path / "tmp").mkdir()
-    seen = json.loads(printed(environ, "qwen", "--url", locked.url, "--run"))[1]
+    seen = json.loads(printed(environ, "qwen", "--url", locked.url))[1]
     assert seen["FILE"].startswith(environ["TMPDIR"])
     assert list((tmp_path / "tmp").iterdir()) == []
 
@@ -162,7 +167,7 @@ def test_launch_of_a_client_with_a_file_ends_as_it_would_alone(
     """A signal to `launch` reaches the client, and its status comes back."""
     environ["KEEPWARM_API_KEY"] = SECRET
     (tmp_path / "bin" / "qwen").write_text(f"#!/bin/sh\n{end}\n")
-    assert launch(environ, "qwen", "--url", locked.url, "--run").returncode == status
+    assert launch(environ, "qwen", "--url", locked.url).returncode == status
 
 
 def test_codex_is_told_in_toml():
@@ -232,8 +237,32 @@ def test_a_context_that_is_too_small_is_told(client, n_context, said):
 
 def test_launch_any_runs_a_program_that_uses_the_sdks(locked, environ):
     environ["KEEPWARM_API_KEY"] = SECRET
-    arguments = ("any", "--url", locked.url, "--run", "--", sys.executable, "-c", TALK)
+    arguments = ("any", "--url", locked.url, "--", sys.executable, "-c", TALK)
     assert printed(environ, *arguments).split() == ["tiny", "assistant"]
+
+
+def test_launch_starts_a_server_for_as_long_as_the_client_runs(environ, tmp_path):
+    """By SDKs as they are published; nothing answers before, and nothing after."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = str(free.getsockname()[1])
+    environ |= {"KEEPWARM_PORT": port, "KEEPWARM_BLAS": "none", "KEEPWARM_MODEL": "no/such"}
+    model = write_checkpoint(tmp_path / "tiny")
+    said = printed(environ, "any", "--model", model, "--", sys.executable, "-c", TALK)
+    assert said.split() == [str(model), "assistant"]
+    assert "No server answers" in launch(environ, "any", "--print", "--", "true").stderr
+    (model / "config.json").write_text("{")
+    failed = launch(environ, "any", "--model", model, "--", "true")
+    assert failed.returncode == 2
+    assert failed.stderr.startswith("The server did not start: ")
+    assert "config.json" in failed.stderr
+
+
+def test_launch_asks_before_it_downloads(environ):
+    """Without a terminal there is nobody to ask."""
+    environ |= {"KEEPWARM_PORT": "1", "HF_HOME": environ["KEEPWARM_HOME"]}
+    answer = launch(environ, "claude")
+    assert answer.returncode == 2
+    assert "name a model with --model" in answer.stderr
 
 
 @pytest.mark.parametrize(
@@ -242,10 +271,10 @@ def test_launch_any_runs_a_program_that_uses_the_sdks(locked, environ):
         (("vim",), "is not a known client"),
         (("claude", "--url", "http://127.0.0.1:1"), "keepwarm serve"),
         (("claude", "--url", "ftp://127.0.0.1"), "is not a server URL"),
-        (("any", "--run"), "No command to start"),
+        (("any",), "No command to start"),
         (("claude", "--agent", "my ops"), "An agent id has"),
         (("aider", "--agent", "ops"), "leave out --agent"),
-        (("any", "--run", "--", "no-such-program"), "is not installed"),
+        (("any", "--", "no-such-program"), "is not installed"),
     ],
 )
 def test_launch_refuses_what_cannot_be_in_one_sentence(live, environ, arguments, sentence):

@@ -26,6 +26,7 @@ from keepwarm.store.tier import NamedBlock
 VERSION = 4
 MAX_LABELS, MAX_KEY, MAX_VALUE = 16, 64, 512
 OWN = ("id", "pinned", "quota_bytes", "retention_s", "created", "used", "forked_from", "metadata")
+TITLE = "title"  # the label that is shown instead of the first words
 MIN_SHARED_TOKENS = 64  # fewer may be just a template's and a client's first words
 TOOL_WAIT_S = 3600.0  # how long other branches are taken for the work of a tool
 
@@ -125,6 +126,7 @@ class Agent:
     used: float = 0.0
     forked_from: str = ""
     metadata: Mapping[str, str] = field(default_factory=dict)  # its user's labels and notes
+    opening: str = ""  # its client, and the first words of its user
     left: tuple[NamedBlock, ...] = ()  # of no branch any more, while they exist
     ephemeral: bool = False  # of this process; it has no file, and nothing of it is written
 
@@ -143,6 +145,11 @@ class Agent:
     @property
     def turns(self) -> tuple[int, ...]:
         return self.head.turns
+
+    @property
+    def title(self) -> str:
+        """For people: its label, or what it began with."""
+        return self.metadata.get(TITLE) or self.opening
 
     @property
     def branches(self) -> tuple[Branch, ...]:
@@ -181,6 +188,7 @@ class Agent:
             used=now,
             forked_from=self.id,
             metadata=self.metadata,
+            opening=self.opening,
             ephemeral=ephemeral,
         )
 
@@ -189,6 +197,7 @@ class Agent:
             "version": VERSION,
             **{name: getattr(self, name) for name in OWN},
             "branches": [branch.to_json() for branch in self.branches],
+            "opening": self.opening,
             "left": [[key.hex(), parent.hex(), n] for key, parent, n in self.left],
         }
         return json.dumps(fields, indent=1)
@@ -204,6 +213,7 @@ class Agent:
         return cls(
             head=head,
             sides=tuple(sides),
+            opening=fields.get("opening", ""),
             left=tuple(_agent_block(*block) for block in fields["left"]),
             **{name: fields[name] for name in OWN},
         )

@@ -171,6 +171,7 @@ class Agents:
         n_prompt: int | None = None,
         *,
         model: str = "",
+        client: str = "",
         called: bool = False,
         continues: bool = False,
         messages: KeptTurn | None = None,
@@ -187,12 +188,14 @@ class Agents:
         turn = EndedTurn(namespace, tokens, n_prompt, model, called, continues)
         with self._changing():
             if is_wanted():
-                return self._record(agent_id, turn, messages)
+                return self._record(agent_id, turn, messages, client)
         with as_store_errors(self._disk, f"delete a turn of agent {agent_id!r}"):
             self._delete_blocks(Agent("", Branch.of(namespace, tokens)), UNRECORDED)
         return None
 
-    def _record(self, agent_id: str, turn: EndedTurn, messages: KeptTurn | None) -> Agent | None:
+    def _record(
+        self, agent_id: str, turn: EndedTurn, messages: KeptTurn | None, client: str
+    ) -> Agent | None:
         now = self._clock()
         try:
             agent = self.show(agent_id)
@@ -205,6 +208,9 @@ class Agents:
         if messages is not None and not agent.ephemeral:
             *_, end = chain(turn.namespace, turn.tokens)
             self.turns.keep(agent_id, turn.tokens, end.key, messages)
+        if messages is not None and matched.is_head and not agent.head.main:
+            opening = ": ".join(filter(None, (client, messages.opening())))
+            agent = replace(agent, opening=opening)
         return self._save(replace(self._with_branch(agent, matched), used=now))
 
     def _with_branch(self, agent: Agent, matched: MatchedBranch) -> Agent:

@@ -250,6 +250,7 @@ def _shown(store: AgentStore, agent: Agent) -> dict[str, str | int]:
     unused = agent.retention_s and f"deleted when unused for {agent.retention_s / 86400:g} days"
     return {
         "agent": agent.id,
+        "title": agent.title or "none",
         "model": agent.head.model or "unknown",
         "turns": len(agent.turns),
         "tokens": agent.n_tokens,

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from keepwarm import config
 from keepwarm.cli import agents
@@ -28,7 +26,7 @@ from keepwarm.cli.agents import (
     print_agent,
     print_fields,
 )
-from keepwarm.cli.options import check_parents, load_model
+from keepwarm.cli.options import check_parents, load_model, print_table
 from keepwarm.errors import BadInput
 from keepwarm.progress import shown
 from keepwarm.units import format_bytes
@@ -54,19 +52,27 @@ def list_agents(as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps(rows))
     elif rows:
-        Console().print(_agent_table(rows))
+        _print_agents(rows)
     else:
         print("No agents yet; `keepwarm run --agent NAME` creates one.")
 
 
-def _agent_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("agent", "model", "turns", "tokens", "size", "pinned", "imported", "used")
-    for row in rows:
-        marks = ("yes" if row[mark] else "" for mark in ("pinned", "imported"))
-        size, used = format_bytes(row["n_bytes"]), format_date(row["used"])
-        counts = (str(row["turns"]), str(row["n_tokens"]), size)
-        table.add_row(row["id"], row["model"], *counts, *marks, used)
-    return table
+def _print_agents(rows: list[dict[str, Any]]) -> None:
+    names = ("title", "turns", "tokens", "size", "used", "agent", "model", "pinned", "imported")
+    cells = [
+        (
+            row["title"],
+            str(row["turns"]),
+            str(row["n_tokens"]),
+            format_bytes(row["n_bytes"]),
+            format_date(row["used"]),
+            row["id"],
+            row["model"],
+            *(mark if row[mark] else "" for mark in ("pinned", "imported")),
+        )
+        for row in rows
+    ]
+    print_table(names, cells, below=names[5:], shortened="title")
 
 
 @app.command()
@@ -233,6 +239,7 @@ def import_(
 def _summary(store: AgentStore, agent: Agent) -> dict[str, Any]:
     return {
         "id": agent.id,
+        "title": agent.title,
         "model": agent.head.model,
         "turns": len(agent.turns),
         "branches": len(agent.branches),

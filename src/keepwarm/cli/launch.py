@@ -1,4 +1,4 @@
-"""`keepwarm launch`: print a coding agent's settings for this server, or start it."""
+"""`keepwarm launch`: start a coding agent, and a server if there is none, or print its settings."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from http.client import HTTPException
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Annotated, NamedTuple, NoReturn
+from subprocess import DEVNULL, Popen
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import IO, Annotated, NamedTuple
 from urllib.error import HTTPError
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import typer
@@ -21,9 +26,12 @@ import typer
 from keepwarm import config
 from keepwarm.cli.options import first_key
 from keepwarm.errors import BadInput, Refused, Unreachable
+from keepwarm.progress import shown
 from keepwarm.server.http.clients import CLIENTS, KEY_VARIABLE, NO_KEY, ClientSetup, ServerInfo
+from keepwarm.units import format_bytes
 
 TIMEOUT_S = 10
+POLL_S = 0.1
 
 
 class Key(NamedTuple):
@@ -44,30 +52,43 @@ def launch(
     url: Annotated[
         str | None, typer.Option("--url", help="Server URL; default from the settings.")
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", help="For a server that is started: default the largest that fits."
+        ),
+    ] = None,
     agent: Annotated[
         str | None,
         typer.Option("--agent", help="Agent id for everything that the client sends."),
     ] = None,
     run: Annotated[
         bool, typer.Option("--run/--print", help="Start the client, or print its settings.")
-    ] = False,
+    ] = True,
     show_key: Annotated[
         bool,
         typer.Option("--show-key", help="Print the key itself, not a reference to it."),
     ] = False,
 ) -> None:
-    """Print a client's settings, or start it."""
+    """Start a client, or print its settings.
+
+    If no server answers, one is started for as long as the client runs.
+    """
     if client not in CLIENTS:
         raise BadInput(f"{client!r} is not a known client; use one of {', '.join(CLIENTS)}.")
-    settings = config.load()
-    key = _key(settings)
-    server = _served(_checked(url or _address(settings)), key)
-    setup = CLIENTS[client](replace(server, agent=_checked_agent(agent)))
-    for warning in setup.warnings(server):
-        print(warning, file=sys.stderr)
-    command = [*setup.command, *(arguments or ())]
-    if run:
-        _start(setup, command)
+    settings = config.load(model=model)
+    key, address = _key(settings), _checked(url or _address(settings))
+    told = ServerInfo(address, "", 1, agent=_checked_agent(agent))
+    program = _program([*CLIENTS[client](told).command, *(arguments or ())]) if run else ""
+    may_start = run and url is None and not _listens(address)
+    with _started(settings, model, address) if may_start else nullcontext():
+        server = replace(_served(address, key), agent=told.agent)
+        setup = CLIENTS[client](server)
+        for warning in setup.warnings(server):
+            print(warning, file=sys.stderr)
+        command = [*setup.command, *(arguments or ())]
+        if run:
+            sys.exit(_run(setup, program, command))
     print("\n".join(setup.shell_lines(command, None if show_key else key.shell)))
 
 
@@ -120,23 +141,90 @@ def _served(url: str, key: Key) -> ServerInfo:
         raise Unreachable(f"The server at {url} is not Keepwarm; pass another --url.") from error
 
 
-def _start(setup: ClientSetup, command: list[str]) -> NoReturn:
-    """Replace this process by the client, or wait for a client that needs files."""
+def _listens(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        socket.create_connection((parts.hostname, parts.port), TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _started(settings: config.Settings, model: str | None, url: str) -> Iterator[None]:
+    """A server of the settings, until the client has ended. The screen is the client's, so what
+    the server prints is kept for the case that it does not start."""
+    name = _chosen(settings, model, url)
+    command = [sys.executable, "-m", "keepwarm", "serve", "--model", name]
+    with TemporaryFile() as log:
+        # The terminal's Ctrl-C is for the client alone.
+        server = Popen(command, stdin=DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        try:
+            with shown(f"starting a server with {name}", at_once=True):
+                _wait_for(server, url, log)
+            yield
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def _wait_for(server: Popen[bytes], url: str, log: IO[bytes]) -> None:
+    while not _is_ready(url):
+        if server.poll() is not None:
+            log.seek(0)
+            said = log.read().decode(errors="replace").strip().splitlines()
+            raise Unreachable(f"The server did not start: {said[-1] if said else 'no reason'}")
+        time.sleep(POLL_S)
+
+
+def _is_ready(url: str) -> bool:
+    with suppress(OSError, HTTPException), urlopen(f"{url}/health", timeout=TIMEOUT_S):  # noqa: S310
+        return True
+    return False
+
+
+def _chosen(settings: config.Settings, model: str | None, url: str) -> str:
+    """The model that is named, else the largest that fits, downloaded after a question."""
+    from keepwarm.cli.models import fitting_here
+    from keepwarm.models.catalog import find, locate
+
+    if model or settings.model != config.Settings.model:
+        return settings.model
+    best = next(iter(fitting_here()), None)
+    if best is None:
+        return settings.model
+    if find(best.id, settings) is None:
+        if not sys.stdin.isatty():
+            raise Unreachable(
+                f"No server answers at {url}; start one with `keepwarm serve`, or name a model "
+                "with --model."
+            )
+        size = format_bytes(best.weights_bytes)
+        question = f"No server answers at {url}. Download {best.id} ({size}) and serve it?"
+        typer.confirm(question, default=True, abort=True, err=True)
+        locate(best.id, settings)
+    return best.id
+
+
+def _program(command: list[str]) -> str:
     if not command:
         raise BadInput("No command to start; write it after --.")
     program = shutil.which(command[0])
     if program is None:
         raise BadInput(f"{command[0]} is not installed, or not on the PATH; install it first.")
+    return program
+
+
+def _run(setup: ClientSetup, program: str, command: list[str]) -> int:
+    """Start the client, with its files; its status."""
     inherited = {name: value for name, value in os.environ.items() if name not in setup.cleared}
     environ = {**inherited, **setup.environ, **setup.secrets}
-    if not setup.files:
-        os.execve(program, command, environ)  # noqa: S606
     with TemporaryDirectory(prefix="keepwarm-") as folder:
         for name, text in setup.files.items():
             path = Path(folder, f"{name}.json")
             path.write_text(text)
             environ[name] = str(path)
-        sys.exit(_wait(program, command, environ))
+        return _wait(program, command, environ)
 
 
 def _wait(program: str, command: list[str], environ: Mapping[str, str]) -> int:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from keepwarm import config
+from keepwarm.cli.options import print_table
 from keepwarm.errors import BadInput, BadModelFile, KeepwarmError
 from keepwarm.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from keepwarm.models.choices import ModelChoice
-
-
-NAME_COLUMNS = 40  # a longer name moves the rest of its own row only
 
 
 class ModelEntry(NamedTuple):
@@ -50,8 +47,7 @@ def models(
     if as_json:
         print(dumps([model._asdict() for model in found]))
         return
-    for line in _lines(found):
-        print(line)
+    _print(found)
 
 
 def list_models(settings: config.Settings) -> Iterator[ModelEntry]:
@@ -89,44 +85,53 @@ def _absent(name: str) -> ModelEntry:
     return ModelEntry(name, "built-in", None, None, None, None)
 
 
-def _lines(found: list[ModelEntry]) -> Iterator[str]:
+def _print(found: list[ModelEntry]) -> None:
     """A row for each, and under it where it is. Nothing is cut, so that it can be pasted."""
-    rows = [("Model", "Size", "Context", "From", "Architecture"), *map(_row, found)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    widths[0] = min(widths[0], NAME_COLUMNS)
-    heading, *lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-    yield heading
-    for model, line in zip(found, lines, strict=True):
-        yield line
-        yield f"  {model.path or f'to download it: keepwarm pull {model.name}'}"
-        if model.reason:
-            yield f"  {model.reason}"
+    columns = ("Model", "Size", "Context", "From", "Architecture", "Path", "Note")
+    print_table(columns, [_row(model) for model in found], below=columns[-2:])
 
 
 def _row(model: ModelEntry) -> tuple[str, ...]:
     if model.path is None:
-        return model.name, "", "", model.source, ""
+        pull = f"to download it: keepwarm pull {model.name}"
+        return model.name, "", "", model.source, "", "", pull
     size, context = format_bytes(model.n_bytes or 0), f"{model.n_context or 0:,}"
-    return model.name, size, context, model.source, model.architecture or "unreadable"
+    what = (model.source, model.architecture or "unreadable", model.path, model.reason or "")
+    return model.name, size, context, *what
 
 
 def _print_fitting(memory: str | None, as_json: bool) -> None:
     from keepwarm.models.choices import all_choices
 
     n_bytes, on_cpu = (_parsed(memory), False) if memory else _this_machine()
-    choices = [choice.in_fp32() if on_cpu else choice for choice in all_choices()]
-    fitting = [choice for choice in reversed(choices) if choice.fits(n_bytes)]
+    fitting, n_choices = _fitting_in(n_bytes, on_cpu), len(all_choices())
     if as_json:
         rows = [choice._asdict() | {"n_tokens": choice.n_tokens(n_bytes)} for choice in fitting]
         print(dumps(rows))
         return
-    Console().print(_fitting_table(fitting, n_bytes))
+    print_table(
+        ("Model", "Weights", "Tokens", "Licence"), [_fitting(each, n_bytes) for each in fitting]
+    )
+    if not sys.stdout.isatty():
+        return
     computed = "in fp32, as on every CPU" if on_cpu else "on a GPU"
-    share = f"{len(fitting)} of {len(choices)} models fit"
+    share = f"{len(fitting)} of {n_choices} models fit"
     print(f"\n{share} into {format_bytes(n_bytes)} of memory, computed {computed}.")
     print("Tokens: what fits beside the weights, of the model's context.")
     print("* Not loaded by us: computed from public configs (docs/models.md).")
     print("To download one: keepwarm pull MODEL")
+
+
+def fitting_here() -> list[ModelChoice]:
+    """Models that fit into this machine's memory, the largest first."""
+    return _fitting_in(*_this_machine())
+
+
+def _fitting_in(n_bytes: int, on_cpu: bool) -> list[ModelChoice]:
+    from keepwarm.models.choices import all_choices
+
+    choices = [choice.in_fp32() if on_cpu else choice for choice in all_choices()]
+    return [choice for choice in reversed(choices) if choice.fits(n_bytes)]
 
 
 def _parsed(memory: str) -> int:
@@ -143,14 +148,7 @@ def _this_machine() -> tuple[int, bool]:
     return gpu_memory() or host_memory().total_bytes, on_cpu()
 
 
-def _fitting_table(fitting: list[ModelChoice], n_bytes: int) -> Table:
-    """At most 80 columns with the ids that there are."""
-    table = Table("Model", box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for heading in ("Weights", "Tokens"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("Licence", no_wrap=True)
-    for choice in fitting:
-        tokens = f"{choice.n_tokens(n_bytes) // 1024}k of {choice.n_context // 1024}k"
-        name = choice.id if choice.is_loaded else f"{choice.id}*"
-        table.add_row(name, format_bytes(choice.weights_bytes), tokens, choice.licence)
-    return table
+def _fitting(choice: ModelChoice, n_bytes: int) -> tuple[str, ...]:
+    tokens = f"{choice.n_tokens(n_bytes) // 1024}k/{choice.n_context // 1024}k"
+    weights = f"{format_bytes(choice.weights_bytes)}{'' if choice.is_loaded else '*'}"
+    return choice.id, weights, tokens, choice.licence

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Iterable, Iterator
+import shutil
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +48,8 @@ AgentId: TypeAlias = Annotated[
     ),
 ]
 NoCache: TypeAlias = Annotated[bool, typer.Option("--no-cache", help="Bypass the cache.")]
+
+LEAST_COLUMNS = 16  # of a terminal, for a column that is shortened
 
 
 def make_request(
@@ -157,6 +161,46 @@ def print_note(text: str, end: str = "\n") -> None:
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(text, style="dim", markup=False, end=end)
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    below: Collection[str] = (),
+    shortened: str = "",
+) -> None:
+    """A table for people; in a pipe one for programs: values separated by tabs, none of them cut.
+
+    The columns named in `below` stand under their row, whole. The one named by `shortened` has
+    what the others leave of the terminal's width.
+    """
+    if not sys.stdout.isatty():
+        for row in (columns, *rows):
+            print("\t".join(row))
+        return
+    from rich.cells import cell_len
+
+    shown = [index for index, name in enumerate(columns) if name not in below]
+    lines = [[row[index] for index in shown] for row in (columns, *rows)]
+    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+    left = shutil.get_terminal_size().columns - sum(widths) - 2 * len(widths)
+    if shortened and left < 0:
+        at = shown.index(columns.index(shortened))
+        widths[at] = max(widths[at] + left, LEAST_COLUMNS)
+    gap = "  " if shortened or left >= 0 else " "
+    for line, row in zip(lines, (columns, *rows), strict=True):
+        print(gap.join(map(_fitted, line, widths)).rstrip())
+        under = [row[index] for index, name in enumerate(columns) if name in below]
+        if below and row is not columns:
+            print(f"  {'  '.join(filter(None, under))}")
+
+
+def _fitted(text: str, width: int) -> str:
+    from rich.cells import cell_len, set_cell_size
+
+    is_long = cell_len(text) > width
+    return f"{set_cell_size(text, width - 1)}…" if is_long else set_cell_size(text, width)
 
 
 def check_parents(*files: Path | None) -> None:

@@ -10,11 +10,10 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from keepwarm import config
 from keepwarm.cli.agents import AsJson, format_date, open_store
+from keepwarm.cli.options import print_table
 from keepwarm.concurrency import CallError
 from keepwarm.errors import BadInput, Unreachable
 from keepwarm.prefix.fingerprint import tenant_of
@@ -123,15 +122,20 @@ def list_records(
         print(json.dumps(rows))
         return
     for tier in dict.fromkeys(row["tier"] for row in rows):
-        table = Table("model", "class", "tenant", "records", "size", "first use", "last use")
-        for row in (row for row in rows if row["tier"] == tier):
-            names = (row[name] for name in ("model", "class", "tenant"))
-            ages = (row[name] for name in ("oldest", "newest"))
-            dates = (format_date(age)[:10] if age else "unknown" for age in ages)
-            table.add_row(*names, f"{row['records']:,}", format_bytes(row["n_bytes"]), *dates)
-        Console().print(tier, table)
+        print(tier)
+        print_table(
+            ("model", "class", "tenant", "records", "size", "first use", "last use"),
+            [_cells(row) for row in rows if row["tier"] == tier],
+        )
     if not rows:
         print("Nothing is there.")
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    names = [row[name] for name in ("model", "class", "tenant")]
+    ages = (row[name] for name in ("oldest", "newest"))
+    dates = (format_date(age)[:10] if age else "unknown" for age in ages)
+    return [*names, f"{row['records']:,}", format_bytes(row["n_bytes"]), *dates]
 
 
 def _row(names: tuple[str, ...], held: list[HeldBlob]) -> dict[str, Any]:

@@ -170,6 +170,7 @@ class Recorder:
             tokens,
             len(job.tokens),
             model=job.lane.model.name,
+            client=job.request.client,
             called=called,
             continues=job.request.continues,
             messages=turn,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,6 +12,8 @@ from keepwarm.errors import BadRecord
 
 MAX_BUNDLED_BYTES = 8 << 20
 MAX_BUNDLED_VALUES = 1 << 18
+OPENING_CHARACTERS = 60
+TAG = re.compile(r"\s*<([\w-]+)[^<>]*>")  # as clients put context before the user's words
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,12 @@ class KeptTurn:
     thinking: bool | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
     verbatim: bool = True  # the text of the last answer is that of its tokens
+
+    def opening(self) -> str:
+        """The first words of the user, for people; empty if there are none."""
+        contents = [each.get("content") for each in self.messages if each["role"] == "user"]
+        texts = (text for content in contents for text in _texts(content))
+        return next(filter(None, map(_opening, texts)), "")
 
     def to_bundle(self) -> bytes:
         """As JSON; empty if it is more than an import accepts."""
@@ -43,6 +52,23 @@ class KeptTurn:
         if not is_sound:
             raise BadRecord("its messages are not those of a conversation")
         return turn
+
+
+def _texts(content: Any) -> Iterator[str]:
+    parts = content if isinstance(content, list) else [{"text": content}]
+    yield from (part["text"] for part in parts if isinstance(part.get("text"), str))
+
+
+def _opening(text: str) -> str:
+    """Without elements before it, and without what would move a terminal's cursor."""
+    while tag := TAG.match(text):
+        _, found, rest = text.partition(f"</{tag[1]}>")
+        if not found:
+            break
+        text = rest
+    shown = "".join(c if c.isprintable() else " " for c in text[: 8 * OPENING_CHARACTERS])
+    words = " ".join(shown.split())
+    return words if len(words) <= OPENING_CHARACTERS else f"{words[: OPENING_CHARACTERS - 1]}…"
 
 
 def _is_small(data: bytes) -> bool:

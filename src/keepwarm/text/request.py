@@ -157,6 +157,7 @@ class Request:
     explain: bool = False  # the receipt says why tokens were computed, and where time went
     speculation: bool = True  # False: a token a step, whatever the engine's setting is
     request_id: str = ""  # the caller's name for it, for the log and the dashboard
+    client: str = ""  # the program that sent it, for the agent's title
     arrival: Arrival | None = None  # None: when the engine is called
 
     def __post_init__(self) -> None:

@@ -92,9 +92,11 @@ def test_an_agent_is_rewound_and_exported(page, own, tmp_path):
         assert bundle.getnames()
     begun, *under_way, ended = page.evaluate("window.said")
     assert begun == "Preparing the export of traveller."
-    assert re.fullmatch(r"Exporting traveller: \S+ \S?i?B of up to about .+B\.", under_way[0])
+    assert re.fullmatch(r"Exporting traveller: \S+\s\S?i?B of up to about .+B\.", under_way[0])
     assert ended.startswith("traveller exported, ")
     page.get_by_role("button", name="Rewind traveller").click()
+    assert page.get_by_label("Turns to keep").input_value() == ""  # so that Enter deletes nothing
+    page.get_by_label("Turns to keep").fill("0")
     page.get_by_role("dialog").get_by_role("button", name="Rewind").click()
     wait_until(lambda: agents(own)["traveller"]["turns"] == [])
 

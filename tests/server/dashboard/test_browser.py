@@ -16,6 +16,8 @@ VIEWS = ["Overview", "Requests", "Forest", "Misses", "Agents", "Health", "Connec
 SIZES = [(1280, 900), (390, 844)]
 WHY = "These totals cover all keys; the admin key is needed to see them."
 UUID = "3f0c6f0e-8a5e-4c1e-9b59-2f3d0c1a7b71"  # as coding agents name themselves
+UUIDS = [f"{number:08x}{UUID[8:]}" for number in range(40)]
+LONG_NAME = "a-name-of-a-hundred-characters." + "0123456789" * 6 + "-ends.here"
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +26,9 @@ def missed(serving):
     with serving(admin_key="admin") as live:
         ask(live, f"It is nine. {LONG}", "clock")
         ask(live, f"It is ten. {LONG}", "clock")
-        ask(live, "Hello.", UUID)
+        ask(live, "請修復這個測試。" * 20, UUID)
+        ask(live, "Mend the test, and say what was wrong with it.", LONG_NAME)
+        live.post(f"/v1/agents/{UUID}/fork", {"ids": UUIDS}).raise_for_status()
         yield live
 
 
@@ -166,7 +170,7 @@ def test_the_bar_grows_with_the_prefill(page, own):
     page.evaluate(PREFILLING)
     page.evaluate("location.hash = 'requests'")
     row = page.locator("#running tr", has_text="prefilling")
-    assert "50 of 100 prefilled (50 %) disk 40, computed 10" in row.inner_text()
+    assert "50 of 100 prefilled (50\u00a0%) disk 40, computed 10" in row.inner_text()
     bars = "[...document.querySelectorAll('#running .stack .fill')].map((one) => one.style.width)"
     assert page.evaluate(bars) == ["40%", "10%"]
 
@@ -381,8 +385,8 @@ def test_verify_says_how_far_it_is(browser, missed):
         page.goto(f"{missed.url}/dashboard#health")
         page.get_by_role("button", name="Verify every record").click()
         # 100 % where the one that is held back is the short end of a prompt
-        share = r"\(([1-9]\d?|100) %\)"
-        said = page.get_by_text(re.compile(rf"Checked [1-9]\S* \S+B of \S+ \S+B {share}"))
+        share = r"\(([1-9]\d?|100)\s%\)"
+        said = page.get_by_text(re.compile(rf"Checked [1-9]\S*\s\S+B of \S+\s\S+B {share}"))
         said.wait_for()
         drive.spin()
         page.get_by_text("are intact").wait_for()
@@ -419,6 +423,8 @@ def test_every_view_fits_and_can_be_read(browser, missed, scheme, size):
             assert page.evaluate(CONTRAST) == [], name
             assert page.evaluate(OUTSIDE) == [], name
             assert page.evaluate(OVER) == [], name
+            assert page.evaluate(CUT) == [], name
+            assert page.evaluate(OVERLAPS) == [], name
             if width >= 1024:
                 assert page.evaluate(SCROLLS) == [], name
             heading = page.get_by_role("heading", level=2, name=name).bounding_box()
@@ -446,6 +452,35 @@ OVER = """() => [...document.querySelectorAll("tbody :is(th, td) *")]
   .map((one) => [one.textContent, one.getBoundingClientRect(), one.closest("th, td")])
   .filter(([, box, cell]) => box.right > cell.getBoundingClientRect().right + 1)
   .map(([text]) => text)"""
+# Every line of text that is shown: what it says, and its box as far as the elements around it show
+# it. What is cut must be whole in a title.
+WRITTEN = """() => {
+  const around = (one) => (one ? [one, ...around(one.parentElement)] : []);
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  const found = [];
+  while (walker.nextNode()) {
+    const { data, parentElement: of } = walker.currentNode;
+    if (!data.trim() || !of.checkVisibility()) continue;
+    if (of.closest(".unseen, .skip, #toast, select, title")) continue;
+    const range = document.createRange();
+    range.selectNodeContents(walker.currentNode);
+    const edges = around(of).filter((one) => getComputedStyle(one).overflowX === "hidden");
+    for (const { left, top, bottom, right } of range.getClientRects()) {
+      const most = Math.min(right, ...edges.map((one) => one.getBoundingClientRect().right));
+      const isCut = left < 0 || (right > most + 1 && !edges.some((one) => one.title));
+      found.push({ text: data.trim(), of, left, top, bottom, right: most, isCut });
+    }
+  }
+  return found;
+}"""
+CUT = f"() => ({WRITTEN})().filter((one) => one.isCut).map((one) => one.text)"
+OVERLAPS = f"""() => {{
+  const all = ({WRITTEN})().sort((a, b) => a.top - b.top);
+  const isOver = (one, other) => one.of !== other.of && other.top < one.bottom - 4
+    && Math.min(one.right, other.right) - Math.max(one.left, other.left) > 2;
+  return all.flatMap((one, index) => all.slice(index + 1).filter((other) => isOver(one, other))
+    .map((other) => [one.text, other.text]));
+}}"""
 SCROLLS = """() => [...document.querySelectorAll("main div")]
   .filter((one) => one.checkVisibility() && getComputedStyle(one).overflowX === "auto")
   .filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.id)"""

@@ -249,8 +249,7 @@ def test_a_key_sees_its_own_alone(two):
         assert told["forest"]["other_blocks"] > 0
         assert [missed["agent"] for missed in told["misses"]["data"]] == [own]
         assert other not in str(told)
-        del told["misses"]  # they have text of its own
-        assert "swordfish" not in str(told)
+        assert "swordfish" not in str(told["now"])
         assert two.get("/v1/agents", **key).json()["data"][0]["id"] == own
 
 
@@ -260,6 +259,9 @@ def test_text_is_for_its_owner_alone(two):
     assert "ten" in str(mine["text"])
     assert mine["number"] != others["number"]
     assert [missed["text"] for missed in show(two, "misses", **ADMIN)["data"]] == [None, None]
+    quoting = ("forest", "misses", "requests", "agents")
+    assert all("alice at nine." in str(show(two, view, **A)) for view in quoting)
+    assert not any("at nine." in str(show(two, view, **ADMIN)) for view in quoting)
 
 
 def test_an_admin_sees_whose_everything_is(two):

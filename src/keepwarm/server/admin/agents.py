@@ -112,6 +112,7 @@ class AgentOut(TypedDict):
 
     id: str
     object: Literal["agent"]
+    title: str  # its label `title`, or its client and the first words of its user
     model: str
     branch: int
     n_tokens: int
@@ -273,6 +274,7 @@ def agent_out(store: Store, agent: Agent, tenant: str) -> AgentOut:
     return {
         "id": agent.id.removeprefix(prefix),
         "object": "agent",
+        "title": agent.title,
         "model": agent.head.model,
         "branch": agent.head.number,
         "n_tokens": agent.n_tokens,

@@ -195,6 +195,23 @@ def _viewer(viewer: Viewer) -> JsonObject:
     }
 
 
+class Titles:
+    """Titles of agents, each read once; they quote prompts, so only those the viewer may read."""
+
+    def __init__(self, models: Models, viewer: Viewer) -> None:
+        self._agents = models.store.on_disk.agents
+        self._viewer = viewer
+        self.of = cache(self._of)
+
+    def _of(self, agent: str | None, tenant: str) -> str:
+        if agent is None or not self._viewer.may_read(tenant):
+            return ""
+        try:
+            return self._agents.show(agent).title
+        except BadInput:  # its first turn has not ended, or it was deleted
+            return ""
+
+
 def request_out(entry: RequestRecord, viewer: Viewer, log: str | None = None) -> JsonObject:
     usage = entry.usage if entry.usage and entry.usage.completion_tokens else None
     return {
@@ -230,8 +247,10 @@ def list_requests(
     lines = state.lines.by_request()
     records = [*models.ledger.records(), *_running(models)]
     seen = [entry for entry in records if viewer.may_see(entry.tenant)]
+    titles = Titles(models, viewer)
     data = [
         request_out(entry, viewer, lines.get((entry.tenant, entry.request_id)))
+        | {"title": titles.of(entry.agent, entry.tenant)}
         for entry in seen[: -limit - 1 : -1]
     ]
     return {"object": "list", "data": data}
@@ -420,6 +439,7 @@ def forest_out(store: Store, viewer: Viewer) -> JsonObject:
     named = [
         {
             "id": viewer.agent_name(a.id, owners.tenant_of(a.namespace)) or "",
+            "title": a.title if viewer.may_read(owners.tenant_of(a.namespace)) else "",
             "key": viewer.key_label(owners.tenant_of(a.namespace)),
         }
         for a in agents
@@ -469,7 +489,8 @@ def list_agents(models: Served, viewer: CurrentViewer) -> JsonObject:
         tenant = owners.tenant_of(agent.namespace)
         if viewer.may_see(tenant):
             listed = agent_out(models.store, agent, tenant or "")
-            found.append({**listed, "key": viewer.key_label(tenant)})
+            title = agent.title if viewer.may_read(tenant) else ""
+            found.append({**listed, "title": title, "key": viewer.key_label(tenant)})
     return {"object": "list", "data": found}
 
 
@@ -512,7 +533,8 @@ def _launched(server: ServerInfo, key: str | None, first: list[str]) -> Iterator
             "client": name,
             "title": TITLES.get(name, name),
             "lines": [*first, *setup.shell_lines(setup.command, key)],
-            "notes": [*notes, *([] if setup.command else [ABOUT_ANY])],
+            "notes": notes,
+            "then": "" if setup.command else ABOUT_ANY,
         }
 
 
@@ -531,6 +553,7 @@ def _curl(server: ServerInfo, key: str | None, first: list[str]) -> JsonObject:
             f"  -d '{body}'",
         ],
         "notes": [],
+        "then": "",
     }
 
 
@@ -569,7 +592,12 @@ def show_misses(models: Served, viewer: CurrentViewer) -> JsonObject:
     prompts differ: as text for the key that sent them.
     """
     found = [miss for miss in models.ledger.misses() if viewer.may_see(miss.tenant)]
-    return {"object": "list", "data": [miss_out(miss, viewer, models) for miss in found]}
+    titles = Titles(models, viewer)
+    data = [
+        miss_out(miss, viewer, models) | {"title": titles.of(miss.agent, miss.tenant)}
+        for miss in found
+    ]
+    return {"object": "list", "data": data}
 
 
 def miss_out(miss: PrefixMiss, viewer: Viewer, models: Models) -> JsonObject:

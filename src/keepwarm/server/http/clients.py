@@ -63,10 +63,12 @@ class ClientSetup:
     def warnings(self, server: ServerInfo) -> Iterator[str]:
         """Why conversations may end early with this server."""
         context = f"{server.model} has a context of {server.n_context:,} tokens"
-        if server.n_context - server.n_answer < self.first_prompt:
+        n_left = server.n_context - self.first_prompt
+        if n_left < server.n_answer:
+            fate = f"leaves {n_left:,} for the conversation" if n_left > 0 else "is too short"
             yield (
                 f"Warning: the first prompt of {self.command[0]} has about {self.first_prompt:,} "
-                f"tokens, and {context}; use a model with a longer one."
+                f"tokens. {context}, which {fate}; use a model with a longer one."
             )
 
 

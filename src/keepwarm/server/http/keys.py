@@ -157,7 +157,7 @@ class Viewer(NamedTuple):
         """Whether this tenant's entries are shown; None is an unknown tenant."""
         return self.admin or tenant == self.tenant
 
-    def may_read(self, tenant: str) -> bool:
+    def may_read(self, tenant: str | None) -> bool:
         """Whether the text of this tenant's prompts is shown: only to the tenant itself."""
         return self.may_read_texts and tenant == self.tenant
 

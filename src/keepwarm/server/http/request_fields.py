@@ -22,6 +22,8 @@ CACHE_HEADER = "x-keepwarm-cache"
 AGENT_IN_PATH = "agent_id"  # of routes that continue an agent
 # How coding agents name their conversation; the first one present counts.
 SESSION_HEADERS = ("x-claude-code-session-id", "session-id", "session_id", "x-session-id")
+LIBRARIES = "python|node|axios|curl|go-|mozilla|(?:async)?(?:openai|anthropic|ollama)"
+CLIENT = re.compile(rf"(?!{LIBRARIES})[A-Za-z][\w-]{{0,23}}", re.IGNORECASE)
 AGENT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
 
 PolicyName = Literal["read-write", "read-only", "ephemeral", "no-store", "durable"]
@@ -94,6 +96,7 @@ class RequestFields(NamedTuple):
     continues: bool = False
     exact: bool = False
     request_id: str = ""
+    client: str = ""
     arrival: Arrival | None = None
     ignored_fields: tuple[str, ...] = ()
     speculation: bool = True
@@ -136,9 +139,16 @@ def request_fields(
         exact=_is_exact(options),
         timeout_s=settings_of(request).request_timeout_s or None,
         request_id=getattr(request.state, "request_id", ""),
+        client=_client(request.headers),
         arrival=getattr(request.state, "arrival", None),
         ignored_fields=ignored_fields(body, given_body(request)) if body else (),
     )
+
+
+def _client(headers: Mapping[str, str]) -> str:
+    """The name of the program, without its version; libraries are no programs."""
+    found = CLIENT.match(headers.get("user-agent", ""))
+    return found[0] if found else ""
 
 
 def _kv(options: KeepwarmOptions) -> KVOptions:

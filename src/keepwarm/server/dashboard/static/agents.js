@@ -2,7 +2,7 @@
 
 import { file, patch, post, remove } from "./api.js";
 import * as chat from "./chat.js";
-import { byId, details, empty, h, pages, put, say, slice, table } from "./dom.js";
+import { agentName, byId, details, empty, h, pages, put, say, slice, table } from "./dom.js";
 import { ago, bytes, count, middle, plural } from "./format.js";
 
 const PAGE = 25;
@@ -44,7 +44,7 @@ function render() {
 
 function matches(agent) {
   const wanted = byId("agent-filter").value.trim().toLowerCase();
-  return !wanted || [agent.id, agent.model, agent.key].some((text) => text?.toLowerCase().includes(wanted));
+  return !wanted || [agent.id, agent.title, agent.model, agent.key].some((text) => text?.toLowerCase().includes(wanted));
 }
 
 function sorted(agents) {
@@ -54,17 +54,17 @@ function sorted(agents) {
 
 function row(agent) {
   const badges = [agent.pinned && "pinned", agent.ephemeral && "ephemeral", agent.imported && "imported"].filter(Boolean);
-  const name = [h("strong", { title: agent.id }, middle(agent.id, 40)), agent.key ? h("span", { class: "quiet" }, ` key ${agent.key}`) : "",
+  const name = [agentName({ ...agent, agent: agent.id }),
     ...badges.map((badge) => h("span", { class: "badge" }, badge)),
-    h("div", { class: "quiet" }, [`created ${ago(agent.created)}`, agent.forked_from ? `fork of ${agent.forked_from}` : ""].filter(Boolean).join(", "))];
+    h("div", { class: "quiet" }, [`created ${ago(agent.created)}`, agent.forked_from ? `fork of ${middle(agent.forked_from)}` : ""].filter(Boolean).join(", "))];
   const branches = h("button", { type: "button", class: "link", "aria-label": `${plural(agent.branches.length, "branch", "branches")} of ${agent.id}`,
     onclick: () => showBranches(agent) }, count(agent.branches.length));
-  return [name, modelName(agent.model), ago(agent.used), count(agent.n_tokens), count(agent.turns.length), branches, bytes(agent.n_bytes),
+  return [name, h("span", { class: "model", title: agent.model }, modelName(agent.model)), ago(agent.used), count(agent.n_tokens), count(agent.turns.length), branches, bytes(agent.n_bytes),
     agent.key ? h("span", { class: "quiet" }, "with its own key") : h("div", { class: "actions" }, actions(agent))];
 }
 
-// A model may be a directory.
-const modelName = (model) => (model.startsWith("/") ? model.split("/").at(-1) : model);
+// A model may be a directory, or have an organisation before its name.
+const modelName = (model) => model.split("/").at(-1);
 
 function showBranches(agent) {
   const rows = agent.branches.toSorted((a, b) => a.number - b.number).map((branch) => [
@@ -103,7 +103,7 @@ async function fork(agent) {
 async function rewind(agent) {
   const turns = agent.turns.length;
   const turn = await ask({ title: `Rewind ${agent.id}`, ok: "Rewind", label: `Turns to keep, 0 to ${turns}`,
-    value: String(Math.max(0, turns - 1)), text: "Later turns are dropped; their blocks stay until they are evicted." });
+    value: turns > 1 ? String(turns - 1) : "", danger: true, text: "Later turns are dropped; their blocks stay until they are evicted." });
   if (turn) await post(path(agent, "rewind"), { turn: Number(turn) });
 }
 

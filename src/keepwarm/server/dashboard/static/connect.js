@@ -20,12 +20,13 @@ export function show({ url, model, models, key, clients }) {
   put("clients", clients.map((client) => card(client, client.lines.map(here).join("\n"))));
 }
 
-function card({ title, notes }, text) {
+function card({ title, notes, then }, text) {
   const lines = h("pre", { tabindex: "0" }, text);
   return h("div", { class: "card" },
     h("div", { class: "row" }, h("h3", {}, title),
       h("button", { type: "button", "aria-label": `Copy the lines for ${title}`, onclick: () => copy(text, lines) }, "Copy")),
-    lines, notes.map((note) => h("p", { class: "quiet" }, note[0].toUpperCase() + note.slice(1))));
+    notes.map((note) => h("p", { class: "note" }, note[0].toUpperCase() + note.slice(1))), lines,
+    then ? h("p", { class: "quiet" }, then) : null);
 }
 
 async function copy(text, lines) {

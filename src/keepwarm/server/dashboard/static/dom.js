@@ -1,5 +1,7 @@
 // Builds elements; text is never parsed as markup.
 
+import { isShort, middle } from "./format.js";
+
 const SVG = "http://www.w3.org/2000/svg";
 
 export const byId = (id) => document.getElementById(id);
@@ -70,6 +72,16 @@ export function table(caption, columns, rows) {
   return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
     h("table", {}, h("caption", { class: "unseen" }, caption),
       h("thead", {}, h("tr", {}, head)), h("tbody", {}, body)));
+}
+
+// An agent as people see it: its title over its short id, or a name that somebody gave it over its title.
+export function agentName({ agent, title = "", key = null }, ...more) {
+  const named = isShort(agent ?? "");
+  const [first, second] = named ? [agent, title] : [title || middle(agent, 32), title && middle(agent)];
+  const whole = [title, agent].filter(Boolean).join("\n");
+  const small = [...more, second, key && `key ${key}`].filter(Boolean).join(" · ");
+  return h("span", { class: "agent" }, h("strong", { title: whole }, first ?? "Unnamed"),
+    small ? h("span", { class: "quiet", title: whole }, small) : "");
 }
 
 export function tile(name, value, note = "") {

@@ -2,7 +2,7 @@
 
 import { byId, h, pages, put, say, slice, table } from "./dom.js";
 import { draw, drawMap, LEGENDS, ROW } from "./forest_draw.js";
-import { ago, bytes, count, plural } from "./format.js";
+import { ago, bytes, count, isShort, middle, plural } from "./format.js";
 import { arrange, matches, neighbour } from "./trees.js";
 
 const PADDING = 16;
@@ -159,8 +159,9 @@ function words(run) {
 }
 
 const names = (indexes) => indexes.map((index) => {
-  const { id, key } = state.data.agents[index];
-  return key ? `${id} (key ${key})` : id;
+  const { id, title, key } = state.data.agents[index];
+  const name = isShort(id) || !title ? middle(id, 32) : `${title} (${middle(id)})`;
+  return key ? `${name} (key ${key})` : name;
 });
 
 function listed(all) {

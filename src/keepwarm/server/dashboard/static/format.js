@@ -2,6 +2,7 @@
 
 const plain = new Intl.NumberFormat("en");
 const few = new Intl.NumberFormat("en", { maximumSignificantDigits: 2 });
+const GAP = "\u00a0"; // a number stays beside its unit
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 const STEPS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
 
@@ -13,8 +14,11 @@ export function short(n) {
   return new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 }).format(n);
 }
 
+const MOST = 16; // characters of a name that is shown whole
+export const isShort = (name) => name.length <= MOST;
+
 // A name of at most so many characters, shortened in the middle: ids often begin alike.
-export function middle(name, most = 14) {
+export function middle(name, most = MOST) {
   if (name.length <= most) return name;
   const kept = most - 1;
   return `${name.slice(0, Math.ceil(kept / 2))}…${name.slice(-Math.floor(kept / 2))}`;
@@ -28,18 +32,18 @@ export function bytes(n) {
     unit += 1;
   }
   const digits = unit && size < 100 ? 1 : 0;
-  return `${n < 0 ? "−" : ""}${size.toFixed(digits)} ${UNITS[unit]}`;
+  return `${n < 0 ? "−" : ""}${size.toFixed(digits)}${GAP}${UNITS[unit]}`;
 }
 
 export function seconds(s) {
-  if (s < 1) return `${Math.round(s * 1000)} ms`;
-  if (s < 60) return `${s.toFixed(s < 10 ? 1 : 0)} s`;
+  if (s < 1) return `${Math.round(s * 1000)}${GAP}ms`;
+  if (s < 60) return `${s.toFixed(s < 10 ? 1 : 0)}${GAP}s`;
   const at = STEPS.findIndex(([size]) => s >= size);
   const [size, name] = STEPS[at];
   const whole = Math.floor(s / size);
   const [next, nextName] = STEPS[Math.min(at + 1, 3)];
   const rest = Math.floor((s - whole * size) / next);
-  return rest && at < 3 ? `${whole} ${name} ${rest} ${nextName}` : `${whole} ${name}`;
+  return rest && at < 3 ? [whole, name, rest, nextName].join(GAP) : `${whole}${GAP}${name}`;
 }
 
 // Of prefill time that was saved; the server does not always know it.
@@ -49,10 +53,10 @@ export function ago(when, now = Date.now() / 1000) {
   const passed = Math.max(0, now - when);
   if (passed < 5) return "just now";
   const [size, name] = STEPS.find(([step]) => passed >= step);
-  return `${Math.floor(passed / size)} ${name} ago`;
+  return `${Math.floor(passed / size)}${GAP}${name} ago`;
 }
 
-export const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "–");
+export const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)}${GAP}%` : "–");
 
 export const clock = (when) =>
   new Date(when * 1000).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });

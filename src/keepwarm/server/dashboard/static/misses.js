@@ -1,7 +1,7 @@
 // Requests that recomputed known tokens, and where each diverged from an earlier prompt.
 
 import { diff } from "./diff.js";
-import { empty, h, put } from "./dom.js";
+import { agentName, empty, h, put } from "./dom.js";
 import { ago, count, plural, seconds } from "./format.js";
 
 const FEW = 8;
@@ -31,9 +31,7 @@ function item(miss) {
   details.addEventListener("toggle", () => details.open && put(details.lastElementChild, texts(miss)));
   return h("li", {},
     h("div", { class: "row" },
-      h("span", {}, `#${miss.number} `, h("strong", {}, miss.agent ?? ""),
-        miss.key ? h("span", { class: "quiet" }, ` key ${miss.key}`) : "",
-        h("span", { class: "quiet" }, ` ${ago(miss.when)}`)),
+      agentName(miss, `#${miss.number}`, ago(miss.when)),
       h("span", { class: "cost" }, `${plural(miss.wasted, "token")} recomputed, ${seconds(miss.seconds)}`)),
     h("p", {}, why, h("span", { class: "quiet" }, ` ${plural(miss.restored, "token")} ${miss.restored === 1 ? "was" : "were"} warm.`)),
     miss.text ? details : null);

@@ -1,15 +1,15 @@
 // Requests with their receipts: running ones, which can be cancelled, and recent ones.
 
 import { post } from "./api.js";
-import { byId, details, empty, h, pages, put, say, slice, table } from "./dom.js";
-import { ago, count, middle, percent, plural, saved, seconds } from "./format.js";
+import { agentName, byId, details, empty, h, pages, put, say, slice, table } from "./dom.js";
+import { ago, count, percent, plural, saved, seconds } from "./format.js";
 
 const PAGE = 20;
 const COLUMNS = [
   { name: "Request" }, { name: "State" }, { name: "Prompt" }, { name: "Answer", number: true },
   { name: "First token", number: true }, { name: "Time", number: true }, { name: "" },
 ];
-const state = { running: [], ended: [], page: 0 };
+const state = { running: [], ended: [], page: 0, titles: new Map() };
 let changed = () => {};
 
 export function start(onChange) {
@@ -26,6 +26,7 @@ export function running(now) {
 
 export function show({ data }) {
   state.ended = data.filter((one) => one.ended !== null);
+  state.titles = new Map(data.map(({ agent, title }) => [agent, title]));
   renderRunning();
   renderEnded();
 }
@@ -48,15 +49,12 @@ function renderEnded() {
 
 function matches(one) {
   const wanted = byId("request-filter").value.trim().toLowerCase();
-  return !wanted || [`#${one.number}`, one.agent, one.request_id, one.key].some((text) => text?.toLowerCase().includes(wanted));
+  return !wanted || [`#${one.number}`, one.agent, state.titles.get(one.agent), one.request_id, one.key].some((text) => text?.toLowerCase().includes(wanted));
 }
 
 function row(one) {
-  const name = [h("span", { class: "quiet" }, `#${one.number} `), h("strong", { title: one.agent }, middle(one.agent ?? "")),
-    one.key ? h("span", { class: "quiet" }, ` key ${one.key}`) : "",
-    one.request_id ? h("div", { class: "quiet id" }, one.request_id) : ""];
   return [
-    name,
+    agentName({ ...one, title: state.titles.get(one.agent) }, `#${one.number}`),
     [h("span", { class: `state ${one.state}`, title: one.error || null }, one.state),
       one.ended ? h("span", { class: "quiet" }, ` ${ago(one.ended)}`) : ""],
     receipt(one), count(one.answer_tokens), one.ttft_ms === null ? "–" : seconds(one.ttft_ms / 1000),
@@ -110,7 +108,7 @@ function phases(one) {
 
 function open(one) {
   const rate = one.tokens_per_second ? `${count(one.tokens_per_second)} tokens per second` : "–";
-  const facts = [["Agent", one.agent ?? "–"], ["State", one.status ? `${one.state} (${one.status})` : one.state], ["Request id", one.request_id || "–"],
+  const facts = [["Agent", one.agent ?? "–"], ...(one.title ? [["Title", one.title]] : []), ["State", one.status ? `${one.state} (${one.status})` : one.state], ["Request id", one.request_id || "–"],
     ["First token", phases(one)], ["Decode speed", rate], ...(one.error ? [["Error", one.error]] : [])];
   details(`Request #${one.number}`,
     h("dl", {}, facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
