@@ -306,7 +306,7 @@ def test_a_wrong_page_is_seen(tmp_path):
     assert sorted(broken_links(page)) == ["#c", "a.png", "b.png", "gone.md"]
     wrong = {"fly": ["fly"], "run hi --fast": ["--fast"], "cache burn": ["cache burn"]}
     assert {words: unknown_words(f"keepwarm {words}") for words in wrong} == wrong
-    assert unknown_words("keepwarm launch claude --run -- --resume") == []
+    assert unknown_words("keepwarm launch claude --print -- --resume") == []
     text = "`keepwarm a`\n```sh\nhead -c 9 x | keepwarm b # c\n```\n"
     assert command_lines(text, "keepwarm") == ["keepwarm b", "keepwarm a"]
 

@@ -257,7 +257,7 @@ def older():
 
 def run(frameworks, url, *command, **environ):
     """Start a program as `keepwarm launch any` does; what it printed."""
-    launch = (sys.executable, "-m", "keepwarm", "launch", "any", "--url", url, "--run", "--")
+    launch = (sys.executable, "-m", "keepwarm", "launch", "any", "--url", url, "--")
     environ = {"PATH": f"{frameworks}:{os.environ['PATH']}", "HOME": str(frameworks), **environ}
     return output_of((*launch, *command), environ)
 

@@ -62,9 +62,9 @@ def launch(
         str | None,
         typer.Option("--agent", help="Agent id for everything that the client sends."),
     ] = None,
-    run: Annotated[
-        bool, typer.Option("--run/--print", help="Start the client, or print its settings.")
-    ] = True,
+    only_print: Annotated[
+        bool, typer.Option("--print", help="Print the client's settings, and start nothing.")
+    ] = False,
     show_key: Annotated[
         bool,
         typer.Option("--show-key", help="Print the key itself, not a reference to it."),
@@ -79,15 +79,15 @@ def launch(
     settings = config.load(model=model)
     key, address = _key(settings), _checked(url or _address(settings))
     told = ServerInfo(address, "", 1, agent=_checked_agent(agent))
-    program = _program([*CLIENTS[client](told).command, *(arguments or ())]) if run else ""
-    may_start = run and url is None and not _listens(address)
+    program = "" if only_print else _program([*CLIENTS[client](told).command, *(arguments or ())])
+    may_start = program and url is None and not _listens(address)
     with _started(settings, model, address) if may_start else nullcontext():
         server = replace(_served(address, key), agent=told.agent)
         setup = CLIENTS[client](server)
         for warning in setup.warnings(server):
             print(warning, file=sys.stderr)
         command = [*setup.command, *(arguments or ())]
-        if run:
+        if program:
             sys.exit(_run(setup, program, command))
     print("\n".join(setup.shell_lines(command, None if show_key else key.shell)))
 

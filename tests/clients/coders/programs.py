@@ -146,7 +146,7 @@ class Program:
             files = {name: str(place.home / name) for name in setup.files}
             return setup.command, {**setup.environ, **setup.secrets, **files}
         launch = (sys.executable, "-m", "keepwarm", "launch", self.name, "--url", place.url)
-        return (*launch, *(("--agent", agent) if agent else ()), "--run", "--"), {}
+        return (*launch, *(("--agent", agent) if agent else ()), "--"), {}
 
 
 def documented(name: str) -> list[str]:
