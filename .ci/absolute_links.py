@@ -29,10 +29,13 @@ def main(root: Path, url: str, tag: str) -> None:
         kind = "raw" if found[1].endswith(PICTURES) else "blob"
         return f"{url}/{kind}/{tag}/{found[1]}"
 
-    rewrite(root / "README.md", lambda text: LINK.sub(absolute, text))
+    address = url.removeprefix("https://")
+    rewrite(
+        root / "README.md",
+        lambda text: LINK.sub(absolute, text).replace("REPOSITORY", address),
+    )
     urls = URLS.format(url=url, tag=tag)
     rewrite(root / "pyproject.toml", lambda text: text.replace("\n[project.scripts]", urls, 1))
-    address = url.removeprefix("https://")
     rewrite(root / "deploy" / "keepwarm.rb", lambda text: text.replace("REPOSITORY", address))
 
 

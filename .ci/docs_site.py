@@ -50,7 +50,8 @@ def outward(text: str, page: Path, url: str) -> str:
         return f"[{link[1]}]({url}/blob/main/{file}{hash_}{anchor})" if url else link[1]
 
     parts = CODE.split(text)
-    return "".join(part if n % 2 else LINK.sub(change, part) for n, part in enumerate(parts))
+    text = "".join(part if n % 2 else LINK.sub(change, part) for n, part in enumerate(parts))
+    return text.replace("https://REPOSITORY", url) if url else text
 
 
 class Page(HTMLParser):

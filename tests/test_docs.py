@@ -84,8 +84,8 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(checkpoint, tmp_path_factory):
     """A server as `keepwarm serve` starts it, for every block that speaks with one."""
-    home = tmp_path_factory.mktemp("home")
-    with served(checkpoint, home) as running:
+    home, shared = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("shared")
+    with served(checkpoint, home, KEEPWARM_REMOTE=shared.as_uri()) as running:
         yield running.url, home
 
 
@@ -215,11 +215,12 @@ def test_models_by_memory_are_current():
     assert all(f"`{choice.id}`" in page for choice in all_choices())
 
 
-def test_every_setting_is_described():
-    """Name, default and meaning as the code has them."""
-    page = generated.TUNING.read_text()
-    assert generated.settings_table() in page, "run: python -m tests.kit.generated"
-    assert all(f"| `{field.name}` |" in page for field in fields(Settings))
+@pytest.mark.parametrize("name", generated.TABLES)
+def test_a_table_is_what_the_code_says(name):
+    """Of settings, metrics and rules."""
+    table = f"<!-- {name}, from the code -->\n{generated.TABLES[name]()}<!-- end -->\n"
+    pages = [page for page in generated.WITH_TABLES if table in page.read_text()]
+    assert len(pages) == 1, "run: python -m tests.kit.generated"
 
 
 def test_every_page_is_listed():
@@ -262,7 +263,11 @@ def unknown_words(line: str) -> list[str]:
         command = inner[rest[0]]
     if "--" in rest:  # what follows is another program's
         rest = rest[: rest.index("--")]
-    options = {name for parameter in command.params for name in parameter.opts}
+    options = {
+        name
+        for parameter in command.params
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    }
     return [word for word in rest if re.match(r"--\w", word) and word not in options]
 
 

@@ -118,7 +118,7 @@ def test_a_header_that_claims_much_costs_its_own_bytes(kind):
     """
     data = by_tarfile((MANIFEST, b"1" * 42_000, {"type": kind}))
     file = CountedFile(changed(data, 124, b"%011o\0" % (800 << 20)))
-    with pytest.raises(BadRecord, match="not of a bundle"):
+    with pytest.raises(BadRecord, match="does not belong in a bundle"):
         list(ArchiveReader(file, 1 << 40))
     assert file.asked == 512
 

@@ -67,8 +67,8 @@ def test_shared_tiers_are_measured(report):
     ("mark", "key", "problem"),
     [
         (PLAIN, "", ""),
-        (PLAIN, "correct horse battery", "blocks that are not encrypted"),
-        (b"{}", "", "holds encrypted blocks"),
+        (PLAIN, "correct horse battery", "blocks are not encrypted"),
+        (b"{}", "", "has encrypted blocks"),
         (b"{}", "correct horse battery", ""),
     ],
 )

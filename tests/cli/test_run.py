@@ -156,7 +156,7 @@ def test_an_agent_is_continued(main_here, checkpoint, tmp_path):
     assert second["prefilled_tokens"] < second["prompt_tokens"] - first["prompt_tokens"]
     code, _, err = main_here("run", "the dog", "--model", checkpoint, "--continue")
     assert (code, err.count("\n")) == (2, 1)
-    assert "--continue needs the agent" in err
+    assert "--continue needs --agent" in err
     code, _, err = main_here("run", "hi", "--model", checkpoint, "--agent", "dog", "--continue")
     assert (code, err.count("\n")) == (2, 1)
     assert "There is no agent 'dog'" in err

@@ -1,5 +1,5 @@
-"""Pages generated from code and results: the public API, the command line's help, the table of
-settings, models by memory, the results of `benchmarks.requests`, the README's
+"""Pages generated from code and results: the public API, the command line's help, the tables of
+settings, metrics and rules, models by memory, the results of `benchmarks.requests`, the README's
 figure and table of them, and the pages of the zoo, of the conversations, of coding agents, of their
 working day, of other projects' tests and of the price of fewer bits.
 
@@ -29,6 +29,8 @@ from typer.testing import CliRunner
 from keepwarm.cli import main
 from keepwarm.config import Settings
 from keepwarm.models.choices import LEAST_TOKENS, ModelChoice, all_choices
+from keepwarm.server.admin import monitoring
+from keepwarm.text.volatile import BLOCKS, LINES, LinePosition, VolatileText
 from keepwarm.units import format_bytes
 from tests.clients.coders import page as coders
 from tests.clients.foreign.page import RESULTS as FOREIGN
@@ -41,7 +43,6 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 API = DOCS / "api.md"
 COMMAND_LINE = DOCS / "cli.md"
-TUNING = DOCS / "tuning.md"
 MODELS = DOCS / "models.md"
 README = ROOT / "README.md"
 BASELINE = DOCS / "results" / "baseline.json"
@@ -63,7 +64,7 @@ PRICE_TABLES = re.compile(
     r"(?<=<!-- measured, from docs/results/price.json -->\n).*?(?=<!-- end -->)", re.DOTALL
 )
 JOURNEYS, SESSIONS = (DOCS / "results" / f"{name}.json" for name in ("journeys", "sessions"))
-BETWEEN = re.compile(r"(?<=<!-- settings, from the code -->\n).*?(?=<!-- end -->)", re.DOTALL)
+FROM_CODE = re.compile(r"(?<=<!-- )([a-z ]+)(, from the code -->\n).*?(?=<!-- end -->)", re.DOTALL)
 CHOICES = re.compile(r"(?<=<!-- models by memory -->\n).*?(?=<!-- end -->)", re.DOTALL)
 SIZES = (8, 16, 24, 32, 48, 64, 96, 128)  # GiB of memory that machines have
 
@@ -97,6 +98,7 @@ PLAIN = {
 MEASURED = re.compile(
     r"(?<=<!-- measured, from docs/results/baseline.json -->\n).*?(?=<!-- end -->)", re.DOTALL
 )
+SPREAD = re.compile(r"([\d.]+) ±(\d+)%")
 PLACES = {  # on Linux
     "home": "~/.local/share/keepwarm",
     "store": "~/.local/share/keepwarm/store",
@@ -148,9 +150,54 @@ def _default(setting: Field[Any]) -> str:
     return f"`{value}`".lower() if value not in ("", None) else "none"
 
 
-def tuning(page: str) -> str:
-    """The page with the generated table."""
-    return BETWEEN.sub(lambda _: settings_table(), page)
+def metrics_table() -> str:
+    observed = [
+        (*monitoring.READY, "gauge", ""),
+        (*monitoring.LOADED, "gauge", "model"),
+        (*monitoring.LOADS, "counter", "model"),
+        (*monitoring.HTTP, "counter", "api, outcome"),
+        (*monitoring.TTFT, "histogram", "warm"),
+        (*monitoring.PHASES, "counter", "part"),
+        (*monitoring.TOKEN, "histogram", ""),
+        (*monitoring.SHARED, "gauge", "tier, state"),
+    ]
+    read = [(each.name, each.help, each.kind, each.label) for each in monitoring.SAMPLES]
+    rows = "".join(
+        f"| `{name}{'_total' * (kind == 'counter')}` | {kind} | {label} | {about} |\n"
+        for name, about, kind, label in [*observed, *read]
+    )
+    return f"| name | kind | by | what |\n|---|---|---|---|\n{rows}"
+
+
+def blocks_table() -> str:
+    rows = "".join(f"| `{block.name}` | {block.sent_by} |\n" for block in BLOCKS)
+    return f"| name | sent by |\n|---|---|\n{rows}"
+
+
+def rules_table() -> str:
+    head = "| rule | default | sender and meaning | where it applies | example | expression |\n"
+    return f"{head}|---|---|---|---|---|---|\n{''.join(map(_rule, LINES))}"
+
+
+def _rule(rule: VolatileText) -> str:
+    shape = rule.pattern.pattern.replace("|", "\\|")
+    places = "; ".join(place.value for place in LinePosition if place in rule.positions)
+    cells = [f"`{rule.name}`", "on" if rule.is_default else "off", rule.sent_by, places]
+    return f"| {' | '.join([*cells, f'`{rule.example}`', f'`{shape}`'])} |\n"
+
+
+TABLES = {
+    "settings": settings_table,
+    "metrics": metrics_table,
+    "blocks": blocks_table,
+    "rules": rules_table,
+}
+WITH_TABLES = tuple(DOCS / name for name in ("tuning.md", "operations.md", "prompts.md"))
+
+
+def with_tables(page: str) -> str:
+    """The page with its tables from the code."""
+    return FROM_CODE.sub(lambda found: f"{found[1]}{found[2]}{TABLES[found[1]]()}", page)
 
 
 def models(page: str) -> str:
@@ -172,15 +219,21 @@ def _choice(choice: ModelChoice) -> str:
 def measured_table(results: Results) -> str:
     """The measured rows, and the conditions."""
     _, table = summary(results).markdown().split("\n\n")
-    return f"{table}\n{_conditions(results)}\n"
+    return f"{SPREAD.sub(rounded_median, table)}\n{_conditions(results)}\n"
+
+
+def rounded_median(figure: re.Match[str]) -> str:
+    """With one digit where the samples are more than 10 % apart."""
+    value, spread = figure[1], int(figure[2])
+    return value if spread <= 10 else f"{float(f'{float(value):.1g}'):g}"
 
 
 def _conditions(results: Results) -> str:
     machine = results.machine
     return (
         f"{results.model}, {machine['system']}, {machine['backend']} on {machine['n_cpus']} cores "
-        f"of {machine['architecture']}, {results.date}; medians of {results.samples} samples, ± is "
-        "(highest - lowest) ÷ median. Measured by "
+        f"of {machine['architecture']}, {results.date}; medians of {results.samples} samples, with "
+        "one digit where they differ by more than 10 %. Measured by "
         f"`{results.command}`: [all results](docs/results/bench.md), "
         "[definitions](docs/results/benchmarks.md)."
     )
@@ -215,7 +268,8 @@ def exact_types(results: ZooResults) -> str:
 if __name__ == "__main__":
     API.write_text(api_page())
     COMMAND_LINE.write_text(command_line())
-    TUNING.write_text(tuning(TUNING.read_text()))
+    for path in WITH_TABLES:
+        path.write_text(with_tables(path.read_text()))
     MODELS.write_text(models(MODELS.read_text()))
     RESULTS.write_text(tables.markdown(Results.read(BASELINE)))
     README.write_text(readme(README.read_text()))

@@ -272,7 +272,7 @@ def test_between_prepare_and_finalize_a_batch_can_only_be_fed(fresh):
     ):
         with pytest.raises(UnsupportedCache, match="between prepare and finalize"):
             operation()
-    with pytest.raises(UnsupportedCache, match="Nothing was fed since prepare"):
+    with pytest.raises(UnsupportedCache, match="No tokens were run since prepare"):
         finalize(batch)
 
 
@@ -350,9 +350,11 @@ def test_a_slice_is_as_wide_as_announced(fresh, filled_before):
             if n_fed:
                 filled(batch[0], n_fed, n_batch=2)
             said = (
-                f"{n_fed} tokens a row since prepare, which announced 3; build" if n_fed else "noth"
+                f"{n_fed} tokens a row since prepare, which announced 3; build"
+                if n_fed
+                else "no tokens"
             )
-            with pytest.raises(UnsupportedCache, match=f"fed {said}|Nothing was fed"):
+            with pytest.raises(UnsupportedCache, match=f"got {said}|No tokens were run"):
                 finalize(batch)
 
 
@@ -362,7 +364,7 @@ def test_a_left_padded_slice_is_not_shorter_than_its_padding(fresh):
     prepare(batch, LeftPadding((3, 0)))
     filled(batch[0], 2, n_batch=2)
     with pytest.raises(
-        UnsupportedCache, match=r"fed 2 tokens a row .* announced at least 3; build"
+        UnsupportedCache, match=r"got 2 tokens a row .* announced at least 3; build"
     ):
         finalize(batch)
 
@@ -373,7 +375,7 @@ def test_a_batch_is_prepared_once_for_a_slice(fresh, padding):
     """mlx-lm adds the left padding of both calls."""
     batch = empty_batch([fresh], 2)
     prepare(batch, padding)
-    with pytest.raises(UnsupportedCache, match="Layer 0 is prepared already; feed the padded"):
+    with pytest.raises(UnsupportedCache, match="Layer 0 is prepared already; run the padded"):
         prepare(batch, padding)
     filled(batch[0], 2, n_batch=2)
     finalize(batch)

@@ -80,9 +80,9 @@ def may_say(model, text, letters=False, **wishes):
         ({"n": 17}, "n is 17"),
         (
             {"prompt": [320], "messages": None},
-            "holds the token 320, and the model's tokens are 0 to 319",
+            "contains the token 320, and the model's tokens are 0 to 319",
         ),
-        ({"prompt": [-1], "messages": None}, "holds the token -1"),
+        ({"prompt": [-1], "messages": None}, "contains the token -1"),
         ({"prompt": "", "messages": None}, "prompt is empty"),
     ],
 )

@@ -1,8 +1,5 @@
 """The beginning of a conversation: stable text first, and the same in every turn."""
 
-import re
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,8 +15,6 @@ from tests.kit.tokenizers import WITH_TOOLS, make
 from tests.text.formats import CLOCK, WEATHER
 from tests.text.test_template import ALTERNATING, HOISTING, ONE_SYSTEM
 
-PAGE = Path(__file__).parents[2] / "docs" / "prompts.md"
-ROWS = [(block.name, block.sent_by) for block in BLOCKS]
 RULES = "Be brief.\nAsk before you delete."
 SKILLS = "<system-reminder>\nThe following skills are available now: tidy\n</system-reminder>"
 
@@ -90,11 +85,6 @@ def test_a_block_is_cut_out_whole(name):
 def test_every_rule_has_a_sample():
     texts = [text_with(name, "x")[0] for name in SAMPLES | LAST]
     assert all(any(block.pattern.search(text) for text in texts) for block in BLOCKS)
-
-
-def test_the_page_lists_the_blocks():
-    listed = re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
-    assert [row for row in listed if row in ROWS] == ROWS
 
 
 def split(text):

@@ -488,7 +488,7 @@ class ArchiveReader:
         known, length = NAME.fullmatch(block[:100]), SIZE.fullmatch(block[124:136])
         name, n_bytes = (known[1].decode(), int(length[1], 8)) if known and length else ("", 0)
         if not name or block != _header(name, n_bytes):
-            raise BadRecord("it holds an entry that is not of a bundle, or was damaged")
+            raise BadRecord("it has an entry that does not belong in a bundle, or was damaged")
         if name in self._names:
             raise BadRecord(f"{name} is in it twice")
         self._names.add(name)

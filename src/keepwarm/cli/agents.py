@@ -179,8 +179,8 @@ def rewind(
 def remove(agent: AgentId, as_json: AsJson = False) -> None:
     """Delete an agent.
 
-    Every block that no other agent uses is deleted with it, from shared tiers too. One that does
-    not answer is named, and cleared later.
+    Every block that no other agent uses is deleted with it, from shared tiers too. Unreachable
+    tiers are reported and cleared later.
     """
     with open_store() as store, shown("deleting") as line:
         n_blocks = store.agents.delete(agent, line.count)

@@ -38,7 +38,7 @@ def command_line(verbs: Sequence[str] = VERBS) -> typer.Typer:
     """The command with these verbs: a tenth of a second for all of them."""
     app = typer.Typer(
         name="keepwarm",
-        help="Local LLM agents that never compute the same prompt twice.",
+        help="Serve local LLMs without computing the same prompt twice.",
         no_args_is_help=True,
         rich_markup_mode=None,
         context_settings={"max_content_width": 80},

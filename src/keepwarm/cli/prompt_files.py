@@ -70,8 +70,7 @@ def _tokens_of(found: PromptCacheFile, path: Path, given: Path | None) -> list[i
     n_held = kv.token_count(found.caches)
     if n_held is not None and n_held != len(tokens):
         raise BadInput(
-            f"{path} holds {n_held} tokens, but {len(tokens)} ids were given; pass exactly those "
-            "that were fed."
+            f"{path} holds {n_held} tokens, but {len(tokens)} ids were given; pass exactly its own."
         )
     return tokens
 

@@ -30,12 +30,12 @@ CALL_S = 30.0
 DAY_S = 86400.0
 SHOWN = 12  # characters of a hash
 
-OfModel = Annotated[str, typer.Option("--model", help="Of this model, as ls shows it.")]
-OfClass = Annotated[str, typer.Option("--class", help="Of this class of machines.")]
-OfTenant = Annotated[str, typer.Option("--tenant", help="Of this tenant, as ls shows it.")]
-Days = Annotated[float, typer.Option("--older-than", help="Not used for so many days.")]
+OfModel = Annotated[str, typer.Option("--model", help="Records of this model, as ls shows it.")]
+OfClass = Annotated[str, typer.Option("--class", help="Records of this class of machines.")]
+OfTenant = Annotated[str, typer.Option("--tenant", help="Records of this tenant, as ls shows it.")]
+Days = Annotated[float, typer.Option("--older-than", help="Unused for this many days.")]
 
-app = typer.Typer(no_args_is_help=True, help="See, verify and delete what shared tiers hold.")
+app = typer.Typer(no_args_is_help=True, help="List, verify and delete records of shared tiers.")
 
 
 class Wanted(NamedTuple):

@@ -59,7 +59,7 @@ def run(
     if raw and system is not None:
         raise BadInput("--raw and --system cannot be combined: raw text has no system prompt.")
     if continues and agent is None:
-        raise BadInput("--continue needs the agent that is continued; name it with --agent.")
+        raise BadInput("--continue needs --agent.")
     settings = config.load(
         model=model, max_tokens=max_tokens, temperature=temperature, kv_bits=kv_bits
     )

@@ -191,7 +191,7 @@ def finalize(batch: Caches) -> None:
     Raises if something else was fed than `prepare` announced: then the rows of the batch are wrong.
     """
     if all(is_empty(layer) for layer in batch):
-        raise UnsupportedCache("Nothing was fed since prepare; feed the padded slice first.")
+        raise UnsupportedCache("No tokens were run since prepare; run the padded slice first.")
     for path, leaf in leaves(batch):
         if announced := getattr(leaf, "announced", None):
             _check_was_fed(path, leaf, announced)
@@ -411,7 +411,7 @@ def _check_can_prepare(path: str, leaf: Cache, announced: _AnnouncedSlice) -> No
     require_finalized(leaf)
     earlier = getattr(leaf, "announced", None)
     if earlier and earlier.start == _n_fed(leaf) and not isinstance(leaf, ArraysCache):
-        raise UnsupportedCache(f"Layer {path} is prepared already; feed the padded slice first.")
+        raise UnsupportedCache(f"Layer {path} is prepared already; run the padded slice first.")
     if announced.left and not is_empty(leaf):
         raise UnsupportedCache(f"Layer {path}: left padding can only be added to an empty batch.")
     if announced.lengths and kind_of(leaf) is Kind.WINDOW and not min(announced.lengths):
@@ -429,12 +429,12 @@ def _check_was_fed(path: str, leaf: Cache, announced: _AnnouncedSlice) -> None:
     n_tokens, at_least = _n_fed(leaf) - announced.start, max(announced.left, default=0)
     if not n_tokens:
         raise UnsupportedCache(
-            f"Layer {path} was fed nothing since prepare; feed the padded slice first."
+            f"Layer {path} got no tokens since prepare; run the padded slice first."
         )
     if n_tokens != max(announced.lengths, default=max(n_tokens, at_least)):
         length = max(announced.lengths, default=f"at least {at_least}")
         raise UnsupportedCache(
-            f"Layer {path} was fed {n_tokens} tokens a row since prepare, which announced "
+            f"Layer {path} got {n_tokens} tokens a row since prepare, which announced "
             f"{length}; build the batch again."
         )
 

@@ -55,10 +55,10 @@ def check_kind(mark: bytes, is_sealed: bool) -> None:
         raise BadInput("Another version of Keepwarm has filled it; name an empty one instead.")
     if mark != PLAIN and not is_sealed:
         raise BadInput(
-            "It holds encrypted blocks; set KEEPWARM_ENCRYPTION_KEY to their key to use it."
+            "It has encrypted blocks; set KEEPWARM_ENCRYPTION_KEY to their key to use it."
         )
     if mark == PLAIN and is_sealed:
-        raise BadInput("It holds blocks that are not encrypted; name an empty one instead.")
+        raise BadInput("Its blocks are not encrypted; name an empty one instead.")
 
 
 def put_mark(backend: Backend, mark: bytes, deadline: CallDeadline) -> bytes:

@@ -48,7 +48,7 @@ from keepwarm.server.responses.background import BackgroundResponses
 from keepwarm.server.responses.store import ResponseStore
 
 ABOUT = (
-    "Local LLM agents that never compute the same prompt twice. Every answer has a receipt: "
+    "Serves local LLMs without computing the same prompt twice. Every answer has a receipt: "
     f"how much of its prompt was reused (header `{RECEIPT_HEADER}`, field `keepwarm`)."
 )
 ROUTERS = (

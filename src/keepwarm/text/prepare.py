@@ -351,7 +351,7 @@ class Preparer:
         for token in (min(tokens, default=0), max(tokens, default=0)):
             if not 0 <= token < self._n_vocab:  # MLX would read past the end of the embeddings
                 raise BadInput(
-                    f"The prompt holds the token {token}, and the model's tokens are 0 to "
+                    f"The prompt contains the token {token}, and the model's tokens are 0 to "
                     f"{self._n_vocab - 1}; send ids of this model."
                 )
 

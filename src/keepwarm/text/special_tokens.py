@@ -84,7 +84,7 @@ class SpecialTokens:
             return None
         if any(map(STAND_IN.search, _texts([*chat]))):
             raise BadInput(
-                "The messages spell a special token and hold characters of the private-use plane "
+                "The messages contain a special token and characters of the private-use plane "
                 "U+100000; leave out one of them."
             )
         return masked

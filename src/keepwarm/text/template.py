@@ -193,7 +193,7 @@ def _part_text(part: Any) -> str:
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         raise BadInput(
-            f"A message holds a part of type {kind!r}, but the model reads text only; omit it."
+            f"A message contains a part of type {kind!r}, but the model reads text only; omit it."
         )
     return text
 

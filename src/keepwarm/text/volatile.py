@@ -40,7 +40,7 @@ class LinePosition(StrEnum):
     HEAD = "the first line of a system block"
     TAIL = "the last line of a system block"
     LINE = "any line of a system block"
-    REMINDER = "a `<system-reminder>` block that holds nothing else"
+    REMINDER = "a `<system-reminder>` block with nothing else"
     REMINDER_LINE = "any line of a `<system-reminder>` block"
 
 

@@ -1,6 +1,5 @@
 """Metrics exist, count correctly, and are documented."""
 
-import re
 import uuid
 from pathlib import Path
 
@@ -235,36 +234,3 @@ def test_every_route_has_a_name():
     paths = {*schema["paths"], "/", "/dashboard/main.js", "/docs", "/openapi.json"}
     assert "/v1/dashboard/now" in paths
     assert {path for path in paths if monitoring._api(path) == "other"} == set()
-
-
-def table():
-    """The rows of docs/operations.md."""
-    observed = [
-        (*monitoring.READY, "gauge", ""),
-        (*monitoring.LOADED, "gauge", "model"),
-        (*monitoring.LOADS, "counter", "model"),
-        (*monitoring.HTTP, "counter", "api, outcome"),
-        (*monitoring.TTFT, "histogram", "warm"),
-        (*monitoring.PHASES, "counter", "part"),
-        (*monitoring.TOKEN, "histogram", ""),
-        (*monitoring.SHARED, "gauge", "tier, state"),
-    ]
-    read = [(each.name, each.help, each.kind, each.label) for each in monitoring.SAMPLES]
-    rows = [
-        f"| `{name}{'_total' * (kind == 'counter')}` | {kind} | {label} | {about} |"
-        for name, about, kind, label in [*observed, *read]
-    ]
-    return "\n".join(["| name | kind | by | what |", "|---|---|---|---|", *rows])
-
-
-def test_the_manual_lists_every_metric():
-    assert table() in PAGE.read_text(), f"put this into {PAGE.name}:\n{table()}"
-
-
-def test_the_table_is_whole(live):
-    documented = set(re.findall(r"^\| `(\w+)`", table(), re.MULTILINE))
-    ask(live)
-    text = live.get("/metrics").text
-    served = {family.name for family in text_string_to_metric_families(text)}
-    ours = {n for n in served if n.startswith("keepwarm_") and not n.endswith("_created")}
-    assert ours == {name.removesuffix("_total") for name in documented}

@@ -158,7 +158,7 @@ def test_a_prompt_of_the_model_is_put_first(live, embedder):
         ({"input": []}, 400, "at least one text"),
         ({"input": ["a"] * 2049}, 400, "There are 2,049 inputs; send 1 to 2,048."),
         ({"input": "dog " * 600}, 400, "maximum context length"),
-        ({"input": [[1, 9999]]}, 400, "holds the token 9999"),
+        ({"input": [[1, 9999]]}, 400, "contains the token 9999"),
         ({"input": {"text": "a"}}, 400, "input"),
     ],
 )

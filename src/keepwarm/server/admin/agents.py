@@ -489,7 +489,7 @@ def fork_agent(
 def rewind_agent(
     agent_id: AgentId, body: RewindBody, agents: Agents, branch: BranchNumber = None
 ) -> AgentOut:
-    """Drop the turns after this one; a branch that is named becomes the head."""
+    """Drop the turns after this one; with `branch`, that branch becomes the head."""
     return agents.rewind(agent_id, body.turn, branch)
 
 

@@ -203,7 +203,7 @@ SAMPLES = (
         _counter("generated_tokens"),
     ),
     Sample(
-        "keepwarm_drafted_tokens", "counter", "Tokens that steps were fed as drafts.", "",
+        "keepwarm_drafted_tokens", "counter", "Draft tokens that steps computed.", "",
         _counter("drafted_tokens"),
     ),
     Sample(
@@ -237,7 +237,7 @@ SAMPLES = (
     ),
     Sample(
         "keepwarm_shared_tier_oldest_seconds", "gauge",
-        "Since the first use of what a directory or a bucket holds, where this machine sweeps it.",
+        "Age of the oldest record in a directory or bucket that this machine sweeps.",
         "tier", _oldest,
     ),
     Sample("keepwarm_evictions", "counter", "Blocks or live caches evicted.", "tier", _evicted),

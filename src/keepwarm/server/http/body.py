@@ -116,7 +116,7 @@ def check_structure(body: bytes) -> None:
         between = b"".join(texts.split(b'"')[::2])
         if len(between.translate(None, _UNCOUNTED)) <= MAX_VALUES:
             return
-    raise TooLarge(f"The body holds more than {MAX_VALUES:,} values; send fewer.")
+    raise TooLarge(f"The body has more than {MAX_VALUES:,} values; send fewer.")
 
 
 async def check_json(request: Request) -> None:

@@ -32,9 +32,7 @@ PolicyName = Literal["read-write", "read-only", "ephemeral", "no-store", "durabl
 class KVOptionsIn(JsonInput):
     """How keys and values are stored."""
 
-    max_kv_size: int | None = Field(
-        default=None, ge=1, description="Keep only this many of the last tokens."
-    )
+    max_kv_size: int | None = Field(default=None, ge=1, description="Keep only the last N tokens.")
     kv_bits: Literal[2, 4, 8] | None = Field(
         default=None, description="Quantise to this many bits."
     )
