@@ -143,10 +143,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     absent |= {"linux_cpu"} if not blas.wanted() else set()
     absent |= {"linux"} if sys.platform != "linux" else set()
     absent |= {"glibc"} if platform.libc_ver()[0] != "glibc" else set()
-    left = [item for item in items if any(item.get_closest_marker(name) for name in absent)]
+    left = {item for item in items if any(item.get_closest_marker(name) for name in absent)}
     items[:] = [item for item in items if item not in left]
     if left:
-        config.hook.pytest_deselected(items=left)
+        config.hook.pytest_deselected(items=list(left))
 
 
 def pytest_collection_finish() -> None:
