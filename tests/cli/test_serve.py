@@ -129,12 +129,13 @@ def test_what_is_printed_works_and_a_signal_ends_it_in_order(checkpoint, tmp_pat
     keys = tmp_path / "my keys"
     keys.write_text("alice = secret\nother\n")
     keys.chmod(0o600)
-    shared = {"KEEPWARM_SHARE_CACHE": "yes"}
-    with served(checkpoint, tmp_path, "--api-key-file", str(keys), **shared) as (_, printed):
+    more = {"KEEPWARM_SHARE_CACHE": "yes", "KEEPWARM_DRAIN_S": "0.2"}
+    with served(checkpoint, tmp_path, "--api-key-file", str(keys), **more) as (process, printed):
         assert "secret" not in printed
         refused = httpx.post(f"{address(printed)}/v1/chat/completions", json={})
         assert refused.status_code == 401
         again = run_line(printed)
+        check_cut(process, printed, "secret")
     assert again["choices"] == first["choices"]
     usage = again["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
@@ -144,25 +145,25 @@ def _has(line, parts):
     return any(part in line for part in parts)
 
 
-def test_what_does_not_end_in_time_is_cut_with_words(checkpoint, tmp_path):
+def check_cut(process, printed, key):
+    """An answer that does not end in time is cut with words."""
     import openai
 
-    with served(checkpoint, tmp_path, KEEPWARM_DRAIN_S="0.2") as (process, printed):
-        bias = {"2": -100}  # the end of a turn
-        with openai.OpenAI(base_url=f"{address(printed)}/v1", api_key="any") as client:
-            stream = client.chat.completions.create(
-                model="m", messages=QUESTION, stream=True, max_tokens=3000, logit_bias=bias
-            )
-            next(stream)
-            begun = time.monotonic()
-            process.send_signal(signal.SIGINT)
-            with pytest.raises(openai.APIError, match=r"stopping|shutting"):
-                list(stream)
-        process.wait(300)
-        assert process.returncode == 0
-        draining, *_ = re.findall("event=draining (.*)", process.stderr.read())
-        assert draining.startswith("unfinished_requests=1 up_to_s=0.2 hint=")
-        assert time.monotonic() - begun < 120  # three thousand tokens take longer
+    bias = {"2": -100}  # the end of a turn
+    with openai.OpenAI(base_url=f"{address(printed)}/v1", api_key=key) as client:
+        stream = client.chat.completions.create(
+            model="m", messages=QUESTION, stream=True, max_tokens=3000, logit_bias=bias
+        )
+        next(stream)
+        begun = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(openai.APIError, match=r"stopping|shutting"):
+            list(stream)
+    process.wait(300)
+    assert process.returncode == 0
+    draining, *_ = re.findall("event=draining (.*)", process.stderr.read())
+    assert draining.startswith("unfinished_requests=1 up_to_s=0.2 hint=")
+    assert time.monotonic() - begun < 120  # three thousand tokens take longer
 
 
 def test_a_second_server_on_the_port_is_told(main_here, checkpoint):
