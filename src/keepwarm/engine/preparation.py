@@ -121,11 +121,13 @@ class Preparation:
 
 def _stored_answers(lane: Lane) -> StoredAnswers:
     """In blocks of this machine; what others have told, a few kB, not their blocks."""
-    restorer = lane.restorer
+    restorer, uploader = lane.restorer, lane.restorer.uploader
     follow = partial(stored_continuations, restorer.namespace, restorer.tiers.local)
 
     def elsewhere(texts: Sequence[str]) -> list[list[KnownSpan]]:
-        return [spans for told in restorer.answers_to(texts) if (spans := _decode_spans(told))]
+        tiers = restorer.tiers.shared
+        told = (one for tier in tiers for one in tier.answers_to(restorer.namespace, texts))
+        return [spans for one in told if (spans := _decode_spans(one))]
 
     def share(
         text: str,
@@ -133,7 +135,10 @@ def _stored_answers(lane: Lane) -> StoredAnswers:
         tokens: Sequence[int],
         is_wanted: Callable[[], bool],
     ) -> Future[None] | None:
-        return restorer.share_answers(text, partial(_encode_spans, spans), tokens, is_wanted)
+        if uploader is None:
+            return None
+        encode = partial(_encode_spans, spans)
+        return uploader.tell(restorer.namespace, text, encode, tokens, is_wanted)
 
     return StoredAnswers(follow, elsewhere, share)
 

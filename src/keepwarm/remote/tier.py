@@ -189,11 +189,11 @@ class RemoteTier:
             places = [FolderRange(self._names.answers_to(namespace, text), "") for text in texts]
             lists = self.backend.look(places, deadline.left_s())
             named = [one.name for some in lists for one in some]
-            read: dict[str, bytes] = {}
+            told: dict[str, bytes] = {}
             with suppress(CallError):  # what was read until then will do
                 for name in named[:MAX_TOLD]:
-                    read[name] = self._told(name, deadline)
-            told = {name: data for name, data in read.items() if len(data) > END_BYTES}
+                    if len(data := self._told(name, deadline)) > END_BYTES:
+                        told[name] = data
             self._touch_told(namespace, told, deadline)
             return [data[END_BYTES:] for data in told.values()]
 

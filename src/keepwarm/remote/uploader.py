@@ -65,7 +65,7 @@ class Uploader:
         self._closing = False
         self._changed = threading.Condition()
         self._teller = ThreadPoolExecutor(MAX_TELLING, "keepwarm-teller")  # waits for no upload
-        self._n_telling = 0
+        self._telling: list[Future[None]] = []
         self._thread = threading.Thread(target=self._run, name="keepwarm-uploader", daemon=True)
         self._thread.start()
 
@@ -110,14 +110,10 @@ class Uploader:
         with self._changed:
             if self._closing or not usable:
                 return None
-            told, is_late = self._teller.submit(tell), self._n_telling >= MAX_TELLING
-            self._n_telling += 1
-        told.add_done_callback(self._has_told)
-        return None if is_late else told
-
-    def _has_told(self, _: Future[None]) -> None:
-        with self._changed:
-            self._n_telling -= 1
+            before = [one for one in self._telling if not one.done()]
+            told = self._teller.submit(tell)
+            self._telling = [*before, told]
+        return told if len(before) < MAX_TELLING else None
 
     def close(self) -> None:
         """Go on for a moment, then leave the rest."""

@@ -526,25 +526,6 @@ class Restorer:
         refs = list(chain(self.namespace, tokens)) if self.uploader is not None else []
         return self.uploader.offer(self.namespace, refs) if self.uploader and refs else None
 
-    def share_answers(
-        self,
-        text: str,
-        answers: Callable[[], bytes],
-        tokens: Sequence[int],
-        is_wanted: Callable[[], bool],
-    ) -> Future[None] | None:
-        """Tell other machines the answers of a conversation that has these tokens, the one to this
-        text last; done when they can know. None if nobody should wait for that.
-        """
-        if self.uploader is None:
-            return None
-        return self.uploader.tell(self.namespace, text, answers, tokens, is_wanted)
-
-    def answers_to(self, texts: Sequence[str]) -> Iterator[bytes]:
-        """What other machines have told of these texts; on the caller's thread."""
-        for tier in self.tiers.shared:
-            yield from tier.answers_to(self.namespace, texts)
-
     def n_saved(self, tokens: Sequence[int], policy: Policy) -> int:
         """How many restored tokens a request need not save again.
 
