@@ -1,5 +1,7 @@
 """A conversation that moves between machines has the tokens it would have on one."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 
 import pytest
@@ -11,6 +13,7 @@ from keepwarm.remote.tier import RemoteTier
 from keepwarm.text.request import Request, Sampling
 from tests.engine.test_shared import machine
 from tests.kit.places import KINDS
+from tests.kit.waiting import wait_until
 
 SOON = 60.0
 ORDER = [0, 1, 2, 2, 0, 2, 1, 1, 0]  # machines in turn; each is left, stayed on and come back to
@@ -120,6 +123,29 @@ def test_an_answer_that_is_told_after_its_conversation_was_deleted_is_taken_back
         engine.wait_until_saved()
         assert engine.store.unreached() == []
         assert (seen, n_told(place)) == ([[], 2], 0)
+
+
+def test_the_end_waits_until_every_choice_is_told(models, tmp_path, place, monkeypatch):
+    tell, gate, calls = RemoteTier.tell, threading.Event(), []
+
+    def tell_the_first_late(*args):
+        calls.append(args)
+        return (len(calls) > 1 or gate.wait(SOON)) and tell(*args)
+
+    monkeypatch.setattr(RemoteTier, "tell", tell_the_first_late)
+    sampling = Sampling(max_tokens=6, temperature=2, seed=1)
+    request = Request(messages=[{"role": "user", "content": "a"}], sampling=sampling, n=3)
+    with (
+        machine(models.of("llama"), tmp_path / "a", place.as_uri()) as engine,
+        ThreadPoolExecutor() as threads,
+    ):
+        result = threads.submit(engine.submit(request).result)
+        wait_until(lambda: n_told(place) == 4)
+        wait([result], timeout=0.2)
+        assert not result.done()
+        gate.set()
+        assert len(result.result(SOON).choices) == 3
+        assert n_told(place) == 6
 
 
 @pytest.mark.parametrize(("agent", "n_choices"), [("coder", 1), (None, 3)])

@@ -245,7 +245,7 @@ class Job:
     since: int | None = None  # the store's generation on arrival
     times: PrefillTimes = field(default_factory=PrefillTimes)  # what its prompt took, or takes now
     status: JobStatus = JobStatus.WAITING
-    told: Future[None] | None = None  # its end waits until other machines know the answer
+    told: list[Future[None]] = field(default_factory=list)  # its end waits for these
 
     def __post_init__(self) -> None:
         self.arrived = self._last_heartbeat = self.clock()
@@ -418,12 +418,20 @@ class Job:
         if error is None and self.receipt is not None:
             self.receipt = self._final(self.receipt)
         self._call_on_end(error)
-        last, answer = self.done() if error is None else error, self.answer
-        if self.told is None:
-            answer.put(last)
-        else:
-            self.told.add_done_callback(lambda _: answer.put(last))
+        self._put_when_told(self.done() if error is None else error)
         self.sequences = []  # they refer to the job: the cycle would delay freeing both
+
+    def _put_when_told(self, last: Done | KeepwarmError) -> None:
+        """Once other machines know the answers, or cannot in time."""
+        answer, told = self.answer, self.told
+
+        def after(_: Future[None] | None) -> None:
+            if told:
+                told.pop().add_done_callback(after)
+            else:
+                answer.put(last)
+
+        after(None)
 
     def release(self) -> None:
         """Give back its memory lease and stop loading blocks."""

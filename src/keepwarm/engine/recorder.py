@@ -266,7 +266,7 @@ class RecentTexts:
             is_recorded = job.request.agent is None or sequence.choice == 0
             is_wanted = claim.is_wanted if is_recorded else None
             told = self._preparer.remember(job.prepared, sequence.tokens, is_wanted)
-            job.told = told or job.told
+            job.told += [told] if told else []
 
     def candidate(self, job: Job) -> MissCandidate | None:
         """A request that ended, if it may have computed known tokens again."""
