@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.price.codecs import EXACT_BITS, Q4, Q8, Codec
 from benchmarks.requests.recorded import RecordedRequest, load, requests
 from benchmarks.rivals import Cache, Fifo, Sessions, TailFirst
 from keepwarm.cache.restore.loading import Reader
@@ -44,7 +45,8 @@ BUDGETS = (128_000, 256_000, 512_000, 1_024_000, 2_048_000)
 TOKEN_BYTES = 2 * 32 * 8 * 128 * 2  # K and V of 32 layers, 8 heads of 128, two bytes: an 8B model
 NAMESPACE = Namespace(b"the traces, whoever made them...")
 DELTA_ONLY = Layout((LayerSpec("0", Kind.DELTA, "KVCache", {}, {}),))
-OURS, TAIL_FIRST, SESSIONS = "keepwarm", "tail-first LRU blocks", "LRU sessions"
+OURS, OURS_Q8, OURS_Q4 = "keepwarm", "keepwarm, q8 at rest", "keepwarm, q4 at rest"
+TAIL_FIRST, SESSIONS = "tail-first LRU blocks", "LRU sessions"
 FIFO, FIFO_10 = "FIFO sequences", "mlx-lm: FIFO, 10 sequences"
 
 
@@ -73,8 +75,9 @@ class Task:
 class Shipped:
     """The real restorer over a memory tier, with stand-ins for tensors."""
 
-    def __init__(self, n_tokens: int) -> None:
-        self._now = 0.0
+    def __init__(self, n_tokens: int, codec: Codec | None = None) -> None:
+        """As many bytes as so many tokens take exactly; blocks are kept by a codec."""
+        self._now, self._codec = 0.0, codec
         self.tier = MemoryTier(n_tokens * TOKEN_BYTES, clock=lambda: self._now)
         tiers = Tiers([("memory", self.tier)])
         self._restorer = Restorer(
@@ -100,28 +103,40 @@ class Shipped:
         return tokens
 
     def _keep(self, tokens: array[int], plan: Plan) -> None:
-        first = plan.n_tokens // BLOCK_TOKENS
+        n_known = plan.n_tokens // BLOCK_TOKENS
+        first = max(0, n_known - 1)  # the last block that is known may have a whole one behind it
         parent = plan.point.reads[first - 1].key if first else root(NAMESPACE)
         for number in range(first, -(-len(tokens) // BLOCK_TOKENS)):
             start = number * BLOCK_TOKENS
             words = pack(tokens[start : start + BLOCK_TOKENS])
             key = block_key(NAMESPACE, parent, words)
             header = Header(NAMESPACE, key, parent, Part.DELTA, number, words)
-            self._restorer.writer.put(
-                Record(header, (stand_in(len(words) // 4),)), Policy.EPHEMERAL
-            )
+            record = Record(header, (self._stand_in(number, len(words) // 4, len(tokens)),))
+            if number < n_known:
+                self.tier.replace(record)
+            else:
+                self._restorer.writer.put(record, Policy.EPHEMERAL)
             parent = key
+
+    def _stand_in(self, number: int, n_tokens: int, n_all: int) -> Tensor:
+        n_bytes, codec = n_tokens * TOKEN_BYTES, self._codec
+        if codec is not None:
+            lossy = codec.lossy_rows(n_all)
+            if lossy.start <= number * BLOCK_TOKENS < lossy.stop:
+                n_bytes = int(n_bytes * codec.bits / EXACT_BITS)
+        return stand_in(n_bytes)
 
 
 @cache
-def stand_in(n_tokens: int) -> Tensor:
+def stand_in(n_bytes: int) -> Tensor:
     """A tensor that reports its true size and holds one byte."""
-    n_bytes = n_tokens * TOKEN_BYTES
     return Tensor("KV", "U8", (n_bytes,), np.broadcast_to(np.zeros(1, np.uint8), n_bytes).data)
 
 
 CACHES: dict[str, Callable[[int], Cache]] = {
     OURS: Shipped,
+    OURS_Q8: lambda n_tokens: Shipped(n_tokens, Q8),
+    OURS_Q4: lambda n_tokens: Shipped(n_tokens, Q4),
     TAIL_FIRST: TailFirst,
     SESSIONS: Sessions,
     FIFO: Fifo,

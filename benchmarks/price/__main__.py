@@ -18,11 +18,12 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
+import mlx.core as mx
 import numpy as np
 
 from benchmarks.price.codecs import CODECS, Codec
 from benchmarks.price.page import markdown
-from benchmarks.price.speed import rates, stored_rates
+from benchmarks.price.speed import decode_rates, device_rates, stored_rates
 from benchmarks.price.trials import ASKING, OPENING, QUESTIONS, Reader, says_the_same, score
 from benchmarks.training.corpus import read_files, roots, tokenized
 from benchmarks.training.kinds import KINDS
@@ -56,6 +57,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--scored", type=int, default=256, help="Tokens after the context.")
     parser.add_argument("--questions", type=int, default=len(QUESTIONS), help="To each text.")
     parser.add_argument("--needles", type=int, default=8, help="Prompts with needles, each kind.")
+    parser.add_argument("--device", action="store_true", help="Only restores, on this device.")
     parser.add_argument("--json", type=Path, help="Read and write results here.")
     parser.add_argument("--tiny", action="store_true", help="Every step in little.")
     return parser.parse_args()
@@ -68,11 +70,14 @@ def main() -> None:
     found: dict[str, Any] = {"machine": machine, "models": {}}
     if chosen.json and chosen.json.exists():
         found = json.loads(chosen.json.read_text())
-    found |= {
-        "date": datetime.now(UTC).date().isoformat(),
-        "speed": speeds(),
-        "stored": stored_rates(),
-    }
+    if chosen.device:
+        rates = device_rates(2, 1024) if chosen.tiny else device_rates()
+        print(json.dumps({"device": str(mx.default_device()), "rates": rates}, indent=1))
+        return
+    found["date"] = datetime.now(UTC).date().isoformat()
+    found["stored"] = stored_rates(1, 1024) if chosen.tiny else stored_rates()
+    decoding, lengths = load(str(TRAINED[0]), config.load({})), (16, 1) if chosen.tiny else (512, 5)
+    found["decode"] = decode_rates(decoding, *lengths)
     default = [str(TRAINED[0])] if chosen.tiny else ["smollm2", *map(str, TRAINED)]
     for name in chosen.models or default:
         of_model = found["models"].setdefault(Path(name).name, {})
@@ -82,10 +87,6 @@ def main() -> None:
             if chosen.json:
                 chosen.json.write_text(json.dumps(found, indent=1) + "\n")
     print(markdown(found))
-
-
-def speeds() -> dict[str, Any]:
-    return {codec.name: {"K": rates(codec.keys), "V": rates(codec.values)} for codec in CODECS}
 
 
 def measure(name: str, chosen: argparse.Namespace) -> Iterator[tuple[str, Any]]:

@@ -47,15 +47,20 @@ class Codec(NamedTuple):
         """Against 16 bits, where every layer keeps every token."""
         rows = self.lossy_rows(n_tokens)
         n_lossy: int = rows.stop - rows.start
-        bits = (self.keys.bits_per_number + self.values.bits_per_number) / 2
-        return n_tokens * EXACT_BITS / (n_lossy * bits + (n_tokens - n_lossy) * EXACT_BITS)
+        return n_tokens * EXACT_BITS / (n_lossy * self.bits + (n_tokens - n_lossy) * EXACT_BITS)
+
+    @property
+    def bits(self) -> float:
+        """Of a number, scales and biases included."""
+        return (self.keys.bits_per_number + self.values.bits_per_number) / 2
 
 
 Q8 = Codec("q8", Rounding(8, "token"), Rounding(8, "token"), n_last=0)
-Q4 = Codec("q4", Rounding(4, "channel", BLOCK_TOKENS), Rounding(4, "token"), n_first=1)
-Q4_IN_64 = Codec("q4, K in 64s", Rounding(4, "channel"), Rounding(4, "token"), n_first=1)
+Q4 = Codec("q4", Rounding(4, "channel"), Rounding(4, "token"), n_first=1)
+BY_BLOCK = Rounding(4, "channel", BLOCK_TOKENS)
+Q4_BY_BLOCK = Codec("q4, K by block", BY_BLOCK, Rounding(4, "token"), n_first=1)
 PLAIN_4 = Codec("plain 4 bits", Rounding(4, "token"), Rounding(4, "token"), n_last=0)
-CODECS = (Q8, Q4, Q4_IN_64, PLAIN_4)
+CODECS = (Q8, Q4, Q4_BY_BLOCK, PLAIN_4)
 
 
 class Coded(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.price.codecs import CODECS, Q4, Q4_IN_64, Q8, Codec
+from benchmarks.price.codecs import CODECS, Q4, Q4_BY_BLOCK, Q8, Codec
 
 LONG = 8192  # tokens of the conversation whose bytes are compared
 MAX_NEEDLES_LOST = 0.02
@@ -18,12 +18,16 @@ class Goal(NamedTuple):
     times_smaller: float
 
 
-GOALS = {Q8.name: Goal(0.0005, 1.85), **dict.fromkeys((Q4.name, Q4_IN_64.name), Goal(0.004, 3.0))}
+GOALS = {
+    Q8.name: Goal(0.0005, 1.85),
+    **dict.fromkeys((Q4.name, Q4_BY_BLOCK.name), Goal(0.004, 3.0)),
+}
 
 
 def markdown(found: Mapping[str, Any]) -> str:
     """What is offered, the speed, and the tables, model by model."""
-    lines = [*_verdicts(found["models"]), *_speeds(found["speed"]), *_stored(found["stored"])]
+    lines = [*_verdicts(found["models"]), *_agents(), *_stored(found["stored"])]
+    lines += _decode(found["decode"])
     for name, parts in found["models"].items():
         lines += _model(name, parts)
     return "\n".join([*lines, ""])
@@ -54,24 +58,53 @@ def needles_lost(codec: Codec, models: Mapping[str, Any]) -> float:
     return max((shares["exact"] - shares[codec.name] for shares in found), default=0.0)
 
 
-def _speeds(speed: Mapping[str, Any]) -> Iterator[str]:
+class Shape(NamedTuple):
+    """What a model keeps: numbers of a token that every layer adds, and of windows, which are never
+    rounded and hold so many tokens."""
+
+    name: str
+    per_token: int
+    window: int = 0
+
+    def agents(self, codec: Codec | None, n_tokens: int) -> float:
+        """Conversations of so many tokens in AGENT_BYTES."""
+        smaller = codec.times_smaller(n_tokens) if codec else 1.0
+        n_bytes = 2 * (n_tokens * self.per_token / smaller + self.window)
+        return AGENT_BYTES / n_bytes
+
+
+AGENT_BYTES, AGENT_TOKENS = 10e9, 32768
+PUBLISHED = 3.38 * 2**30  # of a conversation with Gemma 3 12B: arXiv 2603.04428
+SHAPES = (
+    Shape("Llama-8B: 32 layers, 8 heads of 128", 2 * 32 * 8 * 128),
+    Shape("Gemma-3-12B: 48 layers, 8 with every token", 2 * 8 * 8 * 256, 2 * 40 * 8 * 256 * 1280),
+    Shape("DeepSeek-V3, latent attention: 61 layers of 576", 61 * 576),
+)
+
+
+def _agents() -> Iterator[str]:
     rows = [
-        [name, side, *(f"{rates[way]:.0f}" for way in ("code", "decode"))]
-        for name, sides in speed.items()
-        for side, rates in sides.items()
+        [shape.name, *(f"{shape.agents(codec, AGENT_TOKENS):.1f}" for codec in (None, Q8, Q4))]
+        for shape in SHAPES
     ]
-    yield from _table(
-        "In plain numpy, one core, MB of bf16 a second", ["codec", "of", "code", "decode"], rows
-    )
+    rows[1].append(f"{AGENT_BYTES / PUBLISHED:.1f}")
+    title = f"Conversations of {AGENT_TOKENS:,} tokens in 10 GB, bf16"
+    yield from _table(title, ["", "exact", "q8", "q4", "published, 4 bits"], rows)
 
 
 def _stored(stored: Mapping[str, Any]) -> Iterator[str]:
-    rows = [
-        [name, *(f"{rates[way]:.0f}" if way in rates else "" for way in ("round", "restore"))]
-        for name, rates in stored.items()
-    ]
-    head = ["records", "rounded on writing", "restored from the page cache"]
-    yield from _table("As Keepwarm does it, one core, MB of bf16 a second", head, rows)
+    for kind, codecs in stored.items():
+        rows = [
+            [name, *(f"{rates[way]:.0f}" if way in rates else "" for way in ("round", "restore"))]
+            for name, rates in codecs.items()
+        ]
+        head = ["records", "rounded", "restored from the page cache"]
+        yield from _table(f"One core, MB of {kind} a second", head, rows)
+
+
+def _decode(rates: Mapping[str, float]) -> Iterator[str]:
+    shares = [f"{rate / rates['exact']:.3f}" for rate in rates.values()]
+    yield from _table("Tokens decoded in a second of processor time", [*rates], [shares])
 
 
 def _model(name: str, parts: Mapping[str, Any]) -> Iterator[str]:
@@ -109,7 +142,7 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> It
     yield f"\n**{title}**\n"
     yield _line(head)
     yield "|---|" + "--:|" * (len(head) - 1)
-    yield from map(_line, rows)
+    yield from (_line([*row, *[""] * (len(head) - len(row))]) for row in rows)
 
 
 def _line(cells: Sequence[str]) -> str:

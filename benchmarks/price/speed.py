@@ -1,76 +1,74 @@
-"""How fast one core rounds blocks of bf16 numbers, and how fast it restores them from disk."""
+"""How fast blocks are rounded and restored, as the writer's and reader threads and the device do
+it, and what rounding takes beside an answer.
+"""
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import KVCache
 
-from benchmarks.price.codecs import Rounding, coded, decoded
-from keepwarm.cache.restore.records import block_of
+from keepwarm import kv
+from keepwarm.cache.restore.loading import READER_THREADS
+from keepwarm.cache.restore.records import block_of, records_of
+from keepwarm.cache.store import Store
+from keepwarm.config import load as load_settings
+from keepwarm.engine.engine import Engine
 from keepwarm.kv.buffers import HostArray
-from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, block_key, pack, root
-from keepwarm.records.at_rest import WANTED, at_rest
-from keepwarm.records.record import Header, Part, ReadBuffer, Record, RecordView, Tensor
+from keepwarm.kv.kinds import Caches
+from keepwarm.kv.slabs import SlabPool
+from keepwarm.kv.slices import cut_blocks
+from keepwarm.models.load import Model
+from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, chain
+from keepwarm.records.at_rest import AT_REST, EXACT, Q4, at_rest
+from keepwarm.records.record import Part, ReadBuffer, Record, RecordView
 from keepwarm.store.disk.disk import DiskTier
+from keepwarm.text.request import KVOptions, Request, Sampling
 
-HEADS, WIDTH, N_BLOCKS, N_TENSORS = 8, 128, 32, 16
+HEADS, WIDTH = 8, 128
 NAMESPACE = Namespace(bytes(32))
+TYPES = {"bf16": mx.bfloat16, "fp32": mx.float32}
+
+Rates: TypeAlias = dict[str, dict[str, float]]
 
 
-def rates(rounding: Rounding) -> dict[str, float]:
-    """MB of bf16 a second of processor time, the best of five; as in `codecs`, in plain numpy."""
-    blocks = list(_numbers(N_BLOCKS))
-    kept = [coded(_widened(block), rounding) for block in blocks]
-    n_bytes = sum(block.nbytes for block in blocks)
-    times = {
-        "code": _best(lambda: [coded(_widened(block), rounding) for block in blocks]),
-        "decode": _best(lambda: [_narrowed(decoded(block, rounding)) for block in kept]),
-    }
-    return {name: n_bytes / 1e6 / seconds for name, seconds in times.items()}
+def stored_rates(n_layers: int = 8, n_tokens: int = 2048) -> dict[str, Rates]:
+    """MB a second of processor time, the best of five: rounding, and reading a file that the page
+    cache has, verifying it and filling rows; by type and codec."""
+    return {name: _stored(_caches(n_layers, n_tokens, dtype)) for name, dtype in TYPES.items()}
 
 
-def stored_rates() -> dict[str, dict[str, float]]:
-    """The same of records, as the writer's and reader threads do it: rounding, and reading a file
-    that the page cache has, verifying it and filling rows."""
-    exact = _records({})
-    wanted = _records({WANTED: "q8"})
-    n_mb = sum(record.n_bytes for record in exact) / 1e6
-    round_s = _best(lambda: [at_rest(record) for record in wanted])
-    restores = {"exact": _restore_s(exact), "q8": _restore_s(wanted)}
-    found = {name: {"restore": n_mb / seconds} for name, seconds in restores.items()}
-    found["q8"]["round"] = n_mb / round_s
+def _stored(caches: Caches) -> Rates:
+    found: Rates = {}
+    for codec in AT_REST:
+        records = list(_records(caches, codec))
+        n_mb = sum(record.n_bytes for record in records) / 1e6
+        found[codec] = {"restore": n_mb / _restore_s(records)}
+        if codec != EXACT:
+            found[codec]["round"] = n_mb / _best(partial(_round, records))
     return found
 
 
-def _records(extra: dict[str, str]) -> list[Record]:
-    records, parent = [], root(NAMESPACE)
-    shape = (1, HEADS, BLOCK_TOKENS, WIDTH)
-    tensors = [
-        Tensor(f"L{number}_B0_K", "BF16", shape, block.reshape(-1).data.cast("B"))
-        for number, block in enumerate(_numbers(N_TENSORS))
-    ]
-    for number in range(N_BLOCKS // 4):
-        tokens = pack([number] * BLOCK_TOKENS)
-        key = block_key(NAMESPACE, parent, tokens)
-        header = Header(NAMESPACE, key, parent, Part.DELTA, number, tokens, extra)
-        records.append(Record(header, tensors))
-        parent = key
-    return records
+def _round(records: Sequence[Record]) -> list[Record]:
+    return [at_rest(record) for record in records]
 
 
 def _restore_s(records: Sequence[Record]) -> float:
-    memory = np.empty((1, HEADS, BLOCK_TOKENS, WIDTH), np.uint16)
-    buffer = ReadBuffer()
+    buffer, memory = ReadBuffer(), dict[Any, Any]()
 
     def use(view: RecordView) -> None:
         for rows in block_of(view).delta.values():
             assert isinstance(rows, HostArray)
-            rows.write_to(memory)
+            item = np.uint16 if rows.dtype == mx.bfloat16 else np.float32
+            rows.write_to(memory.setdefault(rows.shape, np.empty(rows.shape, item)))
 
     with tempfile.TemporaryDirectory() as folder:
         disk = DiskTier(Path(folder))
@@ -82,26 +80,92 @@ def _restore_s(records: Sequence[Record]) -> float:
     return seconds
 
 
-def _numbers(n_blocks: int) -> Any:
-    shape = (n_blocks, HEADS, BLOCK_TOKENS, WIDTH)
-    numbers = np.random.default_rng(7).standard_normal(shape).astype(np.float32)
-    return (numbers.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+def device_rates(n_layers: int = 32, n_tokens: int = 8192) -> Rates:
+    """MB of bf16 a second by the clock, the best of three: blocks in memory that become caches on
+    the default device, with rows that reader threads or the device make whole; and how far the two
+    are apart."""
+    caches = _caches(n_layers, n_tokens, mx.bfloat16)
+    layout, pool, found = kv.layout_of(caches), SlabPool.if_cuda(), Rates()
+    n_mb = sum(cache.keys.nbytes + cache.values.nbytes for cache in caches) / 1e6
+    for codec in AT_REST:
+        records = _round(list(_records(caches, codec)))
+        by_threads = partial(_assembled, records, layout, n_tokens, pool)
+        found[codec] = {"threads": n_mb / _best(by_threads, 3, time.perf_counter)}
+        if codec != EXACT:
+            by_device = partial(by_threads, codec)
+            found[codec]["device"] = n_mb / _best(by_device, 3, time.perf_counter)
+            found[codec]["apart"] = _apart(by_threads(), by_device())
+    if pool is not None:
+        pool.close()
+    return found
 
 
-def _widened(block: Any) -> Any:
-    return (block.astype(np.uint32) << np.uint32(16)).view(np.float32)
+def _assembled(
+    records: Sequence[Record],
+    layout: kv.Layout,
+    n_tokens: int,
+    pool: SlabPool | None,
+    codec: str | None = None,
+) -> Caches:
+    assembly = kv.Assembly(layout, n_tokens, pool, codec)
+    with ThreadPoolExecutor(READER_THREADS) as threads:
+        for _ in threads.map(lambda record: assembly.add(block_of(record)), records):
+            assembly.advance(is_complete=False)
+    return assembly.finish()
 
 
-def _narrowed(rows: Any) -> Any:
-    bits = np.ascontiguousarray(rows).view(np.uint32)
-    bits += np.uint32(0x8000)
-    return (bits >> np.uint32(16)).astype(np.uint16)
+def _apart(one: Caches, other: Caches) -> float:
+    pairs = zip(one, other, strict=True)
+    sides = [(x.keys - y.keys, x.values - y.values) for x, y in pairs]
+    return max(float(mx.abs(off).max()) for both in sides for off in both)
 
 
-def _best(work: Callable[[], object]) -> float:
+def decode_rates(model: Model, n_tokens: int = 512, n_rounds: int = 5) -> dict[str, float]:
+    """Tokens a second of processor time while an answer is decoded and its blocks are written, by
+    codec; the best of some rounds, in turn."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings, found = load_settings({"KEEPWARM_HOME": folder}), dict.fromkeys(AT_REST, 0.0)
+        with Store(settings=settings) as store, Engine(model, store, settings=settings) as engine:
+            for number in range(n_rounds):
+                for codec in AT_REST:
+                    found[codec] = max(found[codec], _decode(engine, codec, number, n_tokens))
+    return found
+
+
+def _decode(engine: Engine, codec: str, seed: int, n_tokens: int) -> float:
+    prompt = np.random.default_rng(seed).integers(100, 4000, 300).tolist()
+    greedy = Sampling(max_tokens=n_tokens, temperature=0.0)
+    began = time.process_time()
+    request = Request(prompt=prompt, sampling=greedy, kv=KVOptions(at_rest=codec))
+    result = engine.submit(request).result()
+    engine.wait_until_saved()
+    return result.usage.completion_tokens / (time.process_time() - began)
+
+
+def _caches(n_layers: int, n_tokens: int, dtype: mx.Dtype) -> Caches:
+    caches = [KVCache() for _ in range(n_layers)]
+    for seed, cache in enumerate(caches):
+        rows = mx.random.normal((1, HEADS, n_tokens, WIDTH), key=mx.random.key(seed)).astype(dtype)
+        cache.update_and_fetch(rows, -rows)
+    mx.eval([cache.state for cache in caches])
+    return caches
+
+
+def _records(caches: Caches, codec: str) -> Iterator[Record]:
+    n_tokens = caches[0].offset
+    last = n_tokens // BLOCK_TOKENS - 1
+    refs = chain(NAMESPACE, range(n_tokens))
+    for ref, block in zip(refs, cut_blocks(caches, n_tokens), strict=True):
+        is_exact = codec == EXACT or (codec == Q4 and ref.number in (0, last))
+        yield from records_of(NAMESPACE, ref, block, codec=None if is_exact else codec)
+
+
+def _best(
+    work: Callable[[], object], n_rounds: int = 5, clock: Callable[[], float] = time.thread_time
+) -> float:
     seconds = []
-    for _ in range(5):
-        began = time.thread_time()
+    for _ in range(n_rounds):
+        began = clock()
         work()
-        seconds.append(time.thread_time() - began)
+        seconds.append(clock() - began)
     return min(seconds)
