@@ -222,13 +222,16 @@ def main(
     quick: Annotated[
         bool, typer.Option("--quick", help="20 conversations, lengths and budgets divided by 16.")
     ] = False,
+    conversations: Annotated[
+        int | None, typer.Option("--conversations", min=1, help="Only so many of them.")
+    ] = None,
     processes: Annotated[int, typer.Option("--processes", min=1, help="Parallel processes.")] = 2,
 ) -> None:
     """Count prefilled tokens by policy and budget on recorded agent traffic."""
     for file in (json_file, plot_file):
         if file is not None and not file.absolute().parent.is_dir():
             raise BadInput(f"The directory of {file} does not exist; create it first.")
-    scale = (20, 16) if quick else (None, 1)
+    scale = (20, 16) if quick else (conversations, 1)
     tasks = [Task(p, b // scale[1], *scale) for b in BUDGETS for p in CACHES]
     results = replay_all(tasks, processes)
     Console().print(table(results))

@@ -12,6 +12,8 @@ from benchmarks.traces import (
     BUDGETS,
     FIFO_10,
     OURS,
+    OURS_Q4,
+    OURS_Q8,
     SESSIONS,
     TAIL_FIRST,
     Task,
@@ -65,6 +67,12 @@ def test_much_less_is_prefilled_than_by_whole_sessions_or_a_list(budget):
     ours = result(OURS, budget).prefilled_tokens
     assert ours < 0.9 * result(SESSIONS, budget).prefilled_tokens
     assert ours < 0.8 * result(FIFO_10, budget).prefilled_tokens
+
+
+def test_less_is_prefilled_where_blocks_are_smaller():
+    tasks = (Task(name, BUDGETS[0] // 32, 4, 32) for name in (OURS, OURS_Q8, OURS_Q4))
+    exact, q8, q4 = (replay(task).prefilled_tokens for task in tasks)
+    assert q4 < q8 < 0.8 * exact
 
 
 def test_without_pressure_everything_in_common_is_found():

@@ -8,7 +8,14 @@ import pytest
 
 import keepwarm
 from keepwarm import __version__, blas, config
-from keepwarm.cli.doctor import Chip, Lengths, _figures_page, _measure_engine, _tiers_page
+from keepwarm.cli.doctor import (
+    Chip,
+    Lengths,
+    _at_rest,
+    _figures_page,
+    _measure_engine,
+    _tiers_page,
+)
 from keepwarm.device.machine import Machine, _advice_on_blas
 from keepwarm.engine.padding import KnownVerdict, Verdict, VerdictsFile
 from keepwarm.remote.handshake import PLAIN, STORE_META
@@ -201,3 +208,18 @@ def test_doctor_report_that_cannot_be_written_is_refused(main_here, tmp_path, pa
     code, out, err = main_here("doctor", "--report", tmp_path / page)
     assert (code, out) == (2, "")
     assert says in err
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "free_bytes", "said"),
+    [
+        ("at_rest", "exact", 100, "exact"),
+        ("at_rest", "q4", 100, "q4: fewer bytes, and answers that may differ"),
+        ("at_rest", "exact", 99, "exact; the disk has less room than its budget: at_rest=q8"),
+        ("disk_writes_per_day", 1, 100, "exact; what may be written is limited: at_rest=q8"),
+        ("remote", "redis://cache", 100, "exact; blocks travel to other machines: at_rest=q8"),
+    ],
+)
+def test_fewer_bits_are_advised_where_bytes_are_short(setting, value, free_bytes, said, tmp_path):
+    settings = config.load({"KEEPWARM_HOME": str(tmp_path)}, disk_bytes=100, **{setting: value})
+    assert _at_rest(settings, free_bytes).startswith(said)

@@ -84,6 +84,10 @@ def test_a_sealed_store_has_rounded_blocks(model, tmp_path):
         with engine_on(model, tmp_path, kv=Q8, environment=SEALED) as engine:
             receipt = engine.submit(ask(prompt, 1)).result().receipt
             assert receipt.reused == reused
+            engine.wait_until_saved()
+            blocks = list(engine.store.on_disk.disk.walk())
+            n_bytes = sum(sum(block.n_bytes.values()) for block in blocks)
+            assert engine.store.on_disk.lossy_bytes() == n_bytes > 0
     assert receipt.lossy_tokens == 512
     assert all(header["__metadata__"].keys() == {"sealed"} for header in headers_in(tmp_path))
 
@@ -98,6 +102,7 @@ def test_blocks_in_memory_are_rounded_too(model, codec, tmp_path):
             engine.submit(ask(prompt, 1)).result()
             engine.wait_until_saved()
             n_bytes[name] = engine.store.memory.stats().n_bytes
+            assert bool(engine.store.on_disk.lossy_bytes()) == (name != "exact")
             engine.call(engine.live.clear).result()
             again = engine.submit(ask(prompt, 1)).result()
             assert again.receipt.reused == {"memory": N_PROMPT - 1}

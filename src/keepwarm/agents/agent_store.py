@@ -136,6 +136,17 @@ class AgentStore:
             write_file(self.disk, path, json.dumps(fields).encode())
         return name
 
+    def lossy_bytes(self) -> int:
+        """Of all blocks, those that are kept where keys and values are rounded."""
+        sums = self.disk.bytes_by_namespace()
+        return sum(n_bytes for name, n_bytes in sums.items() if self._is_lossy(name))
+
+    def _is_lossy(self, name: Namespace) -> bool:
+        try:
+            return "at_rest" in self.identity_of(name).kv_options
+        except BadInput:  # nobody knows the model
+            return False
+
     def identity_of(self, name: Namespace) -> Identity:
         return self._registered(name)[0]
 

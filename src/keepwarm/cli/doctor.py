@@ -64,7 +64,21 @@ def doctor(
         print(dumps(as_json(machine) | found | {"remotes": [one._asdict() for one in remotes]}))
     else:
         places = {"Configuration": file, "Models": str(settings.models)}
+        places["At rest"] = _at_rest(settings, machine.free_disk_bytes)
         Console().print(_table(machine, alone, places, remotes))
+
+
+def _at_rest(settings: config.Settings, free_disk_bytes: int) -> str:
+    """How keys and values are kept, and whether fewer bits would help here."""
+    if settings.at_rest != "exact":
+        return f"{settings.at_rest}: fewer bytes, and answers that may differ"
+    reasons = {
+        "the disk has less room than its budget": free_disk_bytes < settings.disk_bytes,
+        "what may be written is limited": settings.disk_writes_per_day > 0,
+        "blocks travel to other machines": bool(settings.remote),
+    }
+    why = next((reason for reason, holds in reasons.items() if holds), None)
+    return f"exact; {why}: at_rest=q8 halves the bytes" if why else "exact"
 
 
 def _speed(remote: RemoteReport) -> str:

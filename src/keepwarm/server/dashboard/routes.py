@@ -291,6 +291,7 @@ def show_saved(
         "total": store_totals_out(timeline.total, stats.counts),
         "disk": _budget("disk", disk.n_bytes, disk.max_bytes),
         "blocks": disk.blocks,
+        "lossy_bytes": models.store.on_disk.lossy_bytes(),
         "written_by_day": dict(written[-DAYS_SHOWN:]),
         "health": health_out(stats),
         "version": __version__,

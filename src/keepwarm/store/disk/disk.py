@@ -14,7 +14,7 @@ import os
 import shutil
 import sqlite3
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -25,7 +25,7 @@ from typing import BinaryIO, NamedTuple, Self, TypeAlias, TypeVar
 
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.files import SharedLock
-from keepwarm.prefix.blocks import BlockKey
+from keepwarm.prefix.blocks import BlockKey, Namespace
 from keepwarm.records.at_rest import CODEC, WANTED, at_rest
 from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import (
@@ -504,6 +504,10 @@ class DiskTier:
     def _totals(self) -> tuple[int, int]:
         lookups = self.index.lookups
         return lookups.n_blocks(), lookups.n_bytes() + self.records.others.n_bytes()
+
+    @default_on_io_error(Counter)
+    def bytes_by_namespace(self) -> Counter[Namespace]:
+        return self.index.lookups.bytes_by_namespace()
 
     def close(self) -> None:
         self.index.close()

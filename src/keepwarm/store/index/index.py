@@ -181,6 +181,13 @@ class Lookups:
         """Bytes of all records, reserved ones included."""
         return int(self._rows("SELECT value FROM counts WHERE name = 'bytes'")[0][0])
 
+    def bytes_by_namespace(self) -> Counter[Namespace]:
+        query = "SELECT min(key), namespace, sum(d + w + s) FROM blocks GROUP BY namespace"
+        sums: Counter[Namespace] = Counter()
+        for key, stored, n_bytes in self._rows(query):  # of sealed names, each is another
+            sums[self.decode_namespace(key, stored)] += n_bytes
+        return sums
+
     def n_blocks(self) -> int:
         return int(self._rows("SELECT value FROM counts WHERE name = 'blocks'")[0][0])
 

@@ -51,12 +51,13 @@ function tiles(saved) {
   const [failed, refused] = ["failed", "refused"].map((name) => points.reduce((n, point) => n + point[name], 0));
   const all = points.reduce((n, point) => n + answers(point), 0);
   const written = Object.entries(saved.written_by_day).at(-1)?.[1] ?? 0;
+  const rounded = saved.lossy_bytes ? `, ${bytes(saved.lossy_bytes)} of it rounded` : "";
   return [
     tile("Hit rate", rate(saved.hit_rate), `${rate(saved.hit_rate_from_turn_2)} after the first turn`),
     tile("First token", ms(saved.ttft_p50_ms), `95th percentile ${ms(saved.ttft_p95_ms)}`),
     tile("Time saved today", timeSaved(today.saved_s), `in total ${timeSaved(total.saved_s)}`),
     tile("Errors", count(failed + refused), `${count(refused)} refused, of ${plural(all, "request")} in ${plural(saved.hours, "hour")}`),
-    tile("On disk", bytes(saved.disk.n_bytes), `${plural(saved.blocks, "block")} and the index; ${bytes(written)} written today`),
+    tile("On disk", bytes(saved.disk.n_bytes), `${plural(saved.blocks, "block")} and the index${rounded}; ${bytes(written)} written today`),
     tile("Uptime", ago(saved.started).replace(" ago", ""), `version ${saved.version}`),
   ];
 }
