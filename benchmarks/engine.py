@@ -1,6 +1,7 @@
 """What a user of the engine meets: first tokens and gaps, through `Engine.submit`.
 
 `python -m benchmarks.engine` takes a few minutes on a CUDA machine; `--tiny` checks that it runs.
+`--long 8192,65536,131072` measures prompts of these lengths instead, and how each figure grows.
 A loop over the bare model and a copy from pinned memory are measured in the same run.
 """
 
@@ -13,11 +14,12 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from itertools import count, pairwise
+from math import log
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -26,6 +28,7 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.measure import GIB, Figure, pinned_gb_per_s
+from benchmarks.requests.targets import DROPS_PAGES, drop_pages
 from benchmarks.shapes import build, make_tokenizer
 from keepwarm import config, kv
 from keepwarm.cache.store import Budgets, Store
@@ -301,6 +304,37 @@ class Case:
         ms = 1000 * (time.perf_counter() - started)
         return ms, dict(answer.result().receipt.reused)
 
+    def long(self, n_tokens: int) -> dict[str, float]:
+        """Milliseconds to the first token of a long prompt, by where it comes from."""
+        n_tokens = min(n_tokens, self.model.n_context - 8)  # the answer counts too
+        prompt = self.prompt(n_tokens)
+        found = {"cold, no-store": self.first_ms(self.prompt(n_tokens), Policy.NO_STORE)}
+        found["cold, kept"] = self.first_ms(prompt)
+        found["live"] = self.first_ms(prompt)
+        found["memory"] = self._restored_ms(prompt)
+        self._restore_among_answers(prompt, "memory")  # before anything is dropped
+        found["disk"] = self._restored_ms(prompt, self.engine.store.clear_memory)
+        if DROPS_PAGES:
+            found["disk, page cache dropped"] = self._restored_ms(prompt, self._only_on_disk)
+        for what, ms in found.items():
+            self.add(f"{n_tokens:,} tokens, {what}", ms, ms_per_1000=round(1000 * ms / n_tokens, 2))
+        self._restore_among_answers(prompt, "disk")
+        return found
+
+    def _restored_ms(
+        self, prompt: Sequence[int], prepare: Callable[[], object] = lambda: None
+    ) -> float:
+        """The second of two: the first measures how fast loading is."""
+        for _ in range(2):
+            self.forget_live()
+            prepare()
+            ms = self.first_ms(prompt)
+        return ms
+
+    def _only_on_disk(self) -> None:
+        self.engine.store.clear_memory()
+        drop_pages(self.engine.store.settings.store)
+
     def _token_bytes(self) -> int:
         caches = kv.make_caches(self.model.module)
         self.model.module(mx.array([self.prompt(256)]), cache=caches)
@@ -353,12 +387,14 @@ def compile_ms(model: Model, store: Store, settings: config.Settings, compiled: 
     return ms
 
 
-def measure(shape: str, unit: int, folder: Path, home: Path) -> dict[str, Any]:
+def measure(
+    shape: str, unit: int, folder: Path, home: Path, lengths: Sequence[int] = ()
+) -> dict[str, Any]:
     settings = config.load({"KEEPWARM_HOME": str(home)}, store=folder / "store")
     kernels.start(settings.home)
     compiled = Kernels()
     budgets = Budgets(
-        memory_bytes=32 * GIB, disk_bytes=24 * GIB, queue_bytes=16 * GIB, min_free_disk_bytes=0
+        memory_bytes=32 * GIB, disk_bytes=40 * GIB, queue_bytes=16 * GIB, min_free_disk_bytes=0
     )
     tokenizer = make_tokenizer(shape, folder / "tokenizer")
     model = replace(build(shape, folder), tokenizer=tokenizer)
@@ -367,7 +403,7 @@ def measure(shape: str, unit: int, folder: Path, home: Path) -> dict[str, Any]:
         with Engine(model, store) as engine:
             gc.freeze()  # as `keepwarm serve` does: looking through all that is imported takes time
             case = Case(model, engine, unit)
-            found = measured(case)
+            found = long_prompts(case, lengths) if lengths else measured(case)
             prompt = case.conversation()
     with Store(budgets=budgets, settings=settings) as store, Engine(model, store) as case.engine:
         case.restarted(prompt)
@@ -401,16 +437,31 @@ def measured(case: Case) -> dict[str, Any]:
     }
 
 
+def long_prompts(case: Case, lengths: Sequence[int]) -> dict[str, Any]:
+    """By length; and the exponent with which each figure grows from the first to the last."""
+    case.first_requests()
+    found = {n_tokens: case.long(n_tokens) for n_tokens in lengths}
+    first, last = found[lengths[0]], found[lengths[-1]]
+    growth = log(lengths[-1] / lengths[0]) or 1.0
+    exponents = {what: round(log(last[what] / ms) / growth, 2) for what, ms in first.items()}
+    print("exponents", exponents, flush=True)
+    return {"shape": case.model.name, "long_ms": found, "exponents": exponents}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="a tiny shape: a check that it runs")
+    parser.add_argument("--long", help="lengths of prompts, as 8192,65536,131072")
+    parser.add_argument("--shape", help="another shape of benchmarks.shapes, as gemma-3-12b")
     parser.add_argument("--folder", type=Path, help="where to write blocks")
     parser.add_argument("--home", type=Path, help="where kernels and rates are kept")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
+    lengths = [int(length) for length in given.long.split(",")] if given.long else []
     shape, unit = ("tiny", 512) if given.tiny else ("llama-8b", 8192)
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        found = measure(shape, unit, Path(folder), given.home or Path(folder) / "home")
+        home = given.home or Path(folder) / "home"
+        found = measure(given.shape or shape, unit, Path(folder), home, lengths)
     if given.json:
         given.json.write_text(json.dumps(found, indent=1))
 

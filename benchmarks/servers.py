@@ -5,10 +5,16 @@
     turns    time to first token of a conversation's turns, with the cache of each
     restart  time to first token of a long conversation's last prompt, asked again by the first
              client after a restart; and after another one a minute later
+    streams  seconds that answers take together; time to first token of a long cold prompt beside
+             four of them, and the gaps of these meanwhile
+    agents   the last first token of eight that share a long prompt and ask at once
 
-So both meet the same load; only ratios within one run count. Both get the same weights in fp32 and
-the same BLAS. mlx_lm.server calls itself healthy before its model is loaded, so what is compared is
-the first answer.
+`--shape llama-8b` takes random weights of that shape, prompts of 8,192 tokens and, on a GPU, four
+bits; `--shape tiny` is a check that everything runs.
+
+Both meet the same load; only ratios within one run count. Both get the same weights, on a CPU in
+fp32, and the same BLAS. mlx_lm.server calls itself healthy before its model is loaded, so what is
+compared is the first answer.
 """
 
 from __future__ import annotations
@@ -17,20 +23,30 @@ import argparse
 import json
 import statistics
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from benchmarks.requests import files
 from benchmarks.requests.measure import describe_machine
-from benchmarks.requests.prompts import with_answer
-from benchmarks.requests.run import Sizes, WorkloadRun
+from benchmarks.requests.prompts import system, user, with_answer
+from benchmarks.requests.run import QUICK, Sizes, WorkloadRun, ask_together
 from benchmarks.requests.suite import run_factory
 from benchmarks.requests.targets import keepwarm_server, mlx_lm_server
+from benchmarks.requests.workloads.streams import ENDLESS
 from benchmarks.requests.workloads.turns import RESTARTED, after_restart, long_conversation
+from benchmarks.shapes import config_of, write_checkpoint
 from keepwarm import config
+from keepwarm.errors import KeepwarmError
 
+N_BESIDE = 4  # streams beside a cold prompt
 Runs: TypeAlias = Sequence[WorkloadRun]  # one for each server
 Seconds: TypeAlias = dict[str, list[float]]  # of every sample, by server
 
@@ -94,6 +110,99 @@ def restart(runs: Runs) -> dict[str, Seconds]:
     return found
 
 
+def streams(runs: Runs) -> dict[str, Seconds]:
+    for run in runs:
+        run.target.start()
+    found: dict[str, Seconds] = {}
+    for number in range(runs[0].sizes.samples + 1):
+        for run in _in_turn(runs, number):
+            for what, seconds in {**_together(run), **_beside_streams(run)}.items():
+                if number:  # the first meets kernels for batches of this size
+                    found.setdefault(what, {}).setdefault(run.target.name, []).append(seconds)
+    return found
+
+
+def _together(run: WorkloadRun) -> dict[str, float]:
+    """Seconds of so many answers of equal length, asked at once."""
+    found = {}
+    for n_streams in run.sizes.streams:
+        asks = [partial(run.ask, run.fresh(64), run.sizes.stream) for _ in range(n_streams)]
+        began = time.perf_counter()
+        ask_together(asks)
+        found[f"{n_streams} answers together"] = time.perf_counter() - began
+    return found
+
+
+def _beside_streams(run: WorkloadRun) -> dict[str, float]:
+    """A long cold prompt alone, and beside streams."""
+    alone = run.ask(run.fresh(run.sizes.long), policy="no-store").ttft_s
+    running = [TimedStream(run) for _ in range(N_BESIDE)]
+    try:
+        for stream in running:
+            stream.wait_until_running()
+        began = time.perf_counter()
+        reply = run.ask(run.fresh(run.sizes.long), policy="no-store")
+        gaps = sorted(gap for stream in running for gap in stream.gaps(began, time.perf_counter()))
+    finally:
+        for stream in running:
+            stream.close()
+    what = f"{run.sizes.long:,} cold"
+    return {
+        f"{what}, alone": alone,
+        f"{what}, beside {N_BESIDE}": reply.ttft_s,
+        "their gaps, p50": gaps[len(gaps) // 2],
+        "their gaps, p95": gaps[len(gaps) * 95 // 100],
+    }
+
+
+class TimedStream:
+    """An answer that runs until it is closed, and when each of its pieces came."""
+
+    def __init__(self, run: WorkloadRun) -> None:
+        self._times: list[float] = []
+        self._running, self._closed = threading.Event(), threading.Event()
+        self._n_before = run.sizes.pieces_before
+        ask = partial(run.ask, run.fresh(64), ENDLESS, policy="no-store", on_text=self._on_text)
+        self._pool = ThreadPoolExecutor(1)
+        self._reply = self._pool.submit(ask)
+        self._reply.add_done_callback(lambda _: self._running.set())
+
+    def _on_text(self, _: float) -> bool:
+        self._times.append(time.perf_counter())
+        if len(self._times) > self._n_before:
+            self._running.set()
+        return not self._closed.is_set()
+
+    def wait_until_running(self) -> None:
+        self._running.wait()
+        if self._reply.done():
+            raise KeepwarmError(f"A stream ended early: {self._reply.exception()}.")
+
+    def gaps(self, since: float, until: float) -> list[float]:
+        """Those that began in this time; the last may still be open."""
+        times = [*self._times, until]
+        return [b - a for a, b in pairwise(times) if since <= b and a < until]
+
+    def close(self) -> None:
+        self._closed.set()
+        self._pool.shutdown()
+
+
+def agents(runs: Runs) -> dict[str, Seconds]:
+    """The second round counts: the first meets kernels for batches of this size."""
+    for run in runs:
+        run.target.start()
+    found: Seconds = {run.target.name: [] for run in runs}
+    for number in range(runs[0].sizes.samples + 1):
+        for run in _in_turn(runs, number):
+            shared, sizes = run.text(run.sizes.shared), run.sizes
+            prompts = [[system(shared), user(run.text(sizes.own))] for _ in range(sizes.n_agents)]
+            replies = ask_together([partial(run.ask, messages) for messages in prompts])
+            if number:
+                found[run.target.name].append(max(reply.ttft_s for reply in replies))
+    return {f"last of {runs[0].sizes.n_agents} agents": found}
+
+
 def _in_turn(runs: Runs, number: int) -> Runs:
     """Whoever was first is last the next time."""
     return runs if number % 2 == 0 else runs[::-1]
@@ -103,13 +212,29 @@ MEASURES: dict[str, Callable[[Runs], dict[str, Seconds]]] = {
     "start": start,
     "turns": turns,
     "restart": restart,
+    "streams": streams,
+    "agents": agents,
 }
+LONG_PROMPTS = Sizes(
+    long=8192,
+    shared=8192,
+    own=2048,
+    n_agents=8,
+    streams=(4, 16),
+    first_turn=2000,
+    next_turn=500,
+)
 
 
-def measure(names: Sequence[str], model: str, sizes: Sizes) -> dict[str, dict[str, Seconds]]:
+def measure(
+    names: Sequence[str], model: str, shape: str | None, sizes: Sizes
+) -> dict[str, dict[str, Seconds]]:
     with tempfile.TemporaryDirectory(prefix="keepwarm-bench-") as temporary:
         folder = Path(temporary)
-        shared = files.full_precision(files.model_directory(model), folder / "model")
+        shared = files.model_directory(model)
+        if shape:
+            shared = write_checkpoint(shape, shared, folder / shape)
+        shared = files.full_precision(shared, folder / "model")
         servers = [keepwarm_server(shared, folder), mlx_lm_server(shared, folder)]
         make_run = run_factory(shared, folder, sizes)
         runs = [make_run("servers", server, lambda _: None) for server in servers]
@@ -136,19 +261,29 @@ def show(found: Mapping[str, Mapping[str, Seconds]]) -> None:
             print(f"{what:22} {medians}  ratio {middle:.3f} ({shares[0]:.3f} to {shares[-1]:.3f})")
 
 
+def _sizes(shape: str | None) -> Sizes:
+    if not shape:
+        return Sizes()
+    is_tiny = config_of(shape)["max_position_embeddings"] <= LONG_PROMPTS.long
+    return QUICK if is_tiny else LONG_PROMPTS
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.servers", description=__doc__)
     parser.add_argument("what", choices=[*MEASURES, "all"])
     parser.add_argument("--model", default=config.load().model)
+    parser.add_argument("--shape", help="random weights in this shape, as llama-8b or tiny")
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write machine, versions and all samples here")
     asked = parser.parse_args()
     machine = describe_machine()
     names = list(MEASURES) if asked.what == "all" else [asked.what]
-    found = measure(names, asked.model, Sizes(samples=asked.samples))
+    sizes = replace(_sizes(asked.shape), samples=asked.samples)
+    found = measure(names, asked.model, asked.shape, sizes)
     show(found)
     if asked.json is not None:
-        command = f"python -m benchmarks.servers {asked.what} --samples {asked.samples}"
+        shape = f" --shape {asked.shape}" if asked.shape else ""
+        command = f"python -m benchmarks.servers {asked.what}{shape} --samples {asked.samples}"
         today = datetime.now(UTC).date().isoformat()
         report: dict[str, Any] = {"command": command, "date": today, "machine": machine}
         asked.json.write_text(json.dumps(report | {"seconds": found}, indent=1) + "\n")

@@ -7,8 +7,9 @@ from benchmarks.requests.run import QUICK
 from benchmarks.requests.suite import run_factory
 from benchmarks.requests.targets import InProcess
 from benchmarks.requests.workloads.turns import RESTARTED, after_restart, long_conversation
-from benchmarks.servers import ratios, restart, turns
+from benchmarks.servers import agents, ratios, restart, streams, turns
 
+from benchmarks import servers
 from tests.kit.checkpoints import write_checkpoint
 
 SIZES = replace(QUICK, samples=2, turns=2)
@@ -68,3 +69,22 @@ def test_both_are_restarted_at_once_and_later(runs, asked):
 
 def test_ratios_are_those_of_samples_taken_together():
     assert ratios({"keepwarm": [1.0, 6.0], "mlx-lm": [2.0, 3.0]}) == [0.5, 2.0]
+
+
+def test_a_cold_prompt_is_measured_beside_streams_of_the_same_server(runs, monkeypatch):
+    monkeypatch.setattr(servers, "ENDLESS", 2000)
+    runs = [replace(run, sizes=replace(run.sizes, samples=1, streams=(2,))) for run in runs]
+    found = streams(runs)
+    names = {"2 answers together", "256 cold, alone", "256 cold, beside 4"}
+    assert found.keys() == names | {"their gaps, p50", "their gaps, p95"}
+    assert all(len(ratios(seconds)) == 1 for seconds in found.values())
+    p50, p95 = found["their gaps, p50"]["keepwarm"], found["their gaps, p95"]["keepwarm"]
+    assert 0 < p50[0] <= p95[0]
+
+
+def test_agents_ask_at_once_and_the_last_one_counts(runs, asked):
+    runs = [replace(run, sizes=replace(run.sizes, samples=1)) for run in runs]
+    (seconds,) = agents(runs).values()
+    assert len(ratios(seconds)) == 1
+    each = [SIZES.n_agents * [run.target.name] for run in runs]
+    assert asked == [*each[0], *each[1], *each[1], *each[0]]
