@@ -188,6 +188,6 @@ def test_client_may_look_first_whether_there_is_a_server(shared):
 @pytest.mark.parametrize("client", ["claude", "codex", "opencode", "qwen", "aider", "any"])
 def test_docs_page_shows_what_launch_prints(shared, client, capsys, monkeypatch):
     monkeypatch.setenv("KEEPWARM_HOME", str(shared.live.settings.home))
-    launch(client, url=shared.url, run=False)
+    launch(client, url=shared.url, only_print=True)
     shown = capsys.readouterr().out.replace(shared.url, "http://127.0.0.1:8181")
     assert re.sub(r"\btiny\b", "org/model", shown) in PAGE.read_text()
