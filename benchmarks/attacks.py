@@ -11,7 +11,7 @@ CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 PATTERN = {"type": "string"}
 N_AGENTS = 4_000
 N_FORKS = 50  # in one request
-N_TURNS = 4_000  # of a stored conversation
+N_TURNS = 4_000  # of a stored conversation, of which a model of 4,096 tokens has room for few
 OTHER_MODEL = "other"
 PREPARED = "what-was-prepared"  # stands in a path or body for what `prepare` returned
 
@@ -121,9 +121,14 @@ def _by_id() -> bytes:
     return _json({**body, "max_output_tokens": 1})
 
 
-def _in_background() -> bytes:
-    body = {"input": f"{next(_numbers)} hi", "background": True, "max_output_tokens": 512}
-    return _json({**body, "top_logprobs": 20, "include": ["message.output_text.logprobs"]})
+def _with_logprobs(**more: Any) -> bytes:
+    body = {"input": f"{next(_numbers)} hi", "max_output_tokens": 512, "top_logprobs": 20}
+    return _json({**body, "include": ["message.output_text.logprobs"], **more})
+
+
+def _store_logprobs(send: Send) -> str:
+    """An answer of a megabyte."""
+    return str(send(RESPONSES, _with_logprobs())["id"])
 
 
 ATTACKS: Mapping[str, Attack] = {
@@ -136,7 +141,7 @@ ATTACKS: Mapping[str, Attack] = {
     ),
     "messages": Attack(CHAT, lambda: _messages(20_000)),
     "messages, explained": Attack(
-        CHAT, lambda: _messages(800, keepwarm={"explain": True}), cost="prefill"
+        CHAT, lambda: _messages(400, keepwarm={"explain": True}), cost="prefill"
     ),
     "wrong messages": Attack(CHAT, lambda: _json({"messages": [1] * 500_000})),
     "empty lists": Attack(CHAT, lambda: _chat(_user("hi"), metadata=[[]] * 500_000)),
@@ -148,7 +153,7 @@ ATTACKS: Mapping[str, Attack] = {
     "biases": Attack(
         CHAT, lambda: _chat(_user("hi"), logit_bias={str(i): 1 for i in range(40_000)})
     ),
-    "full context": Attack(CHAT, lambda: _chat(_user(_text(34_000))), cost="prefill"),
+    "full context": Attack(CHAT, lambda: _chat(_user(_text(6_500))), cost="prefill"),
     "agents, listed": Attack("/v1/agents?limit=1000", method="GET", prepare=_create_agents),
     "the cache, shown": Attack("/v1/cache", method="GET"),
     "the forest, shown": Attack("/v1/dashboard/forest", method="GET"),
@@ -159,6 +164,15 @@ ATTACKS: Mapping[str, Attack] = {
     "pins": Attack("/v1/agents", _pinned),
     "pins for an hour": Attack("/v1/messages", _kept_for_an_hour, cost="prefill"),
     "truncation by id": Attack(RESPONSES, _by_id, cost="prefill", prepare=_store_response),
-    "in the background": Attack(RESPONSES, _in_background, cost="prefill"),
+    "truncation": Attack(
+        "/api/chat",
+        lambda: _messages(8_000, stream=False, options={"num_predict": 1}),
+        cost="prefill",
+    ),
+    "in the background": Attack(RESPONSES, lambda: _with_logprobs(background=True), cost="prefill"),
+    "log-probabilities": Attack(RESPONSES, lambda: _with_logprobs(stream=True), cost="prefill"),
+    "log-probabilities, read": Attack(
+        f"{RESPONSES}/{PREPARED}?stream=true", method="GET", prepare=_store_logprobs
+    ),
     "two models": Attack(CHAT, lambda: _chat(_user("hi"), model=OTHER_MODEL), cost="models"),
 }

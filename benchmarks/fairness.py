@@ -1,9 +1,11 @@
 """`python -m benchmarks.fairness`: what one key's attacks cost the requests of another.
 
 A server with two keys. One sends the requests of `benchmarks/attacks.py` over several connections,
-each attack alone and then all together; the other asks for 16 tokens over every API, before the
-attack and beside it. Both are measured on the same server, one after the other: on a machine with
-other work only their ratio means something.
+each attack alone and then all together; the other asks for 16 tokens over all APIs in turn, before
+the attack and beside it. Both are measured on the same server, one after the other: on a machine
+with other work only their ratio means something.
+
+Without `--only` it writes docs/results/fairness.json and the tables of docs/results/fairness.md.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import socket
 import statistics
 import subprocess
@@ -23,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from itertools import count
+from itertools import chain, count, cycle
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,6 +48,15 @@ START_S = 300.0
 PREPARE_S = 600.0
 WARM_UP_S = 3.0  # of an attack, before it is measured
 VICTIM, ATTACKER = "fairness-victim", "fairness-attacker"
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+JSON, PAGE = RESULTS / "fairness.json", RESULTS / "fairness.md"
+MEASURED = re.compile(
+    r"(?<=<!-- measured, from docs/results/fairness.json -->\n).*?(?=<!-- end -->)", re.DOTALL
+)
+HEAD = (
+    *("attack", "costs", "before, ms: median, p95", "beside, ms: median, p95, longest"),
+    *("limit, ms", "held", "slowest API", "answers to the attack"),
+)
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64}
 N_CONTEXT = 4096
 
@@ -86,47 +98,38 @@ class Times:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one attack did to the other key, by API, and what answers the attack got."""
+    """What one attack did to the other key's requests, and what answers the attack got."""
 
     attack: str
     cost: str
     load_ms: float  # of the victim's own model, where another may be loaded in its place
-    before: Mapping[str, Times]
-    beside: Mapping[str, Times]
+    before: Times
+    beside: Times
+    slowest: str  # API, by its median beside the attack
     failures: Mapping[str, int]  # the victim's, by status
     statuses: Mapping[str, int]  # the attacker's
 
     @property
-    def limits_ms(self) -> dict[str, float]:
+    def limit_ms(self) -> float:
         """The most that the 95th percentile may be."""
-        return {path: self._limit_ms(times.p95_ms) for path, times in self.before.items()}
-
-    def _limit_ms(self, undisturbed_ms: float) -> float:
         if self.cost == "no prefill":
-            return 2 * undisturbed_ms + SLACK_MS
-        return 3 * undisturbed_ms + SLICE_MS + self.load_ms
-
-    @property
-    def worst(self) -> str:
-        """The API that came closest to its limit, or is farthest beyond it."""
-        limits = self.limits_ms
-        return max(limits, key=lambda path: self.beside[path].p95_ms / limits[path])
+            return 2 * self.before.p95_ms + SLACK_MS
+        return 3 * self.before.p95_ms + SLICE_MS + self.load_ms
 
     @property
     def held(self) -> bool:
-        is_quick = self.beside[self.worst].p95_ms <= self.limits_ms[self.worst]
-        return is_quick and not self.failures and "500" not in self.statuses
+        has_failed = self.failures or any(status.startswith("5") for status in self.statuses)
+        return self.beside.p95_ms <= self.limit_ms and not has_failed
 
     def row(self) -> str:
-        path = self.worst
         cells = (
             f"{self.attack:24}",
-            f"{path:22}",
-            f"{self.before[path].p95_ms:8.0f}",
-            f"{self.beside[path].p95_ms:8.0f}",
-            f"{self.limits_ms[path]:8.0f}",
-            "  held" if self.held else "  MISSED",
-            f"  {self.statuses} {self.failures or ''}",
+            f"{self.before.p95_ms:8.0f}",
+            f"{self.beside.median_ms:8.0f}",
+            f"{self.beside.p95_ms:8.0f}",
+            f"{self.limit_ms:8.0f}",
+            "  held  " if self.held else "  MISSED",
+            f"  {self.slowest:22}{dict(self.statuses)} {self.failures or ''}",
         )
         return "".join(cells)
 
@@ -156,12 +159,14 @@ class Victim:
             self.failures[str(answer.status_code)] += 1
         return time.perf_counter() - begun
 
-    def times(self, tries: int) -> dict[str, Times]:
+    def times(self, tries: int) -> tuple[Times, str]:
+        """Of so many requests over all APIs in turn; and the API with the longest median."""
         seconds: dict[str, list[float]] = {path: [] for path in APIS}
-        for _ in range(tries):
-            for path, found in seconds.items():
-                found.append(self.ask(path))
-        return {path: Times.of(found) for path, found in seconds.items()}
+        for _, path in zip(range(tries), cycle(APIS), strict=False):
+            seconds[path].append(self.ask(path))
+        asked = {path: found for path, found in seconds.items() if found}
+        slowest = max(asked, key=lambda path: statistics.median(asked[path]))
+        return Times.of(list(chain(*asked.values()))), slowest
 
     def load_ms(self) -> float:
         """How long a request takes for which another model must go and its own be loaded."""
@@ -351,15 +356,15 @@ def measure(name: str, tries: int, models: Models) -> Outcome:
     has_both = "models" in costs
     statuses: Counter[str] = Counter()
     with serving(models, has_both=has_both) as port, Victim(port, models.own.name) as victim:
-        victim.times(2)
+        victim.times(2 * len(APIS))
         load_ms = victim.load_ms() if has_both else 0.0
-        before = victim.times(tries)
+        before, _ = victim.times(tries)
         with attacking(port, name, statuses):
             time.sleep(WARM_UP_S)
-            beside = victim.times(tries)
+            beside, slowest = victim.times(tries)
     cost = "no prefill" if costs == {"no prefill"} else "models" if has_both else "prefill"
     answers = (dict(victim.failures), dict(statuses))
-    return Outcome(name, cost, round(load_ms, 1), before, beside, *answers)
+    return Outcome(name, cost, round(load_ms, 1), before, beside, slowest, *answers)
 
 
 def main(
@@ -367,33 +372,80 @@ def main(
     attack: Annotated[str, typer.Option(help="Only attack, with no measurement.")] = "",
     port: Annotated[int, typer.Option(help="Where to attack.")] = 0,
     only: Annotated[list[str] | None, typer.Option(help="Measure these attacks.")] = None,
-    tries: Annotated[int, typer.Option(help="Requests per attack and API.")] = 100,
-    output: Annotated[Path | None, typer.Option("--json", help="Write the results here.")] = None,
+    tries: Annotated[int, typer.Option(help="Requests before each attack, and beside it.")] = 100,
 ) -> None:
     """Measure the requests of one key while another attacks."""
     if attack:
         attack_until_eof(port, attack)
     found = []
-    typer.echo(f"{'attack':24}{'slowest API':22}  before  beside   limit, p95 in ms")
+    begun = time.monotonic()
+    typer.echo(f"{'attack':24}{'before':>8}{'median':>8}{'p95':>8}{'limit':>8}  ms")
     with tempfile.TemporaryDirectory(prefix="keepwarm-fairness-models-") as folder:
         models = Models.random(Path(folder))
         for name in only or [*ATTACKS, ALL]:
             found.append(measure(name, tries, models))
             typer.echo(found[-1].row())
-            if output is not None:
-                output.write_text(json.dumps(report(found, tries), indent=1) + "\n")
-    raise typer.Exit(0 if all(each.held for each in found) else 1)
+    n_held = sum(each.held for each in found)
+    minutes = (time.monotonic() - begun) / 60
+    typer.echo(f"{n_held} of {len(found)} limits held; {minutes:.0f} minutes")
+    if not only:
+        write(report(found, tries, minutes))
+    raise typer.Exit(0 if n_held == len(found) else 1)
 
 
-def report(found: Sequence[Outcome], tries: int) -> dict[str, Any]:
+def report(found: Sequence[Outcome], tries: int, minutes: float) -> dict[str, Any]:
     return {
         "command": f"python -m benchmarks.fairness --tries {tries}",
         "date": datetime.now(UTC).date().isoformat(),
+        "minutes": round(minutes),
         "machine": describe_machine(),
         "outcomes": [
-            {**asdict(each), "limits_ms": each.limits_ms, "held": each.held} for each in found
+            {**asdict(each), "limit_ms": round(each.limit_ms, 1), "held": each.held}
+            for each in found
         ],
     }
+
+
+def write(found: Mapping[str, Any]) -> None:
+    JSON.write_text(json.dumps(found, indent=1) + "\n")
+    PAGE.write_text(page(PAGE.read_text(), found))
+
+
+def page(text: str, found: Mapping[str, Any]) -> str:
+    """The page with its table replaced."""
+    return MEASURED.sub(lambda _: "\n".join(_lines(found)) + "\n", text)
+
+
+def _lines(found: Mapping[str, Any]) -> Iterator[str]:
+    machine, outcomes = found["machine"], found["outcomes"]
+    n_held = sum(each["held"] for each in outcomes)
+    n_failed = sum(sum(each["failures"].values()) for each in outcomes)
+    yield (
+        f"`{found['command']}`, {found['date']}, {found['minutes']} minutes on "
+        f"{machine['n_cpus']} cores of {machine['architecture']}, load at the end "
+        f"{machine['load'][0]}."
+    )
+    yield f"**{n_held} of {len(outcomes)} limits held**; {n_failed} answers to that key failed."
+    yield ""
+    yield f"| {' | '.join(HEAD)} |"
+    yield "|---|---|--:|--:|--:|---|---|---|"
+    yield from map(_row, outcomes)
+
+
+def _row(found: Mapping[str, Any]) -> str:
+    before, beside = found["before"], found["beside"]
+    answers = ", ".join(f"{n:,} of {status}" for status, n in found["statuses"].items())
+    cells = (
+        found["attack"],
+        found["cost"],
+        f"{before['median_ms']:,.0f}, {before['p95_ms']:,.0f}",
+        f"{beside['median_ms']:,.0f}, {beside['p95_ms']:,.0f}, {beside['worst_ms']:,.0f}",
+        f"{found['limit_ms']:,.0f}",
+        "yes" if found["held"] else "**no**",
+        f"`{found['slowest']}`",
+        answers,
+    )
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

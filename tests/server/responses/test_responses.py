@@ -160,6 +160,21 @@ def test_answer_is_continued_by_its_id_or_by_those_of_its_items(client):
     assert "'resp_gone'" in error.value.body["message"]
 
 
+def test_input_items_are_listed_in_pages(client):
+    said = [{"role": "user", "content": f"{number}"} for number in range(5)]
+    listing = client.responses.input_items
+    answer = ask(client, said)
+    first = listing.list(answer.id, limit=2)
+    assert [item.content for item in first.data] == ["4", "3"]
+    assert first.has_more
+    assert [item.content for item in first] == ["4", "3", "2", "1", "0"]  # OpenAI's client goes on
+    in_order = listing.list(answer.id, order="asc")
+    assert [item.content for item in in_order.data] == ["0", "1", "2", "3", "4"]
+    assert not in_order.has_more
+    with pytest.raises(openai.BadRequestError, match="no input item 'gone'"):
+        listing.list(answer.id, after="gone")
+
+
 def test_answer_is_shown_streamed_or_not_and_deleted(client):
     *_, last = ask(client, stream=True)
     assert client.responses.retrieve(last.response.id).output == last.response.output

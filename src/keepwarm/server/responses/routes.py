@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
-from fastapi import Depends, Request, Response
+from fastapi import Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from keepwarm.errors import BadField, ContextTooLong, UnknownResponse
@@ -263,17 +263,27 @@ async def cancel_response(response_id: str, answers: Answers) -> Fields:
 
 
 @router.get("/{response_id}/input_items")
-async def list_input_items(response_id: str, answers: Answers) -> Fields:
-    """The input items of a response's request, last first."""
-    own = (await answers.get(response_id)).input
-    data = [item.model_dump(exclude_none=True) for item in reversed(own)]
-    ids = [item.get("id") for item in data] or [None]
+async def list_input_items(
+    response_id: str,
+    answers: Answers,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    after: Annotated[str, Query(description="The id of the last item of the page before.")] = "",
+    order: Literal["asc", "desc"] = "desc",
+) -> Fields:
+    """The input items of a response's request, a page at a time, last first."""
+    own = list((await answers.get(response_id)).input)
+    listed = own if order == "asc" else own[::-1]
+    ids = [item.id for item in listed]
+    if after and after not in ids:
+        raise BadField(f"This response has no input item {after!r}.", "after")
+    first = ids.index(after) + 1 if after else 0
+    shown = listed[first : first + limit]
     return {
         "object": "list",
-        "data": data,
-        "first_id": ids[0],
-        "last_id": ids[-1],
-        "has_more": False,
+        "data": [item.model_dump(exclude_none=True) for item in shown],
+        "first_id": shown[0].id if shown else None,
+        "last_id": shown[-1].id if shown else None,
+        "has_more": first + limit < len(listed),
     }
 
 
