@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from keepwarm.config import Settings
 
 RARELY = (1_000_000, 10, 10)  # objects made between two garbage collections, while starting
-EXAMPLE = '{"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}'
+# The shell writes the numbers: a prompt that is long enough to see what is reused of it.
+EXAMPLE = (
+    '{"messages": [{"role": "user", "content": "Add these: \'"$(seq -s " " 300)"\'"}], '
+    '"max_tokens": 32}'
+)
 
 
 def serve(
@@ -118,7 +122,8 @@ def _greeting(settings: Settings, names: str, address: str) -> str:
         f"Dashboard: {address}/dashboard\n"
         f"Endpoints: {address}/docs\n"
         f"Clients: keepwarm launch claude --url {address} (or {', '.join(_other_clients())})\n"
-        f"Try:\n"
+        f"Send this twice; then stop the server with Ctrl-C, start it again and send it once more. "
+        f"The answer's cached_tokens says what was reused.\n"
         f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'"
         f"{_key(settings)} -d '{EXAMPLE}'"
     )

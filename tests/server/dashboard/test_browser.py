@@ -313,7 +313,7 @@ def test_it_asks_for_the_key_and_shows_no_more_than_it_opens(browser, serving):
             dialog = page.get_by_role("dialog", name="API key")
             dialog.wait_for()
             give(dialog, "wrong")
-            dialog.get_by_text("The API key is missing or wrong").wait_for()
+            dialog.get_by_text("The server does not accept this key.").wait_for()
             assert "alice" not in page.content()
             give(dialog, "a")
             page.get_by_text("Live", exact=True).wait_for()
@@ -409,7 +409,7 @@ def give(dialog, key):
 )
 def test_every_view_fits_and_can_be_read(browser, missed, scheme, size):
     """Nothing is beyond the edge or under the header, and every text has the contrast that WCAG AA
-    asks for, 4.5 to 1."""
+    asks for, 4.5 to 1, and every colour of a drawing 3 to 1."""
     width, height = size
     viewport = {"width": width, "height": height}
     with watched(browser, missed.url, color_scheme=scheme, viewport=viewport) as page:
@@ -518,6 +518,11 @@ CONTRAST = """() => {
     const colour = numbers(element.namespaceURI.endsWith("svg") ? style.fill : style.color);
     const [a, b] = [light(colour), light(behind(element))].sort((x, y) => y - x);
     if ((a + 0.05) / (b + 0.05) < 4.5) weak.push([element.id, element.textContent]);
+  }
+  for (const key of document.querySelectorAll(".key.fill")) { // of what is drawn
+    const colour = numbers(getComputedStyle(key).backgroundColor);
+    const [a, b] = [light(colour), light(behind(key.parentElement))].sort((x, y) => y - x);
+    if (key.checkVisibility() && (a + 0.05) / (b + 0.05) < 3) weak.push(key.className);
   }
   return weak;
 }"""

@@ -87,6 +87,11 @@ def test_an_axis_is_marked_with_the_values_at_its_marks(page, values, ticks):
     assert page.evaluate(TICKS, values) == [ticks, ticks]
 
 
+def test_one_value_does_not_flatten_the_others(page):
+    _, ticks = page.evaluate(TICKS, [0.2, 0.3, 0.4, 90])
+    assert ticks == ["0.1", "1", "10", "100"]
+
+
 ROWS = """async () => {
   const { h, put, table } = await import('/dashboard/dom.js');
   const columns = [{ name: "Name" }, { name: "Number" }];

@@ -7,6 +7,7 @@ those of all keys and the totals. No key sees the text of another key's prompts.
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import secrets
 import time
@@ -189,6 +190,7 @@ def _running(models: Models) -> list[RequestRecord]:
 def _viewer(viewer: Viewer) -> JsonObject:
     return {
         "key_needed": viewer.key_needed,
+        "keys": viewer.key_needed or viewer.admin or not viewer.may_see_addresses,
         "admin": viewer.admin,
         "texts": viewer.may_read_texts,
         "sums": viewer.may_see_totals,
@@ -441,6 +443,7 @@ def forest_out(store: Store, viewer: Viewer) -> JsonObject:
         {
             "id": viewer.agent_name(a.id, owners.tenant_of(a.namespace)) or "",
             "title": a.title if viewer.may_read(owners.tenant_of(a.namespace)) else "",
+            "model": a.head.model,
             "key": viewer.key_label(owners.tenant_of(a.namespace)),
         }
         for a in agents
@@ -676,10 +679,19 @@ async def _schema(request: Request) -> Response:
     return JSONResponse(await run_in_threadpool(request.app.openapi))
 
 
-def _serve(file: Path) -> Callable[[], Awaitable[Response]]:
-    content = file.read_bytes()
+def _serve(file: Path) -> Callable[[Request], Awaitable[Response]]:
+    """Compressed once; a browser that has it is told so."""
+    plain = file.read_bytes()
+    compressed = gzip.compress(plain, mtime=0)
+    tag = f'W/"{blake2b(plain, digest_size=8).hexdigest()}"'
+    headers = {**HEADERS, "ETag": tag, "Vary": "Accept-Encoding"}
 
-    async def answer() -> Response:
-        return Response(content, headers=HEADERS, media_type=TYPES[file.suffix])
+    async def answer(request: Request) -> Response:
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        if "gzip" not in request.headers.get("accept-encoding", ""):
+            return Response(plain, headers=headers, media_type=TYPES[file.suffix])
+        encoded = {**headers, "Content-Encoding": "gzip"}
+        return Response(compressed, headers=encoded, media_type=TYPES[file.suffix])
 
     return answer

@@ -6,17 +6,31 @@ import { clock } from "./format.js";
 const NARROW = matchMedia("(max-width: 640px)");
 const [WIDE, SLIM] = [560, 340]; // in the same pixels as the text
 const HEIGHT = 170;
-const LEFT = 52;
+const LEFT = 72; // as much as "16 min 40 s" takes
 const TOP = 8;
 const FOOT = 22;
+const STEEP = 30; // times the median
 
 // `series`: [{ name, kind, value: (point) => number or null }]; `words` writes a value.
 export function lines(points, series, words, label) {
-  const most = ceiling(points.flatMap((point) => series.map((one) => one.value(point) ?? 0)));
+  const { share, marks } = axis(points.flatMap((point) => series.map((one) => one.value(point) ?? 0)));
   const drawn = series.flatMap((one) => runs(points, one).map((part) =>
-    part.length > 1 ? svg("polyline", { class: `line ${one.kind}`, points: part.map(([index, value]) => `${middle(index, points)},${level(value / most)}`).join(" ") })
-      : svg("circle", { class: `dot ${one.kind}`, cx: middle(part[0][0], points), cy: level(part[0][1] / most), r: 2.5 })));
-  return chart([...grid(most, words), ...drawn, ...times(points), ...hovers(points, series, words)], label);
+    part.length > 1 ? svg("polyline", { class: `line ${one.kind}`, points: part.map(([index, value]) => `${middle(index, points)},${level(share(value))}`).join(" ") })
+      : svg("circle", { class: `dot ${one.kind}`, cx: middle(part[0][0], points), cy: level(share(part[0][1])), r: 2.5 })));
+  const ticks = marks.flatMap((value) => mark(level(share(value)), value ? words(value) : "0"));
+  return chart([...ticks, ...drawn, ...times(points), ...hovers(points, series, words)], label);
+}
+
+// From 0; by powers of ten where one value would flatten the others.
+function axis(values) {
+  const known = values.filter((value) => value > 0).sort((a, b) => a - b);
+  if (!known.length || known.at(-1) < STEEP * known[Math.floor(known.length / 2)]) {
+    const most = ceiling(values);
+    return { share: (value) => value / most, marks: [0, most / 2, most] };
+  }
+  const [first, last] = [Math.floor(Math.log10(known[0])), Math.ceil(Math.log10(known.at(-1)))];
+  const marks = Array.from({ length: last - first + 1 }, (_, step) => 10 ** (first + step));
+  return { share: (value) => Math.max(0, (Math.log10(value) - first) / (last - first)), marks };
 }
 
 // Columns stacked to their sum or, with `share`, to the whole height above a strip of the sums.

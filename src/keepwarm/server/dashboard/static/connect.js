@@ -20,7 +20,7 @@ export function show({ url, model, models, key, clients }) {
   put("clients", clients.map((client) => card(client, client.lines.map(here).join("\n"))));
 }
 
-function card({ title, notes, then }, text) {
+export function card({ title, notes, then }, text) {
   const lines = h("pre", { tabindex: "0" }, text);
   return h("div", { class: "card" },
     h("div", { class: "row" }, h("h3", {}, title),

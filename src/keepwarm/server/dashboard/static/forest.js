@@ -159,10 +159,13 @@ function words(run) {
 }
 
 const names = (indexes) => indexes.map((index) => {
-  const { id, title, key } = state.data.agents[index];
+  const { id, title, key, model } = state.data.agents[index];
   const name = isShort(id) || !title ? middle(id, 32) : `${title} (${middle(id)})`;
-  return key ? `${name} (key ${key})` : name;
+  const more = [key && `key ${key}`, severalModels() && model.split("/").at(-1)].filter(Boolean);
+  return more.length ? `${name} (${more.join(", ")})` : name;
 });
+
+const severalModels = () => new Set(state.data.agents.map(({ model }) => model)).size > 1;
 
 function listed(all) {
   return all.length > 6 ? `${all.slice(0, 5).join(", ")} and ${all.length - 5} more` : all.join(", ");

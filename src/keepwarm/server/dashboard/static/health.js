@@ -72,9 +72,11 @@ export function settings({ data }) {
   renderSettings();
 }
 
+const readable = ({ name }, value) => (value && name.endsWith("_bytes") ? bytes(Number(value)) : value || "–");
+
 function renderSettings() {
   const found = known.filter((one) => one.changed || !byId("changed-only").checked);
   put("settings", found.length ? table("Active settings", SETTINGS, found.map((one) =>
-    [h("code", {}, one.name), one.changed ? h("strong", {}, one.value || "–") : one.value || "–", one.default || "–"]))
+    [h("code", {}, one.name), h(one.changed ? "strong" : "span", {}, readable(one, one.value)), readable(one, one.default)]))
     : empty("Every setting has its default."));
 }

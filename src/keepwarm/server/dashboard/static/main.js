@@ -59,6 +59,7 @@ function showNow(data) {
   health.allow(data.viewer.admin);
   overview.condition(data.condition);
   sums = data.viewer.sums;
+  hide(byId("use-key"), !data.viewer.keys);
   busy = data.running.length > 0 || Object.keys(data.others).length > 0;
   for (const part of document.querySelectorAll("[data-sums]")) hide(part, part.dataset.sums !== String(sums));
 }
@@ -143,7 +144,7 @@ async function load(each) {
     return true;
   } catch (error) {
     refused = error instanceof Refused;
-    if (refused) askKey(key.get() ? error.message : "");
+    if (refused) askKey(key.get() ? "The server does not accept this key." : "");
     else status(error.message, "wrong");
     if (!refused && !(error instanceof Failed)) console.error(error); // a bug in this page
     each.revision = ""; // so that it is asked for again

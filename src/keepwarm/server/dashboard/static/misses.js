@@ -23,6 +23,16 @@ function list(data) {
   return rest.length ? [few, more] : [few];
 }
 
+// The setting to paste: what changed is moved behind what stays, or scrubbed; what was evicted is kept.
+function cure({ reason, agent }) {
+  if (reason === "changed") {
+    return ["If this text changes with every request, remove it with ", h("code", {}, 'scrub = "all"'),
+      " or move it behind the rest with ", h("code", {}, 'stable_first = "all"'), " in config.toml."];
+  }
+  const pin = agent ? [", or ", h("code", {}, `keepwarm cache set ${agent} --pin`)] : [];
+  return ["To keep it, raise ", h("code", {}, "disk_bytes"), " in config.toml", ...pin, "."];
+}
+
 function item(miss) {
   const why = miss.reason === "changed"
     ? `The prompt changed at token ${count(miss.position)} of ${count(miss.prompt_tokens)}.`
@@ -34,7 +44,7 @@ function item(miss) {
       agentName(miss, `#${miss.number}`, ago(miss.when)),
       h("span", { class: "cost" }, `${plural(miss.wasted, "token")} recomputed, ${seconds(miss.seconds)}`)),
     h("p", {}, why, h("span", { class: "quiet" }, ` ${plural(miss.restored, "token")} ${miss.restored === 1 ? "was" : "were"} warm.`)),
-    miss.text ? details : null);
+    h("p", { class: "quiet" }, cure(miss)), miss.text ? details : null);
 }
 
 function texts({ text: { before, earlier, now }, reason, position }) {

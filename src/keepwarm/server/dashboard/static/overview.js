@@ -1,10 +1,13 @@
 // Totals over all keys: latency, speed, where prompt tokens came from, answers, disk.
 
 import { columns, legend, lines } from "./charts.js";
+import { card } from "./connect.js";
 import { byId, choice, empty, h, hide, put, table, tile } from "./dom.js";
 import { ago, bytes, clock, count, percent, plural, saved as timeSaved, seconds, short } from "./format.js";
 import { meter } from "./now.js";
 
+const FIRST = `curl ${location.origin}/v1/chat/completions -H 'Content-Type: application/json' \\
+  -d '{"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}'`;
 const HOURS = [{ value: 1, name: "1 h" }, { value: 6, name: "6 h" }, { value: 24, name: "24 h" }];
 const of = (name) => (point) => point[name];
 const SOURCES = [["live", "live caches"], ["memory", "memory"], ["disk", "disk"], ["shared", "other machines"], ["computed", "computed"]]
@@ -19,6 +22,8 @@ export function condition(found) {
   hide(pill, level === "green");
   if (pill.className !== `condition ${level}`) pill.className = `condition ${level}`;
   if (level !== "green" && pill.textContent !== found.reasons[0]) pill.textContent = found.reasons[0];
+  const whole = found?.reasons.join("\n") ?? "";
+  if (pill.title !== whole) pill.title = whole;
   hide(byId("reasons"), level === "green");
   if (byId("reasons").classList.contains("red") !== (level === "red")) byId("reasons").classList.toggle("red");
   put("reasons", (found?.reasons ?? []).map((reason) => h("li", {}, reason)));
@@ -28,6 +33,9 @@ export function show(saved, choose) {
   choice("hours", HOURS, saved.hours, choose);
   put("saved-tiles", tiles(saved));
   const { points, hours } = saved;
+  const isNew = saved.hit_rate === null && !points.some(answers);
+  put("first-request", isNew ? card({ title: "Send a first request", notes: [] }, FIRST) : "");
+  for (const part of document.querySelectorAll("#overview .halves")) hide(part, isNew);
   const per = 60 * hours; // seconds of a point
   const decode = { kind: "decode", name: "decode", value: (point) => point.generated / per };
   const prefill = { kind: "computed", name: "prefill", value: (point) => point.prefilled / per };

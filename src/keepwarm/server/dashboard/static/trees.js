@@ -45,7 +45,7 @@ export function neighbour(placed, index, key) {
 export function matches(runs, agents, text) {
   const wanted = text.trim().toLowerCase();
   if (!wanted) return null;
-  const meant = new Set(agents.flatMap((agent, index) => (`${agent.id} ${agent.title}`.toLowerCase().includes(wanted) ? [index] : [])));
+  const meant = new Set(agents.flatMap((agent, index) => (`${agent.id} ${agent.title} ${agent.model}`.toLowerCase().includes(wanted) ? [index] : [])));
   const hit = (run) => run.id.startsWith(wanted) || run.agents.some((agent) => meant.has(agent));
   const isEnd = (index) => (runs[index].ends.some((agent) => meant.has(agent)) ? 0 : 1);
   const found = runs.flatMap((run, index) => (hit(run) ? [index] : []));
