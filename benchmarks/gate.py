@@ -5,8 +5,8 @@ are given; drafts, hit rates and the gate are the engine's own, only the device 
 costs what was published for it, with noise. So the figures are bounds: no host time is in them.
 
 Then what a model with states could gain, which takes nothing back: it would feed the right tokens
-again, from the state before the step. And tokens a step if every draft is fed, ours and those of
-llama.cpp's `ngram-simple`, written anew from its documentation.
+again, from the state before the step. And tokens a step if every draft is fed: ours, those of
+llama.cpp's `ngram-simple`, written anew from its documentation, and those that a schema forces.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from keepwarm.engine.drafts import (
 )
 from keepwarm.prefix.blocks import as_text
 from keepwarm.prefix.recent import RecentPrompts
+from keepwarm.text.grammar import GrammarMatcher, Grammars
+from keepwarm.text.request import Format
 from keepwarm.text.rewritten import rewritten
 
 HERE = Path(__file__).parent
@@ -49,6 +51,17 @@ CURVES: dict[str, dict[int, float]] = {
     "CPU": {1: 1.0, 2: 1.28, 4: 1.96, 8: 2.42, 16: 3.4},
 }
 NOISE = 0.05
+N_RECORDS = 8
+RECORD = {
+    "type": "object",
+    "properties": {
+        "subject": {"type": "string"},
+        "text_length": {"type": "integer"},
+        "needs_review": {"type": "boolean"},
+        "author_role": {"enum": ["user", "assistant", "tool"]},
+    },
+    "required": ["subject", "text_length", "needs_review", "author_role"],
+}
 NGRAM_SIZES = (12, 3)  # llama.cpp's default, and our shortest match
 LEAST = 0.98  # times as fast, of anything on any device
 CPU_GOALS = {"tool": 1.4, "edit": 1.4, "write": 1.4}
@@ -80,15 +93,25 @@ class Device:
     def cost(self, width: int) -> float:
         return float(np.interp(width, list(self.curve), list(self.curve.values())))
 
-    def answer(self, drafts: RowDrafts, n_prompt: int, answer: Sequence[int], kind: str) -> None:
+    def answer(
+        self,
+        drafts: RowDrafts,
+        n_prompt: int,
+        answer: Sequence[int],
+        kind: str,
+        grammar: GrammarMatcher | None = None,
+    ) -> None:
         spent, done = self.spent.setdefault(kind, Spent()), 0
         while done < len(answer):
-            size, proposal = BatchSize(1, n_prompt + done), drafts.propose()
+            size = BatchSize(1, n_prompt + done)
+            proposal = drafts.propose(grammar.fitted if grammar else list)
             width = 1 + MAX_DRAFT if self.always else self.gate.width([proposal], size)
             draft = proposal.tokens[: width - 1] if proposal else ()
             n_right = _n_common(draft, answer[done:-1])
             for token in answer[done : done + n_right + 1]:
                 drafts.saw(token)
+                if grammar:
+                    grammar.advance(token)
             cost = self.cost(1 + len(draft))
             if self.replays and n_right < len(draft):
                 cost += self.cost(1 + n_right)
@@ -161,6 +184,23 @@ def measure(device: Device, *, own: bool = False) -> dict[str, dict[str, float]]
     }
 
 
+def structured(*, forced: bool, seen: bool) -> float:
+    """Tokens a step of short JSON answers by one schema, `seen` in one conversation."""
+    tokenizer = load_tokenizer(HERE / "models/attention")
+    grammars = Grammars(tokenizer, len(tokenizer.vocab), tokenizer.eos_token_ids)
+    device, tokens = Device(CURVES["CPU"], always=True), list[int]()
+    for message in read("edits")[: 4 * N_RECORDS : 4]:
+        record = {"subject": message["content"][:20], "text_length": len(message["content"])}
+        record |= {"needs_review": message["role"] == "tool", "author_role": message["role"]}
+        answer = tokenizer.encode(json.dumps(record), add_special_tokens=False)
+        drafts = device.gate.drafts_for(tokens if seen else (), [], None)
+        grammar = grammars.compile(Format(schema=RECORD)) if forced else None
+        device.answer(drafts, len(tokens), answer, "records", grammar)
+        tokens += answer
+    spent = device.spent["records"]
+    return round(spent.n_tokens / spent.n_steps, 2)
+
+
 def missed(found: dict[str, dict[str, dict[str, float]]]) -> list[str]:
     """The goals that are not reached."""
     return [
@@ -189,6 +229,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, kinds in {**found, **others}.items():
         cells = (f"{kinds[k]['times']:.2f} · {kinds[k]['tokens a step']:.2f}" for k in KINDS)
         print(f"{name:<32}", *(f"{cell:>12}" for cell in cells))
+    for forced, seen in ((False, False), (True, False), (False, True), (True, True)):
+        figure = structured(forced=forced, seen=seen)
+        print(f"records, schema {forced}, earlier ones {seen}: {figure} tokens a step")
     if given.json:
         given.json.write_text(json.dumps({**found, **others}, indent=1) + "\n")
     if short := missed(found):
