@@ -95,8 +95,11 @@ class Oracle:
             gate(own, recent)
             own.source = Known
 
+        def width(gate, proposals, size):
+            return oracle._width(proposals, size) if gate.is_open else 1
+
         monkeypatch.setattr(DraftGate, "__init__", start)
-        monkeypatch.setattr(DraftGate, "width", lambda gate, *given: self._width(gate, *given))
+        monkeypatch.setattr(DraftGate, "width", width)
 
     def know(self, answers):
         self._answers = {tuple(prompt): answer for prompt, answer in answers}
@@ -108,10 +111,9 @@ class Oracle:
         ]
         return Proposal(MIN_MATCH, tokens) if tokens else None
 
-    def _width(self, gate, proposals, size):
+    def _width(self, proposals, size):
         assert len(proposals) == size.n_rows
-        may = gate.is_open and any(proposals)
-        return self._random.choice([1, 2, 3, 5, 8, 16]) if may else 1
+        return self._random.choice([1, 2, 3, 5, 8, 16]) if any(proposals) else 1
 
 
 @pytest.fixture(params=[False, True], ids=["waits", "runs-ahead"])
