@@ -12,7 +12,7 @@ PATTERN = {"type": "string"}
 N_AGENTS = 4_000
 N_FORKS = 50  # in one request
 N_TURNS = 4_000  # of a stored conversation, of which a model of 4,096 tokens has room for few
-OTHER_MODEL = "other"
+OWN_MODEL, OTHER_MODEL = "own", "other"
 PREPARED = "what-was-prepared"  # stands in a path or body for what `prepare` returned
 
 _numbers = count(1)
@@ -166,7 +166,7 @@ ATTACKS: Mapping[str, Attack] = {
     "truncation by id": Attack(RESPONSES, _by_id, cost="prefill", prepare=_store_response),
     "truncation": Attack(
         "/api/chat",
-        lambda: _messages(8_000, stream=False, options={"num_predict": 1}),
+        lambda: _messages(8_000, model=OWN_MODEL, stream=False, options={"num_predict": 1}),
         cost="prefill",
     ),
     "in the background": Attack(RESPONSES, lambda: _with_logprobs(background=True), cost="prefill"),

@@ -34,7 +34,15 @@ import httpx
 import typer
 from tests.kit.checkpoints import write_checkpoint
 
-from benchmarks.attacks import ATTACKS, CHAT, OTHER_MODEL, PREPARED, RESPONSES, Attack
+from benchmarks.attacks import (
+    ATTACKS,
+    CHAT,
+    OTHER_MODEL,
+    OWN_MODEL,
+    PREPARED,
+    RESPONSES,
+    Attack,
+)
 from benchmarks.requests.measure import describe_machine
 
 CONNECTIONS = 8  # of the attacking key, with one attack
@@ -291,7 +299,7 @@ class Models:
     def random(cls, folder: Path) -> Models:
         made = (
             write_checkpoint(folder / name, seed=seed, n_context=N_CONTEXT, shape=SHAPE)
-            for seed, name in enumerate(("own", OTHER_MODEL))
+            for seed, name in enumerate((OWN_MODEL, OTHER_MODEL))
         )
         return cls(*made)
 
