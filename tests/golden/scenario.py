@@ -31,6 +31,7 @@ NEWER = (
     *("continued", "reordered", "repeated_calls", "unread", "scored", "ignored_fields", "shared"),
     "phases_ms",
     "speculation",
+    "lossy_tokens",
 )
 SECRET = "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8="  # bytes 0 to 31
 AGENT = "golden"
