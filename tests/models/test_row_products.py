@@ -1,6 +1,7 @@
 """Quantised products in other ways: the same results, and only what is faster is used."""
 
 import json
+import math
 import time
 from itertools import pairwise
 
@@ -28,7 +29,6 @@ from keepwarm.models.row_products import (
     RowLinear,
     TensorKernel,
     by_shape,
-    columns,
     faster_way,
     flat,
     plain,
@@ -356,22 +356,19 @@ def test_where_one_matrix_is_as_fast_a_model_is_as_it_was(tmp_path, monkeypatch)
     assert not any(isinstance(m, ApartLinear | ApartEmbedding) for m in model.modules())
 
 
-@pytest.mark.parametrize(
-    ("shape", "is_apart"),
-    [((1, 1), False), ((2, 1), True), ((3, 1), True), ((4, 1), False), ((2, 2), False)],
-)
-def test_only_few_rows_of_one_token_have_a_product_each(shape, is_apart):
-    x, weight = mx.zeros((*shape, 8)), mx.zeros((4, 8))
-    assert columns(x, weight, 3).shape == ((shape[0], 8, 4) if is_apart else (8, 4))
-
-
 @pytest.mark.parametrize("bias", [False, True])
-def test_rows_apart_are_the_linear_layers(bias):
+@pytest.mark.parametrize("shape", [(3, 1), (1, 3), (1, 1)])
+def test_rows_of_a_batch_or_a_draft_are_each_row_alone(shape, bias):
     module = nn.Linear(128, 48, bias=bias)
-    replaced, x = ApartLinear(module, 3), rows_of(3)
+    replaced, x = ApartLinear(module, 3), rows_of(3)[: math.prod(shape)]
     assert all(replaced[name] is array for name, array in module.parameters().items())
-    alone = mx.concatenate([module(x[i : i + 1]) for i in range(3)])
-    assert mx.array_equal(replaced(x), alone)
+    alone = mx.concatenate([module(row) for row in x])
+    assert mx.array_equal(replaced(x.reshape(*shape, 128)), alone.reshape(*shape, 48))
+
+
+def test_more_rows_are_one_matrix():
+    module, x = nn.Linear(128, 48), rows_of(4)
+    assert mx.array_equal(ApartLinear(module, 3)(x), module(x))
 
 
 def test_rows_apart_of_an_embedding_are_its_head():

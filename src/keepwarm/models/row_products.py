@@ -24,6 +24,7 @@ takes longer for them as one matrix.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
@@ -729,7 +730,7 @@ def _round(product: Product, modules: Sequence[Quantized], x: mx.array) -> mx.ar
 
 
 class ApartLinear(Linear):
-    """The same module, that multiplies up to `most` rows of one token one by one."""
+    """The same module, that multiplies up to `most` rows one by one."""
 
     def __init__(self, linear: Linear, most: int) -> None:
         Module.__init__(self)
@@ -737,8 +738,7 @@ class ApartLinear(Linear):
         self._most = most
 
     def __call__(self, x: mx.array) -> mx.array:
-        weight = columns(x, self["weight"], self._most)
-        return mx.addmm(self["bias"], x, weight) if "bias" in self else x @ weight
+        return multiplied(x, self["weight"], self._most, self.get("bias"))
 
 
 class ApartEmbedding(Embedding):
@@ -750,19 +750,24 @@ class ApartEmbedding(Embedding):
         self._most = most
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return x @ columns(x, self["weight"], self._most)
+        return multiplied(x, self["weight"], self._most)
 
 
 APART: dict[Any, Any] = {Linear: ApartLinear, Embedding: ApartEmbedding}
 
 
-def columns(x: mx.array, weight: mx.array, most: int) -> mx.array:
-    """What a linear layer multiplies by; the same again for every row, if each has its product.
+def multiplied(x: mx.array, weight: mx.array, most: int, bias: mx.array | None = None) -> mx.array:
+    """Few rows, of a batch or of a draft, have a product each.
 
     MLX copies nothing for that, and the products are one operation.
     """
-    is_batch = x.ndim == 3 and x.shape[1] == 1 and 1 < x.shape[0] <= most
-    return mx.broadcast_to(weight.T, (x.shape[0], *weight.T.shape)) if is_batch else weight.T
+    *rows, width = x.shape
+    n_rows = math.prod(rows)
+    columns = weight.T
+    if 1 < n_rows <= most:
+        x, columns = x.reshape(n_rows, 1, width), mx.broadcast_to(columns, (n_rows, *columns.shape))
+    y = x @ columns if bias is None else mx.addmm(bias, x, columns)
+    return y.reshape(*rows, -1)
 
 
 def multiply_apart(model: Module, most: int) -> None:
