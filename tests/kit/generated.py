@@ -223,9 +223,9 @@ def measured_table(results: Results) -> str:
 
 
 def rounded_median(figure: re.Match[str]) -> str:
-    """With one digit where the samples are more than 10 % apart."""
+    """With two digits where the samples are more than 10 % apart."""
     value, spread = figure[1], int(figure[2])
-    return value if spread <= 10 else f"{float(f'{float(value):.1g}'):g}"
+    return value if spread <= 10 else f"{float(f'{float(value):.2g}'):g}"
 
 
 def _conditions(results: Results) -> str:
@@ -233,7 +233,7 @@ def _conditions(results: Results) -> str:
     return (
         f"{results.model}, {machine['system']}, {machine['backend']} on {machine['n_cpus']} cores "
         f"of {machine['architecture']}, {results.date}; medians of {results.samples} samples, with "
-        "one digit where they differ by more than 10 %. Measured by "
+        "two digits where they differ by more than 10 %. Measured by "
         f"`{results.command}`: [all results](docs/results/bench.md), "
         "[definitions](docs/results/benchmarks.md)."
     )
