@@ -43,6 +43,8 @@ from __future__ import annotations
 
 from typing import Self
 
+from keepwarm.units import printable
+
 MAX_MESSAGE = 1000  # characters
 
 
@@ -58,7 +60,7 @@ class KeepwarmError(Exception):
     def __init__(self, message: str = "") -> None:
         if len(message) > MAX_MESSAGE:
             message = f"{message[: MAX_MESSAGE // 2]} … {message[-MAX_MESSAGE // 2 + 3 :]}"
-        super().__init__("".join(char if char.isprintable() else " " for char in message))
+        super().__init__(printable(message))
 
 
 class BadInput(KeepwarmError):

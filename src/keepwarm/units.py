@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers and texts as people read them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ def _with_unit(number: float, base: int, units: Sequence[str]) -> str:
     while number >= base and step < len(units) - 1:
         number, step = number / base, step + 1
     return f"{number:.{1 if step and number < 100 else 0}f} {units[step]}"
+
+
+def printable(text: str) -> str:
+    """With spaces for tabs, line breaks and what else would move a terminal's cursor."""
+    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def parse_bytes(text: str) -> int:

@@ -306,11 +306,11 @@ def test_an_agent_is_shown_with_dates_names_and_sizes(main_here, home):
         assert before[name] == time.strftime("%Y-%m-%d %H:%M", time.localtime(kept[name]))
     assert before["size"] == format_bytes(kept["n_bytes"])
     assert before["retention"] == "kept until evicted or deleted"
-    told("set", "coder", "--retention", 3 * 86400, "--label", "team=core")
+    told("set", "coder", "--retention", 3 * 86400, "--label", "team=a\x1b[2J\tb")
     told("set", "coder", "--quota", "2G")
     after = shown()
     assert after["retention"] == "deleted when unused for 3 days"
-    assert (after["labels"], after["quota"]) == ("team=core", format_bytes(2 << 30))
+    assert (after["labels"], after["quota"]) == ("team=a [2J b", format_bytes(2 << 30))
     told("set", "coder", "--retention", "0", "--label", "team=")
     told("set", "coder", "--quota", "0")
 

@@ -158,9 +158,9 @@ class Terminal(io.StringIO):
 
 
 def test_what_is_long_is_shortened_on_a_terminal_and_whole_in_a_pipe(monkeypatch, capsys):
-    """By cells, which a wide character takes two of."""
+    """By cells, which a wide character takes two of; nothing in it moves the cursor."""
     title, agent = "修復測試" * 20, "3f0c6f0e-8a5e-4c1e-9b59-2f3d0c1a7b71"
-    columns, row = ("title", "tokens", "agent"), (title, "12", agent)
+    columns, row = ("title", "tokens", "agent"), (title, "12\n", agent)
 
     def act():
         print_table(columns, [row], below=["agent"], shortened="title")
@@ -171,7 +171,7 @@ def test_what_is_long_is_shortened_on_a_terminal_and_whole_in_a_pipe(monkeypatch
     assert heading.index("tokens") == cell_len(line.partition("12")[0])
     assert below == f"  {agent}"
     act()
-    assert capsys.readouterr().out.splitlines() == ["\t".join(columns), "\t".join(row)]
+    assert capsys.readouterr().out.splitlines() == ["\t".join(columns), f"{title}\t12 \t{agent}"]
 
 
 def test_unknown_name_is_one_sentence_and_exit_code_2(main_here):

@@ -11,7 +11,7 @@ import typer
 from keepwarm import config
 from keepwarm.errors import BadInput
 from keepwarm.progress import shown
-from keepwarm.units import format_bytes, parse_bytes
+from keepwarm.units import format_bytes, parse_bytes, printable
 
 if TYPE_CHECKING:
     from keepwarm.agents.agent import Agent
@@ -238,7 +238,7 @@ def print_agent(store: AgentStore, agent: Agent, as_json: bool, **more: Any) -> 
         print(json.dumps(agent_fields(store, agent) | more))
         return
     for name, value in _shown(store, agent).items():
-        print(f"{name}: {value}")
+        print(f"{name}: {printable(str(value))}")
     if len(agent.branches) > 1:
         for branch in agent.branches:
             turns = f"{len(branch.turns)} turns, {branch.n_tokens} tokens"

@@ -17,6 +17,7 @@ import typer
 from keepwarm import config
 from keepwarm.errors import BadInput
 from keepwarm.progress import shown
+from keepwarm.units import printable
 
 if TYPE_CHECKING:
     from keepwarm.engine.engine import Engine
@@ -175,6 +176,7 @@ def print_table(
     The columns named in `below` stand under their row, whole. The one named by `shortened` has
     what the others leave of the terminal's width.
     """
+    rows = [[printable(value) for value in row] for row in rows]
     if not sys.stdout.isatty():
         for row in (columns, *rows):
             print("\t".join(row))

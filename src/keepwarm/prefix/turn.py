@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from keepwarm.errors import BadRecord
+from keepwarm.units import printable
 
 MAX_BUNDLED_BYTES = 8 << 20
 MAX_BUNDLED_VALUES = 1 << 18
@@ -66,8 +67,7 @@ def _opening(text: str) -> str:
         if not found:
             break
         text = rest
-    shown = "".join(c if c.isprintable() else " " for c in text[: 8 * OPENING_CHARACTERS])
-    words = " ".join(shown.split())
+    words = " ".join(printable(text[: 8 * OPENING_CHARACTERS]).split())
     return words if len(words) <= OPENING_CHARACTERS else f"{words[: OPENING_CHARACTERS - 1]}…"
 
 

@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict
 
-from keepwarm.agents.agent import MAX_KEY, MAX_LABELS, MAX_VALUE, Agent, Branch
+from keepwarm.agents.agent import MAX_KEY, MAX_LABELS, MAX_VALUE, TITLE, Agent, Branch
 from keepwarm.agents.agent_store import AgentStore
 from keepwarm.agents.bundle import BundleExport, BundleSource
 from keepwarm.agents.reachability import dropped_by_rewind
@@ -32,7 +32,7 @@ from keepwarm.config import Settings
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadField, BadInput, Cancelled, TooLarge, UnknownAgent
 from keepwarm.server.http.body import JsonInput, api_router
-from keepwarm.server.http.keys import tenant_agent_id
+from keepwarm.server.http.keys import Viewer, tenant_agent_id
 from keepwarm.server.http.limits import SharedLimit
 from keepwarm.server.http.request_fields import AGENT_ID, Config
 from keepwarm.server.models.calls import Served
@@ -149,6 +149,7 @@ class TenantAgents:
 
     def __init__(self, request: Request, models: Served) -> None:
         self.tenant: str = getattr(request.state, "tenant", "")
+        self._may_read = Viewer.of(request).may_read_texts
         self._models = models
         self._keys: BundleKeys = request.app.state.bundle_keys
 
@@ -265,16 +266,16 @@ class TenantAgents:
         raise BadField(f"Agent {agent_id!r} already exists; choose another id.", "id")
 
     def _out(self, agent: Agent) -> AgentOut:
-        return agent_out(self._models.store, agent, self.tenant)
+        return agent_out(self._models.store, agent, self.tenant, self._may_read)
 
 
-def agent_out(store: Store, agent: Agent, tenant: str) -> AgentOut:
-    """An agent of this tenant, as its tenant sees it."""
+def agent_out(store: Store, agent: Agent, tenant: str, may_read: bool) -> AgentOut:
+    """An agent of this tenant; who may not read its prompts sees the title that it was given."""
     prefix = tenant_agent_id(tenant, "")
     return {
         "id": agent.id.removeprefix(prefix),
         "object": "agent",
-        "title": agent.title,
+        "title": agent.title if may_read else agent.metadata.get(TITLE, ""),
         "model": agent.head.model,
         "branch": agent.head.number,
         "n_tokens": agent.n_tokens,

@@ -492,9 +492,8 @@ def list_agents(models: Served, viewer: CurrentViewer) -> JsonObject:
     for agent in disk_store.agents.all("" if viewer.admin else tenant_agent_id(viewer.tenant, "")):
         tenant = owners.tenant_of(agent.namespace)
         if viewer.may_see(tenant):
-            listed = agent_out(models.store, agent, tenant or "")
-            title = agent.title if viewer.may_read(tenant) else ""
-            found.append({**listed, "title": title, "key": viewer.key_label(tenant)})
+            listed = agent_out(models.store, agent, tenant or "", viewer.may_read(tenant))
+            found.append({**listed, "key": viewer.key_label(tenant)})
     return {"object": "list", "data": found}
 
 
