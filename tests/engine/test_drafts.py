@@ -14,6 +14,7 @@ from keepwarm.engine import scheduler
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.batch import Batch
 from keepwarm.engine.drafts import (
+    FORCED,
     MAX_DRAFT,
     MAX_MATCH,
     MAX_OTHER_TOKENS,
@@ -451,7 +452,9 @@ def test_a_step_with_drafts_that_fails_is_the_last_one(
     with drafting(models.of("llama"), tmp_path / "on") as engine:
         (answer,) = run(engine, [ask(PROMPTS[0], N)])
         assert not engine.lane_of().gate.is_open
-    assert tokens_of(answer.choices[0]) == known
+        monkeypatch.setattr(RowDrafts, "propose", None)  # nothing is searched either
+        (later,) = run(engine, [ask(PROMPTS[0], N)])
+    assert tokens_of(answer.choices[0]) == tokens_of(later.choices[0]) == known
 
 
 def test_tokens_that_repeat_are_proposed_by_the_longest_match():
@@ -645,6 +648,26 @@ def test_a_proposal_goes_on_while_its_tokens_come():
     assert drafts.propose() == Proposal(4, first.tokens[1:])
     drafts.saw(77)  # not 4
     assert drafts.propose() is None
+
+
+def test_a_grammar_checks_no_more_of_a_proposal_than_can_be_fed():
+    checked = []
+
+    def fitted(tokens):
+        checked.append(len(tokens))
+        return tokens
+
+    drafts = RowDrafts(SeenTexts([*range(100), 0, 1, 2]), HitRates())
+    first = drafts.propose(fitted)
+    assert (checked, len(first.tokens)) == ([MAX_DRAFT], MAX_PROPOSED)
+    assert drafts.propose(lambda tokens: tokens[:2]) == Proposal(3, first.tokens[:2])
+
+
+def test_what_a_grammar_forces_stays_so_while_it_comes():
+    drafts, forced = RowDrafts(SeenTexts([]), HitRates()), list(range(3 * MAX_DRAFT))
+    assert drafts.propose(lambda _: forced) == Proposal(FORCED, forced)
+    drafts.saw(0)
+    assert drafts.propose() == Proposal(FORCED, forced[1:])
 
 
 def test_a_step_that_runs_ahead_costs_the_time_between_two_ends():

@@ -256,6 +256,32 @@ def test_a_draft_ends_where_it_is_not_allowed_and_what_must_come_is_one(model, g
     assert matcher.fitted([9]) == []  # ! or .
     feed(matcher, encode(model, "!"))
     assert matcher.fitted([9]) == []
+    assert matcher.finished
+
+
+def test_what_must_come_is_found_once_and_only_of_tokens_that_the_model_has(
+    model, grammars, n_vocab, monkeypatch
+):
+    forced = encode(model, "It is ")[:3]
+    matcher = grammars.compile(WEATHER)
+    found = [*forced, n_vocab, 5]
+
+    class Forcing:
+        def compute_ff_tokens(self):
+            return found
+
+        def validate_tokens(self, tokens):
+            return 0
+
+        def consume_token(self, token):
+            found.clear()
+
+    monkeypatch.setattr(matcher, "_matcher", Forcing())
+    assert matcher.fitted([]) == forced
+    matcher.advance(forced[0])
+    assert matcher.fitted([]) == forced[1:]
+    matcher.advance(9)
+    assert matcher.fitted([]) == []
 
 
 # Copies and the cache of compiled grammars

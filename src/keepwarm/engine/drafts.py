@@ -56,7 +56,8 @@ class Proposal(NamedTuple):
         """What is left of it once its first token came; None if another came, or too little is."""
         if token != self.tokens[0] or len(self.tokens) <= MAX_DRAFT:
             return None
-        return Proposal(min(self.n_matched + 1, MAX_MATCH), self.tokens[1:])
+        n_matched = max(self.n_matched, min(self.n_matched + 1, MAX_MATCH))
+        return Proposal(n_matched, self.tokens[1:])
 
 
 Others: TypeAlias = Callable[[], Iterable[str]]
@@ -275,10 +276,12 @@ class RowDrafts:
     def propose(self, fitted: Fitted = list) -> Proposal | None:
         """`fitted` returns what of a draft may come, or what must come instead."""
         found = self._proposal or self._source.propose() or Proposal(FORCED, ())
-        tokens = fitted(found.tokens)
-        if tokens != found.tokens[: len(tokens)]:
-            found = Proposal(FORCED, tokens)
-        self._proposal = found._replace(tokens=tokens) if tokens else None
+        first = found.tokens[:MAX_DRAFT]  # a grammar takes long to check more
+        tokens = fitted(first)
+        if tokens != first:
+            is_cut = tokens == first[: len(tokens)]
+            found = Proposal(found.n_matched if is_cut else FORCED, tokens)
+        self._proposal = found if found.tokens else None
         if self._watched is None:
             self._watched, self._n_right = self._proposal, 0
         return self._proposal

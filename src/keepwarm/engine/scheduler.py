@@ -763,6 +763,8 @@ class Scheduler:
 
         Before the tokens of a step are known: what they would be, if they are as proposed.
         """
+        if not gate.is_open:
+            return {}
         proposals = [None if row in finished else row.propose() for row in batch.rows]
         width = gate.width(proposals, _size(batch))
         return {

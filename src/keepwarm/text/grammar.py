@@ -8,6 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
+from itertools import takewhile
 from threading import Lock
 from typing import Any, TypeAlias
 
@@ -54,6 +55,7 @@ class GrammarMatcher:
         self._after = tuple(after)
         self._last: deque[int] = deque(maxlen=len(self._after))
         self._begun = begun or not self._after
+        self._forced: list[int] = []  # what must come next, as far as it was found
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -71,6 +73,7 @@ class GrammarMatcher:
         """Take the chosen token. If it is not allowed, the next `mask` raises."""
         if self._begun:
             self._matcher.consume_token(token)
+            self._forced = self._forced[1:] if self._forced[:1] == [token] else []
             return
         self._last.append(token)
         self._begun = tuple(self._last) == self._after
@@ -95,9 +98,14 @@ class GrammarMatcher:
         """
         if not self._begun:
             return draft
-        forced: list[int] = self._matcher.compute_ff_tokens()
+        self._forced = self._forced or self._find_forced()
         n_allowed = self._matcher.validate_tokens(list(draft))
-        return forced if len(forced) > n_allowed else draft[:n_allowed]
+        return self._forced if len(self._forced) > n_allowed else draft[:n_allowed]
+
+    def _find_forced(self) -> list[int]:
+        """Up to a token that the model does not have. Takes long if they are many."""
+        found = self._matcher.compute_ff_tokens()
+        return list(takewhile(lambda token: token < self._free.size, found))
 
     def copy(self) -> GrammarMatcher:
         """A matcher for another answer, at the same position."""
