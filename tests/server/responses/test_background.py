@@ -19,6 +19,7 @@ from tests.kit.waiting import wait_until
 
 WORDS = "Tell me about foxes."
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
+TEXTS = ("response.output_text.delta", "response.output_text.done")
 ENDLESS = 8_000  # tokens: nobody waits for their end
 # What the Open Responses schema requires, beside what OpenAI's SDK knows.
 OPEN_RESPONSES = {
@@ -281,8 +282,11 @@ def test_keys_do_not_see_each_others(serving):
 
 def test_a_stored_response_is_replayed(client):
     forced = {"tools": [TOOL], "tool_choice": "required"}
-    for made in (ask(client), ask(client, 200, **forced)):
+    for made in (ask(client, top_logprobs=2), ask(client, 200, **forced)):
         events = list(client.responses.retrieve(made.id, stream=True))
+        assert client.responses.retrieve(made.id).output == made.output
+        probable = [event.to_dict()["logprobs"] for event in events if event.type in TEXTS]
+        assert all(found == probable[0] for found in probable)
         assert [event.sequence_number for event in events] == list(range(len(events)))
         assert events[-1].response == client.responses.retrieve(made.id)
         live_kinds = {event.type for event in _streamed(client, made, forced)}

@@ -1,12 +1,14 @@
 """Stored responses survive a restart, for a time and up to a size, and go with their agent."""
 
 import asyncio
+import json
 import os
 import time
 from contextlib import contextmanager, suppress
 
 import httpx
 import pytest
+from pydantic_core import to_json
 
 from keepwarm.agents.agent import Branch
 from keepwarm.agents.agent_store import AgentStore
@@ -155,9 +157,10 @@ def response_store(store, **options):
     made.close()
 
 
-def put(responses, name, items=ITEMS, n_input=1, tenant="", *, size=0, **options):
+def put(responses, name, items=ITEMS, n_input=1, tenant="", *, size=0, logprobs=(), **options):
     """Store a response with this id and one message of this size."""
-    message = {"type": "message", "id": f"msg_{name}", "role": "assistant", "content": "x" * size}
+    part = {"type": "output_text", "text": "x" * size, "logprobs": list(logprobs)}
+    message = {"type": "message", "id": f"msg_{name}", "role": "assistant", "content": [part]}
     response = {"id": name, "created_at": int(time.time()), "output": [message]}
     since = options.pop("since", responses.generation())
     responses.put(tenant, response, items, n_input, since=since, **options)
@@ -175,13 +178,32 @@ def test_stored_response_has_the_whole_conversation_and_goes_alone(tmp_path, to_
         put(responses, "b", later, size=3, to_disk=to_disk)
         await responses.delete("", "a")
         second = await responses.get("", "b")
-        assert [item.content for item in second.items] == ["Hi", "x" * 10, "Why?", "x" * 3]
+        said = [item.content for item in second.items]
+        texts = [each if isinstance(each, str) else each[0].text for each in said]
+        assert texts == ["Hi", "x" * 10, "Why?", "x" * 3]
         assert [item.content for item in second.input] == ["Why?"]
         for touch in (responses.get, responses.delete):
             with pytest.raises(UnknownResponse, match="id 'a' not found"):
                 await touch("", "a")
             with pytest.raises(UnknownResponse):
                 await touch("other", "b")
+
+    with Store(tmp_path) as store, response_store(store) as responses:
+        asyncio.run(check(responses))
+
+
+@IN_MEMORY_AND_ON_DISK
+def test_log_probabilities_are_made_into_json_once(tmp_path, to_disk):
+    """They are megabytes, and a stream of a stored response has them five times."""
+    logprobs = [{"token": '"\n', "logprob": -0.25, "top_logprobs": []}] * 1000
+
+    async def check(responses):
+        put(responses, "a", logprobs=logprobs, to_disk=to_disk)
+        found = await responses.get("", "a")
+        shown = to_json(found.response)
+        assert len(shown) < 500
+        (message,) = json.loads(found.filled(shown))["output"]
+        assert message["content"][0]["logprobs"] == logprobs
 
     with Store(tmp_path) as store, response_store(store) as responses:
         asyncio.run(check(responses))

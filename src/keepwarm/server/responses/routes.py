@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from fastapi import Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from pydantic_core import to_json
 
 from keepwarm.errors import BadField, ContextTooLong, UnknownResponse
 from keepwarm.server.http.body import Fields, api_router
@@ -71,16 +72,17 @@ class TenantResponses:
     async def get(self, response_id: str) -> StoredResponse:
         return await self.store.get(self.tenant, response_id)
 
-    async def shown(self, response_id: str) -> Fields:
+    async def shown(self, response_id: str) -> StoredResponse:
         """The response as it is now."""
         running = self.background.running(self.tenant, response_id)
-        return running.response if running else (await self.get(response_id)).response
+        return StoredResponse(running.response) if running else await self.get(response_id)
 
     async def stream(self, response_id: str, after: int) -> Response:
         """The events behind this number; of one that runs also those that are to come."""
         if running := self.background.running(self.tenant, response_id):
             return _followed(running, after)
-        return _event_stream(replay((await self.get(response_id)).response, after))
+        stored = await self.get(response_id)
+        return _event_stream(stored.filled(replay(stored.response, after)))
 
     async def delete(self, response_id: str) -> None:
         await self.background.cancel(self.tenant, response_id)
@@ -198,6 +200,10 @@ def _followed(running: RunningResponse, after: int = -1) -> Response:
     return StreamingResponse(running.follow(after), headers=STREAM_HEADERS, media_type=media_type)
 
 
+def _shown(found: StoredResponse) -> Response:
+    return Response(found.filled(to_json(found.response)), media_type="application/json")
+
+
 def _event_stream(events: bytes) -> Response:
     return Response(events, headers=STREAM_HEADERS, media_type=EventStream.media_type)
 
@@ -246,20 +252,20 @@ async def show_response(
     """A stored response, or one in the background as it is now; with `stream`, its events."""
     if stream:
         return await answers.stream(response_id, max(-1, starting_after))
-    return json_response(await answers.shown(response_id))
+    return _shown(await answers.shown(response_id))
 
 
-@router.post("/{response_id}/cancel")
-async def cancel_response(response_id: str, answers: Answers) -> Fields:
+@router.post("/{response_id}/cancel", responses=answer_docs(Fields))
+async def cancel_response(response_id: str, answers: Answers) -> Response:
     """End a response in the background; one that has ended stays as it is."""
     await answers.background.cancel(answers.tenant, response_id)
     shown = await answers.shown(response_id)
-    if not shown["background"]:
+    if not shown.response["background"]:
         raise BadField(
             "Cannot cancel a synchronous response; close its connection instead.",
             "response_id",
         )
-    return shown
+    return _shown(shown)
 
 
 @router.get("/{response_id}/input_items")

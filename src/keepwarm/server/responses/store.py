@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
@@ -28,9 +29,20 @@ T = TypeVar("T")
 
 
 class StoredResponse(NamedTuple):
-    response: dict[str, Any]
-    items: Sequence[Item]  # the whole conversation, this answer included
-    input: Sequence[Item]  # the input of the request itself
+    response: dict[str, Any]  # with a name of `logprobs` in the place of each list of them
+    items: Sequence[Item] = ()  # the whole conversation, this answer included
+    input: Sequence[Item] = ()  # the input of the request itself
+    logprobs: Mapping[str, bytes] = {}  # JSON without brackets, by name
+
+    def filled(self, shown: bytes) -> bytes:
+        """JSON made of `response`, with the log-probabilities that it names.
+
+        They may be megabytes, and the events repeat them: so they become JSON when they are
+        stored, and are copied since.
+        """
+        for name, written in self.logprobs.items():
+            shown = shown.replace(f'"{name}"'.encode(), written)
+        return shown
 
 
 class _InMemory(NamedTuple):
@@ -111,7 +123,10 @@ class ResponseStore:
             store.add_forget(self._forget_deleted)
         try:
             items = [item.model_dump(exclude_none=True) for item in fields["items"]]
-            data = to_json({"version": VERSION, **fields, "items": items})
+            response, logprobs = _without_logprobs(fields["response"])
+            named = {"items": items, "response": response, "logprobs": list(logprobs)}
+            head = to_json({"version": VERSION, **fields, **named})
+            data = b"\n".join([head, *logprobs.values()])
             if not (to_disk and self._write_file(store, fields["agent"], name, data)):
                 self._put_in_memory(name, _InMemory(fields["agent"], data))
             store.catch_up()
@@ -142,13 +157,15 @@ class ResponseStore:
     def _read(self, name: str) -> StoredResponse | None:
         data = self._data(name)
         try:
-            fields: dict[str, Any] = json.loads(data) if data else {"version": 0}
+            head, *written = data.split(b"\n") if data else [b'{"version": 0}']
+            fields: dict[str, Any] = json.loads(head)
             if fields["version"] != VERSION:
                 return None
+            logprobs = dict(zip(fields.get("logprobs", ()), written, strict=True))
             response = fields["response"]
             items, output = _items(fields["items"]), _items(response["output"])
             own = items[len(items) - fields["n_input"] :]
-            return StoredResponse(response, [*items, *output], own)
+            return StoredResponse(response, [*items, *output], own, logprobs)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             LOG.warning("a stored response could not be read: %s", error)
             return None
@@ -177,6 +194,26 @@ class ResponseStore:
     def _forget(self, deletions: Deletions) -> None:
         for name in [name for name, e in self._memory.items() if deletions.include(e.agent)]:
             self._drop(name)
+
+
+def _without_logprobs(response: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The response with names in their place, and their JSON by these names."""
+    written: dict[str, bytes] = {}
+
+    def named(part: dict[str, Any]) -> dict[str, Any]:
+        if not part.get("logprobs"):
+            return part
+        name = secrets.token_hex(16)  # so that no other text of the response is the same
+        # NOTE: one at a time, because other threads wait while one of them is written.
+        written[name] = b",".join([to_json(each) for each in part["logprobs"]])
+        return part | {"logprobs": [name]}
+
+    def of_item(item: dict[str, Any]) -> dict[str, Any]:
+        if item.get("type") != "message":
+            return item
+        return item | {"content": [named(part) for part in item["content"]]}
+
+    return response | {"output": [of_item(item) for item in response["output"]]}, written
 
 
 def _items(stored: object) -> list[Item]:
