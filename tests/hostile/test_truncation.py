@@ -7,8 +7,12 @@ import tracemalloc
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
+from starlette.requests import Request as HttpRequest
+
+from keepwarm.config import Settings
 from keepwarm.errors import ContextTooLong
 from keepwarm.server.http.permits import PrepareSlot, prepare_threads
+from keepwarm.server.models.calls import ApiCall
 from keepwarm.server.models.truncation import submit_shortened, truncate
 from keepwarm.server.responses.request import InputRequest, Item
 from keepwarm.server.responses.routes import prepare_response
@@ -121,3 +125,13 @@ def test_a_short_body_builds_the_items_of_a_long_history_off_the_event_loop():
         asyncio.run(ask(slot))
     assert watched.threads
     assert threading.get_ident() not in watched.threads
+
+
+def test_the_fields_of_a_body_are_looked_through_once(tmp_path):
+    """However often its items are built: those that are ignored are sought in all of them."""
+    state = SimpleNamespace(settings=Settings(tmp_path, tmp_path), models=None)
+    scope = {"type": "http", "headers": [], "path_params": {}, "app": SimpleNamespace(state=state)}
+    call = ApiCall(HttpRequest(scope | {"state": {"slot": None}}))
+    body = InputRequest(input="hi")
+    given = call.fields(body)
+    assert call.fields(body) is given

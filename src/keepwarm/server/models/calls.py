@@ -37,13 +37,17 @@ class ApiCall:
         self.models: Models = request.app.state.models
         self.slot: PrepareSlot = request.state.slot
         self._rules = select_rules(self.settings.scrub, request.headers.get(SCRUB_HEADER, ""))
+        self._fields: RequestFields | None = None
 
     async def host(self, model: str | None, *, to_embed: bool = False) -> EngineHost:
         """The model with this name, loaded."""
         return await self.models.use(model, self.slot, to_embed=to_embed)
 
     def fields(self, body: PromptBody, hint: str | None = None) -> RequestFields:
-        return request_fields(self.request, body.keepwarm, hint, body)
+        """Found once: a conversation that is shortened is built many times, from one body."""
+        if self._fields is None:
+            self._fields = request_fields(self.request, body.keepwarm, hint, body)
+        return self._fields
 
     def scrubbed(self, request: engine_request.Request) -> engine_request.Request:
         return scrub_request(request, self._rules)
