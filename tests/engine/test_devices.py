@@ -99,6 +99,18 @@ def test_a_key_does_not_wait_for_the_prompts_of_another(sim, device, n_tokens):
     assert not any(sent.has_begun for sent in others)
 
 
+def test_answers_of_a_key_go_on_beside_the_prompts_of_another(sim, device):
+    """At a third of their pace at least; the other's prompts take half as long again at most."""
+    alone = sim.first_s(LONG)
+    mine = sim.send(16, 100_000, Policy.NO_STORE, tenant="mine")
+    sim.run_until(lambda: mine.has_begun)
+    began, other = sim.clock.now, sim.send(LONG, 4, tenant="other")
+    sim.run_until(lambda: other.has_begun)
+    gaps = mine.gaps(began, sim.clock.now)
+    assert sum(gaps) / len(gaps) <= 3.1 * device.step_seconds(1)
+    assert other.first_s <= 1.5 * LATER[device][0] * alone
+
+
 def test_a_key_does_not_hold_every_place(sim):
     """Nor every row of the batch."""
     for _ in range(100):

@@ -47,6 +47,7 @@ MAX_ROWS = 64  # sequences in all batches together
 MAX_OWN_PREFILLS, MAX_OWN_ROWS = 6, 48  # of one API key
 MAX_TENANTS = 1024  # that are remembered
 MAX_DRAFTED_ROWS = 16  # looking up drafts for more takes longer than they could spare
+PER_ANSWER_S = 2  # seconds for prompts of a key, for each of another key's answers beside them
 MAX_FAILURES = 2  # failed batches before a sequence is taken to be the cause
 
 
@@ -445,6 +446,7 @@ class Scheduler:
         self._end_durably = end_durably
         self._keeper = Keeper(ledger, on_kept)
         self._clock = clock
+        self._owed_s = 0.0  # of decoding, before a prompt goes on beside another key's answers
         self._others_wait = others_wait
         self._others_ran = others_ran
         self._thread: int | None = None  # the first that calls
@@ -515,7 +517,9 @@ class Scheduler:
         runs_alone = schedule.is_decode_alone and len(self._batches) == 1
         self._is_undisturbed = runs_alone and not self._others_ran()
         if self._decode(result):
-            self.slice_sizer.record_step(watch.seconds() + waited_s)
+            step_s = watch.seconds() + waited_s
+            self._owed_s -= step_s
+            self.slice_sizer.record_step(step_s)
         return result
 
     def finish(self, result: StepResult) -> None:
@@ -629,13 +633,20 @@ class Scheduler:
     def _next_task(self) -> PrefillTask | None:
         """The highest priority, that of waiting jobs included. Of equal ones keys are served in
         rotation, and the prompts of a key; but a last token, which takes only a step, goes first.
+
+        None also while another key's answers have not had their share of the time.
         """
-        if not self.prefilling:
-            return None
         self.prefilling.rotate(-1)
-        task = max(self.prefilling, key=self._rank)
-        self._slices.serve(task.job)
+        may_go_on = [t for t in self.prefilling if self._owed_s <= 0 or not self._is_beside(t)]
+        task = max(may_go_on, key=self._rank, default=None)
+        if task is not None:
+            self._slices.serve(task.job)
         return task
+
+    def _is_beside(self, task: PrefillTask) -> bool:
+        """Whether there are answers of another key that are no less urgent."""
+        own, rows = task.job.request, (row.job.request for row in self.rows)
+        return any(row.tenant != own.tenant and row.priority >= own.priority for row in rows)
 
     def _rank(self, task: PrefillTask) -> tuple[int, bool, int]:
         waiters = [job.request.priority for job in self.jobs if job.waits_for is task]
@@ -644,6 +655,7 @@ class Scheduler:
 
     def _count_slice(self, task: PrefillTask, context: int, seconds: float) -> None:
         n_tokens = task.prefill.n_done - context
+        self._owed_s = seconds / PER_ANSWER_S
         self.slice_sizer.record_slice(n_tokens, seconds)
         rates = task.lane.restorer.rates
         if self.slice_sizer.is_typical(rates.slices, n_tokens, context):
