@@ -9,7 +9,9 @@ import pytest
 
 from keepwarm import config
 from keepwarm.cache.store import Store
+from keepwarm.concurrency import DeviceLock
 from keepwarm.device import kernels
+from keepwarm.engine import compilation
 from keepwarm.engine import engine as engine_module
 from keepwarm.engine.admission import EngineConfig
 from keepwarm.engine.compilation import compile_kernels_if_needed
@@ -56,7 +58,7 @@ class StandInTrials:
 
     def __init__(self, n_all=3, error=None):
         self.n_all = self.n_left = n_all
-        self.threads = []
+        self.threads, self.savers, self.compilers = [], [], []
         self.may_end = threading.Semaphore(0)
         self._error = error
 
@@ -66,6 +68,12 @@ class StandInTrials:
         assert self.may_end.acquire(timeout=60)
         if self._error:
             raise self._error
+
+    def save(self):
+        self.savers.append(threading.current_thread().name)
+
+    def compile_known(self):
+        self.compilers.append(threading.current_thread().name)
 
 
 @pytest.fixture
@@ -86,7 +94,43 @@ def test_what_nobody_waits_for_is_compiled_while_idle_and_a_request_waits_for_on
         trials.may_end.release(2)
         wait_until(lambda: not trials.n_left)
         assert engine.submit(ask(prompt_of(20), 2)).result()
+        assert not trials.savers
     assert trials.threads == ["keepwarm-engine"] * 3
+    assert trials.savers == [threading.current_thread().name]
+
+
+def test_kernels_that_are_in_use_already_are_compiled_before_the_first_request(
+    model, store, monkeypatch
+):
+    monkeypatch.setattr(kernels, "are_compiled", lambda: True)
+    monkeypatch.setattr(compilation.TrialRequests, "__init__", no_requests)
+    trials = StandInTrials(n_all=0)
+    compiled(replace(model, trials=trials), store)
+    assert trials.compilers == ["keepwarm-engine"]
+
+
+def no_requests(own, _):
+    own.all = ()
+
+
+def test_nothing_is_measured_while_another_engine_computes(model, tmp_path, at_once, monkeypatch):
+    asked = []
+    monkeypatch.setattr(DeviceLock, "others_ran", lambda _: asked.append(1) or len(asked) < 3)
+    trials = StandInTrials(n_all=1)
+    trials.may_end.release()
+    with engine_on(replace(model, trials=trials), tmp_path):
+        wait_until(lambda: trials.threads)
+    assert len(asked) == 3
+
+
+def test_an_engine_that_takes_no_more_requests_measures_nothing(model, tmp_path, at_once):
+    trials = StandInTrials()
+    with engine_on(replace(model, trials=trials), tmp_path) as engine:
+        wait_until(lambda: trials.threads)
+        engine._refuse_more()
+        trials.may_end.release(3)
+        assert engine.drain(60)
+    assert len(trials.threads) == 1
 
 
 def test_a_request_that_is_there_goes_first(model, tmp_path, monkeypatch):

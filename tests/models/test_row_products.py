@@ -150,6 +150,7 @@ def choose(model, products, kept):
     trials = ProductTrials(model, products, kept)
     while trials.n_left:
         trials.run_next()
+    trials.save()
 
 
 def ways_used(model):
@@ -181,10 +182,15 @@ def test_the_next_start_goes_on_where_this_one_ended(model, seconds, tmp_path):
     first = ProductTrials(model, Products([kernel]), kept, lambda: compiled.append(1))
     for _ in range(first.n_all - 2):
         first.run_next()
-    assert len(compiled) == first.n_all - 2
+    assert not (tmp_path / MACHINE).exists(), "the engine's thread writes no file"
+    first.save()
+    assert compiled == [1]
     again = build("tiny", tmp_path).module
     second = ProductTrials(again, Products([kernel]), ProductsFile(tmp_path))
     assert second.n_left == 2
+    kernel.calls.clear()
+    second.compile_known()
+    assert {n_rows for n_rows, *_ in kernel.calls} == {3, 5, 8}, "before a request needs them"
     kernel.calls.clear()
     again(mx.array([[5]] * 4))
     assert kernel.calls, "what is known is used at once"
@@ -291,7 +297,14 @@ def test_what_is_known_is_not_measured_again(model, seconds, tmp_path, monkeypat
     assert isinstance(model.model.layers[0].mlp.up_proj, RowLinear)
 
 
-@pytest.mark.parametrize("damage", ["version", "a way that is gone"])
+def test_what_another_process_has_measured_stays(tmp_path):
+    for n_rows in (3, 5):
+        ProductsFile(tmp_path).add({"shape": {n_rows: "flat"}, f"of {n_rows}": {}})
+    kept = {"shape": {3: "flat", 5: "flat"}, "of 3": {}, "of 5": {}}
+    assert ProductsFile(tmp_path).read() == kept
+
+
+@pytest.mark.parametrize("damage", ["version", "a way that is gone", "no number"])
 def test_what_was_measured_with_something_else_is_measured_again(model, seconds, tmp_path, damage):
     seconds["flat"] = 0.5
     choose(build("tiny", tmp_path).module, Products(), ProductsFile(tmp_path))
@@ -301,6 +314,8 @@ def test_what_was_measured_with_something_else_is_measured_again(model, seconds,
         whole = json.loads(text)
         whole["products"]["depends"][1] = "0.1"
         file.write_text(json.dumps(whole))
+    elif damage == "no number":
+        file.write_text(text.replace('"33"', '"x"'))
     else:
         file.write_text(text.replace("flat", "gone"))
     choose(model, Products(), ProductsFile(tmp_path))

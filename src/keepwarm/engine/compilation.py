@@ -50,6 +50,8 @@ def compile_kernels(
         for number, trial in enumerate(trials, 1):
             report(f"compiling kernels, {number} of {len(trials)}")
             _run(trial)
+        if model.trials:
+            engine.call(model.trials.compile_known).result()
         engine.call(lambda: kernels.keep(settings.home)).result()
 
 

@@ -331,6 +331,8 @@ class Engine:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
+        if self.model.trials:
+            self.model.trials.save()
         self._watcher.close()
         self.preparer.close()
         self.live.clear()
@@ -358,15 +360,16 @@ class Engine:
                 is_called = self._changed.wait_for(
                     lambda: self._commands or self._closing, patience_s
                 )
-            if trials and not is_called:
+            if trials and not is_called and self._accepting:
                 self._run_trial(trials)
         self._run_commands()  # posted before `_closing` was set
 
     def _run_trial(self, trials: ProductTrials) -> None:
-        """A request that comes now waits for this one only."""
+        """A request that comes now waits for this one only; other engines must be idle too."""
         try:
             with self._scopes.active(self._memory), self._device.take():
-                trials.run_next()
+                if not self._device.others_ran():
+                    trials.run_next()
         except Exception:
             LOG.exception("a way to multiply could not be measured")
 

@@ -563,12 +563,21 @@ class ProductsFile:
     """What was faster on this machine, kept in the home directory."""
 
     def __init__(self, home: Path) -> None:
-        self._file: StateFile[dict[str, Any]] = StateFile(home / MACHINE, "products", dict)
+        self._file = StateFile(home / MACHINE, "products", self._from_json, self._to_json)
         self._depends = [TRIAL, version("mlx"), mx.device_info().get("device_name")]
 
     def read(self) -> dict[str, Names]:
         """By shape; empty if it was measured with another device or another MLX."""
-        kept = self._file.read()
+        return self._file.read()
+
+    def add(self, names: Mapping[str, Names]) -> None:
+        def merged(kept: dict[str, Names]) -> dict[str, Names]:
+            return kept | {shape: {**kept.get(shape, {}), **own} for shape, own in names.items()}
+
+        with suppress(OSError):  # the next start measures again
+            self._file.change(merged)
+
+    def _from_json(self, kept: Mapping[str, Any]) -> dict[str, Names]:
         if kept.get("depends") != self._depends:
             return {}
         return {
@@ -576,10 +585,8 @@ class ProductsFile:
             for shape, names in kept["names"].items()
         }
 
-    def add(self, names: Mapping[str, Names]) -> None:
-        with suppress(OSError):  # the next start measures again
-            both = {**self.read(), **names}
-            self._file.change(lambda _: {"depends": self._depends, "names": both})
+    def _to_json(self, names: Mapping[str, Names]) -> dict[str, Any]:
+        return {"depends": self._depends, "names": names}
 
 
 def speed_up(model: Module, home: Path) -> ProductTrials | None:
@@ -609,7 +616,7 @@ class ProductTrials:
         kept: ProductsFile,
         on_compiled: Callable[[], None] = lambda: None,
     ) -> None:
-        """What is kept is used at once. `on_compiled` is called after each trial."""
+        """What is kept is used at once. `on_compiled` is called by `save`."""
         self._model, self._products, self._kept = model, products, kept
         self._on_compiled = on_compiled
         self._shapes = by_shape(model)
@@ -635,10 +642,19 @@ class ProductTrials:
         way = faster_way(self._products, [*self._shapes[shape].values()], n_rows)
         self._names[shape] = {**self._names[shape], n_rows: way}
         self._use(shape)
-        self._kept.add({shape: self._names[shape]})
+
+    def save(self) -> None:
+        """Keep what was measured and compiled, once nothing is any more; it waits for files."""
+        self._kept.add(self._names)
         self._on_compiled()
-        done = self.n_all - self.n_left
-        LOG.info("%d of %d ways to multiply: %s, rows %d: %s", done, self.n_all, shape, n_rows, way)
+
+    def compile_known(self) -> None:
+        """Run what earlier starts measured: MLX compiles our kernels in every process anew."""
+        for shape, names in self._names.items():
+            module = next(iter(self._shapes[shape].values()))
+            for n_rows, name in names.items():
+                if name in self._products.named:
+                    self._products.is_right(name, module, n_rows)
 
     def _use(self, shape: str) -> None:
         """Rows that are not measured yet are multiplied as MLX does."""
