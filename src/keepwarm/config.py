@@ -158,6 +158,12 @@ def load(environ: Mapping[str, str] | None = None, **arguments: Any) -> Settings
     return _override(settings, given, "the arguments")
 
 
+def is_given(name: str) -> bool:
+    """Whether config.toml or the environment has this setting."""
+    file = find_folders(os.environ).config
+    return name in _from_file(file) or name in _from_environment(os.environ)
+
+
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """A sentence for each `KEEPWARM_…` variable that means nothing.
 

@@ -49,6 +49,9 @@ def test_what_fits_leaves_room():
         assert choice.n_tokens(sizes[0] * GIB) >= least
         smaller = choice.n_bytes(least) / USABLE - 1
         assert not choice.fits(int(smaller) - choice.kv_bytes_per_token)
+        n_all = choice.n_tokens(1 << 50)
+        assert choice.fits(1 << 50, n_all)
+        assert not choice.fits(1 << 50, n_all + 1)
 
 
 def test_on_a_cpu_a_weight_takes_four_bytes():

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -10,11 +11,13 @@ import tomllib
 from contextlib import closing
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from keepwarm import config
 from keepwarm.server.http.clients import CLIENTS, ServerInfo
 from tests.kit.checkpoints import write_checkpoint
+from tests.kit.waiting import wait_until
 from tests.server.conftest import serve
 
 SECRET = "secret$'key\""
@@ -37,7 +40,7 @@ ON_TERM = "trap 'exit 7' TERM; kill -TERM $PPID; sleep 20 >/dev/null 2>&1 & wait
 TALK = """
 import anthropic
 import openai
-print(openai.OpenAI(max_retries=0).models.list().data[0].id)
+print(*(model.id for model in openai.OpenAI(max_retries=0).models.list()))
 message = [{"role": "user", "content": "Hello"}]
 client = anthropic.Anthropic(max_retries=0)
 print(client.messages.create(model="m", max_tokens=2, messages=message).role)
@@ -61,14 +64,25 @@ def environ(tmp_path):
     for name in PROGRAMS:
         (programs / name).write_text(FAKE.format(python=sys.executable))
         (programs / name).chmod(0o755)
-    kept = {"PATH": f"{programs}:/usr/bin:/bin", "KEEPWARM_HOME": str(tmp_path)}
+    kept = {
+        "PATH": f"{programs}:/usr/bin:/bin",
+        "HOME": str(tmp_path),
+        "KEEPWARM_HOME": str(tmp_path),
+    }
     path = os.environ.get("PYTHONPATH")
     return kept | ({"PYTHONPATH": path} if path else {}) | {"ANTHROPIC_API_KEY": "elsewhere"}
 
 
 def launch(environ, *arguments):
     command = [sys.executable, "-m", "keepwarm", "launch", *map(str, arguments)]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, env=environ, capture_output=True, text=True, check=False, timeout=300
+    )
+
+
+def free_port():
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        return str(free.getsockname()[1])
 
 
 def printed(environ, *arguments):
@@ -80,7 +94,13 @@ def printed(environ, *arguments):
 def pasted(environ, text):
     """What the client sees when a shell is given the printed lines."""
     answer = subprocess.run(
-        ["sh", "-eu"], input=text, env=environ, capture_output=True, text=True, check=True
+        ["sh", "-eu"],
+        input=text,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
     )
     return json.loads(answer.stdout)
 
@@ -242,13 +262,16 @@ def test_launch_any_runs_a_program_that_uses_the_sdks(locked, environ):
 
 
 def test_launch_starts_a_server_for_as_long_as_the_client_runs(environ, tmp_path):
-    """By SDKs as they are published; nothing answers before, and nothing after."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = str(free.getsockname()[1])
-    environ |= {"KEEPWARM_PORT": port, "KEEPWARM_BLAS": "none", "KEEPWARM_MODEL": "no/such"}
+    """By SDKs as they are published; nothing answers before, and nothing after. It is asked
+    without a proxy, and has the models of the settings."""
+    environ |= {"KEEPWARM_PORT": free_port(), "KEEPWARM_BLAS": "none"}
     model = write_checkpoint(tmp_path / "tiny")
-    said = printed(environ, "any", "--model", model, "--", sys.executable, "-c", TALK)
-    assert said.split() == [str(model), "assistant"]
+    (tmp_path / "config.toml").write_text(f'model = "{model}"\nmore_models = "second={model}"\n')
+    proxied = environ | {"http_proxy": "http://127.0.0.1:1"}
+    without_proxy = ("env", "-u", "http_proxy")
+    said = printed(proxied, "any", "--", *without_proxy, sys.executable, "-c", TALK)
+    assert said.split() == [str(model), "second", "assistant"]
+    assert (tmp_path / "launch.log").read_text().count("Serving ") == 1
     assert "No server answers" in launch(environ, "any", "--print", "--", "true").stderr
     (model / "config.json").write_text("{")
     failed = launch(environ, "any", "--model", model, "--", "true")
@@ -263,6 +286,28 @@ def test_launch_asks_before_it_downloads(environ):
     answer = launch(environ, "claude")
     assert answer.returncode == 2
     assert "name a model with --model" in answer.stderr
+
+
+def test_launch_whose_terminal_is_closed_while_its_server_starts_leaves_none(environ, tmp_path):
+    """A model that is a pipe is never loaded."""
+    model = write_checkpoint(tmp_path / "tiny")
+    (model / "config.json").unlink()
+    os.mkfifo(model / "config.json")
+    environ |= {"KEEPWARM_PORT": free_port(), "KEEPWARM_BLAS": "none"}
+    log = tmp_path / "launch.log"
+    command = [sys.executable, "-m", "keepwarm", "launch", "any", "--model", model, "--", "true"]
+    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE) as launched:
+        wait_until(lambda: log.exists() and log.stat().st_size > 0)
+        (server,) = psutil.Process(launched.pid).children()
+        launched.send_signal(signal.SIGHUP)
+        assert launched.wait(300) == 128 + signal.SIGTERM
+    assert not server.is_running()
+
+
+def test_launch_says_which_options_change_nothing(live, environ):
+    given = ("any", "--url", live.url, "--model", "other", "--show-key", "--", "true")
+    said = launch(environ, *given).stderr.splitlines()
+    assert [line.split()[1] for line in said] == ["--model", "--show-key"]
 
 
 @pytest.mark.parametrize(

@@ -10,28 +10,32 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from http.client import HTTPException
 from pathlib import Path
-from subprocess import DEVNULL, Popen
-from tempfile import TemporaryDirectory, TemporaryFile
+from subprocess import DEVNULL, Popen, TimeoutExpired
+from tempfile import TemporaryDirectory
+from types import FrameType
 from typing import IO, Annotated, NamedTuple
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import ProxyHandler, Request, build_opener
 
 import typer
 
 from keepwarm import config
 from keepwarm.cli.options import first_key
-from keepwarm.errors import BadInput, Refused, Unreachable
+from keepwarm.errors import BadInput, Refused, UnknownModel, Unreachable
 from keepwarm.progress import shown
 from keepwarm.server.http.clients import CLIENTS, KEY_VARIABLE, NO_KEY, ClientSetup, ServerInfo
 from keepwarm.units import format_bytes
 
 TIMEOUT_S = 10
 POLL_S = 0.1
+STOP_S = 30.0  # for a server to end after its last answer
+LOG_NAME = "launch.log"
+GREETING = b"Serving "
 
 
 class Key(NamedTuple):
@@ -79,10 +83,16 @@ def launch(
     settings = config.load(model=model)
     key, address = _key(settings), _checked(url or _address(settings))
     told = ServerInfo(address, "", 1, agent=_checked_agent(agent))
-    program = "" if only_print else _program([*CLIENTS[client](told).command, *(arguments or ())])
-    may_start = program and url is None and not _listens(address)
-    with _started(settings, model, address) if may_start else nullcontext():
-        server = replace(_served(address, key), agent=told.agent)
+    blank = CLIENTS[client](told)
+    program = "" if only_print else _program([*blank.command, *(arguments or ())])
+    may_start = bool(program) and url is None and not _listens(address)
+    for option in _unused(may_start, model, only_print, show_key):
+        print(f"Warning: {option}", file=sys.stderr)
+    with ExitStack() as until_end:
+        if may_start:
+            named = _model_options(settings, model, blank.first_prompt, address)
+            until_end.enter_context(_started(settings, named))
+        server = replace(_served(address, key, None if url else {}), agent=told.agent)
         setup = CLIENTS[client](server)
         for warning in setup.warnings(server):
             print(warning, file=sys.stderr)
@@ -92,7 +102,17 @@ def launch(
     print("\n".join(setup.shell_lines(command, None if show_key else key.shell)))
 
 
+def _unused(starts: bool, model: str | None, prints: bool, show_key: bool) -> Iterator[str]:
+    """Options that change nothing here."""
+    if model and not starts:
+        yield "--model is for a server that is started; this one keeps its model."
+    if show_key and not prints:
+        yield "--show-key is for --print."
+
+
 def _address(settings: config.Settings) -> str:
+    if not settings.port:
+        raise BadInput("Port 0 is any free port, which no client can know; set another.")
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104
     return f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
 
@@ -119,11 +139,11 @@ def _key(settings: config.Settings) -> Key:
     return Key(keys[0], f'"{first_key(settings)}"')
 
 
-def _served(url: str, key: Key) -> ServerInfo:
-    """The server's model and context length."""
+def _served(url: str, key: Key, proxies: dict[str, str] | None) -> ServerInfo:
+    """The server's model and context length; proxies of the environment if they are None."""
     asked = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key.value}"})  # noqa: S310
     try:
-        with urlopen(asked, timeout=TIMEOUT_S) as answer:  # noqa: S310 - http and https alone
+        with build_opener(ProxyHandler(proxies)).open(asked, timeout=TIMEOUT_S) as answer:
             model = json.load(answer)["data"][0]
             return ServerInfo(url, str(model["id"]), int(model["context_length"]), key.value)
     except HTTPError as error:
@@ -151,58 +171,93 @@ def _listens(url: str) -> bool:
 
 
 @contextmanager
-def _started(settings: config.Settings, model: str | None, url: str) -> Iterator[None]:
+def _started(settings: config.Settings, named: list[str]) -> Iterator[None]:
     """A server of the settings, until the client has ended. The screen is the client's, so what
-    the server prints is kept for the case that it does not start."""
-    name = _chosen(settings, model, url)
-    command = [sys.executable, "-m", "keepwarm", "serve", "--model", name]
-    with TemporaryFile() as log:
+    the server prints goes to a file."""
+    command = [sys.executable, "-m", "keepwarm", "serve", *named]
+    path = settings.home / LOG_NAME
+    settings.home.mkdir(parents=True, exist_ok=True)
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_DFL:  # which would leave the server behind
+            signal.signal(number, signal.getsignal(signal.SIGTERM))
+    with path.open("a+b") as log:
+        log.truncate(0)
         # The terminal's Ctrl-C is for the client alone.
         server = Popen(command, stdin=DEVNULL, stdout=log, stderr=log, start_new_session=True)
         try:
-            with shown(f"starting a server with {name}", at_once=True):
-                _wait_for(server, url, log)
-            yield
+            with shown("starting a server") as line:
+                line.say("loading the model")
+                _wait_for(server, log)
+            try:
+                yield
+            finally:
+                if server.poll() is not None:
+                    print(f"The server ended: {_last_line(log)} ({path})", file=sys.stderr)
         finally:
-            server.terminate()
-            server.wait()
+            with shown("stopping the server") as line:
+                line.say("it ends its answers")
+                _stop(server, settings.drain_s)
 
 
-def _wait_for(server: Popen[bytes], url: str, log: IO[bytes]) -> None:
-    while not _is_ready(url):
+def _wait_for(server: Popen[bytes], log: IO[bytes]) -> None:
+    """Until it greets: another program may answer at its address."""
+    while not any(line.startswith(GREETING) for line in _lines(log)):
         if server.poll() is not None:
-            log.seek(0)
-            said = log.read().decode(errors="replace").strip().splitlines()
-            raise Unreachable(f"The server did not start: {said[-1] if said else 'no reason'}")
+            raise Unreachable(f"The server did not start: {_last_line(log)}")
         time.sleep(POLL_S)
 
 
-def _is_ready(url: str) -> bool:
-    with suppress(OSError, HTTPException), urlopen(f"{url}/health", timeout=TIMEOUT_S):  # noqa: S310
-        return True
-    return False
+def _lines(log: IO[bytes]) -> list[bytes]:
+    log.seek(0)
+    return log.readlines()
 
 
-def _chosen(settings: config.Settings, model: str | None, url: str) -> str:
-    """The model that is named, else the largest that fits, downloaded after a question."""
+def _last_line(log: IO[bytes]) -> str:
+    lines = _lines(log) or [b"no reason"]
+    return lines[-1].decode(errors="replace").strip()
+
+
+def _stop(server: Popen[bytes], drain_s: float) -> None:
+    server.terminate()
+    try:
+        server.wait(drain_s + STOP_S)
+    except TimeoutExpired:
+        server.kill()
+
+
+def _model_options(
+    settings: config.Settings, model: str | None, first_prompt: int, url: str
+) -> list[str]:
+    """What tells a server its model, unless the settings do. Downloads it, where that is seen."""
+    from keepwarm.models.catalog import locate
+
+    chosen = model
+    if not model and not config.is_given("model"):
+        chosen = _chosen(settings, first_prompt, url)
+    with suppress(UnknownModel):  # of which the server says more
+        locate(chosen or settings.model, settings)
+    return ["--model", chosen] if chosen else []
+
+
+def _chosen(settings: config.Settings, first_prompt: int, url: str) -> str:
+    """The largest model that fits with the client's first prompt and an answer; asks before it is
+    downloaded."""
     from keepwarm.cli.models import fitting_here
-    from keepwarm.models.catalog import find, locate
+    from keepwarm.models.catalog import find
+    from keepwarm.models.choices import all_choices
 
-    if model or settings.model != config.Settings.model:
-        return settings.model
-    best = next(iter(fitting_here()), None)
-    if best is None:
-        return settings.model
-    if find(best.id, settings) is None:
-        if not sys.stdin.isatty():
-            raise Unreachable(
-                f"No server answers at {url}; start one with `keepwarm serve`, or name a model "
-                "with --model."
-            )
-        size = format_bytes(best.weights_bytes)
-        question = f"No server answers at {url}. Download {best.id} ({size}) and serve it?"
-        typer.confirm(question, default=True, abort=True, err=True)
-        locate(best.id, settings)
+    best = next(iter(fitting_here(first_prompt * 4 // 3)), None)
+    if best and find(best.id, settings):
+        return best.id
+    if best is None or not sys.stdin.isatty():
+        raise Unreachable(
+            f"No server answers at {url}; start one with `keepwarm serve`, or name a model "
+            "with --model."
+        )
+    size = next(format_bytes(each.weights_bytes) for each in all_choices() if each.id == best.id)
+    about = size if best.is_loaded else f"{size}, not tried by us"
+    question = f"No server answers at {url}. Download {best.id} ({about}) and serve it?"
+    typer.confirm(question, default=True, abort=True, err=True)
     return best.id
 
 
@@ -229,12 +284,18 @@ def _run(setup: ClientSetup, program: str, command: list[str]) -> int:
 
 def _wait(program: str, command: list[str], environ: Mapping[str, str]) -> int:
     """Run the client; its status as a shell has it. Signals are for the client to act on."""
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+
+    def forward(number: int, _: FrameType | None) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(client, number)
+
+    both = dict.fromkeys((signal.SIGINT, signal.SIGQUIT), lambda *_: None)  # get the terminal's
+    handlers = both | dict.fromkeys((signal.SIGTERM, signal.SIGHUP), forward)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, handlers)
     client = os.posix_spawn(program, command, environ, setsigmask=before)
-    signal.signal(signal.SIGINT, lambda *_: None)  # the terminal sends it to both
-    for each in signals[1:]:
-        signal.signal(each, lambda number, _: os.kill(client, number))
+    usual = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     status = os.waitstatus_to_exitcode(os.waitpid(client, 0)[1])
+    for number, handler in usual.items():
+        signal.signal(number, handler)
     return status if status >= 0 else 128 - status

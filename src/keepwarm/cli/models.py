@@ -122,16 +122,16 @@ def _print_fitting(memory: str | None, as_json: bool) -> None:
     print("To download one: keepwarm pull MODEL")
 
 
-def fitting_here() -> list[ModelChoice]:
-    """Models that fit into this machine's memory, the largest first."""
-    return _fitting_in(*_this_machine())
+def fitting_here(n_tokens: int) -> list[ModelChoice]:
+    """Models that fit into this machine's memory with so many tokens, the largest first."""
+    return _fitting_in(*_this_machine(), n_tokens)
 
 
-def _fitting_in(n_bytes: int, on_cpu: bool) -> list[ModelChoice]:
+def _fitting_in(n_bytes: int, on_cpu: bool, n_tokens: int = 0) -> list[ModelChoice]:
     from keepwarm.models.choices import all_choices
 
     choices = [choice.in_fp32() if on_cpu else choice for choice in all_choices()]
-    return [choice for choice in reversed(choices) if choice.fits(n_bytes)]
+    return [choice for choice in reversed(choices) if choice.fits(n_bytes, n_tokens)]
 
 
 def _parsed(memory: str) -> int:

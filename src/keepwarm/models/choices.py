@@ -44,8 +44,9 @@ class ModelChoice(NamedTuple):
         room = int(memory_bytes * USABLE) - self.n_bytes(0)
         return max(0, min(self.n_context, room // self.kv_bytes_per_token))
 
-    def fits(self, memory_bytes: int) -> bool:
-        return self.n_tokens(memory_bytes) >= min(LEAST_TOKENS, self.n_context)
+    def fits(self, memory_bytes: int, n_tokens: int = 0) -> bool:
+        """Whether with so many tokens, and a usual context."""
+        return self.n_tokens(memory_bytes) >= max(n_tokens, min(LEAST_TOKENS, self.n_context))
 
 
 def all_choices() -> list[ModelChoice]:

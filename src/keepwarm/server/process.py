@@ -71,7 +71,7 @@ def bind(host: str, port: int) -> socket.socket:
 def _not_to_be_had(host: str, port: int, error: OSError) -> BadInput:
     if error.errno == errno.EADDRINUSE:
         return BadInput(
-            f"Port {port} on {host} is in use; stop that server or choose another --port."
+            f"Port {port} on {host} is in use; stop that server or choose another port."
         )
     return BadInput(f"Cannot listen on {host}, port {port}: {error.strerror or error}.")
 
