@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from keepwarm.concurrency import AbandonableExecutor, BusyError, CallError
+from keepwarm.concurrency import AbandonableExecutor, BusyError, CallError, in_background
 from tests.kit.waiting import no_collection, wait_until
 
 SOON = 30.0
@@ -54,6 +54,14 @@ def test_a_pool_that_does_other_work_meanwhile_is_busy(gates):
         gates[1].set()
         for work in works:
             work.result(SOON)
+
+
+def test_who_stops_waiting_does_not_end_what_is_done_in_the_background(gates):
+    done = in_background(lambda: gates[0].wait(SOON), "keepwarm-test")
+    assert not done.cancel()
+    assert not done.done()
+    gates[0].set()
+    assert done.result(SOON)
 
 
 class Blob:

@@ -125,6 +125,7 @@ class AbandonableExecutor:
 def in_background(work: Callable[[], T], name: str) -> Future[T]:
     """Do it on a thread that does not keep the process from ending."""
     done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # whoever stops waiting does not cancel it
 
     def run() -> None:
         try:

@@ -30,6 +30,18 @@ def records_in(caches, codec):
         yield from (at_rest(record) for record in records_of(NAMESPACE, ref, block, codec=own))
 
 
+@pytest.mark.parametrize("codec", ["q8", "q4"])
+def test_a_layer_without_rows_has_none_to_round(codec):
+    """Some architectures leave attention out of a layer."""
+    filled, empty = [*caches_of(mx.float32)[:1], KVCache()]
+    assembly = kv.Assembly(kv.layout_of([filled, empty]), N_TOKENS, at_rest=codec)
+    for record in records_in([filled, empty], codec):
+        assembly.add(block_of(record))
+    restored, nothing = assembly.finish()
+    assert restored.offset == N_TOKENS
+    assert nothing.empty()
+
+
 @pytest.mark.parametrize("n_restored", [N_TOKENS, 1024, 1000, 700, 100])
 @pytest.mark.parametrize("codec", ["q8", "q4"])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])

@@ -209,6 +209,18 @@ def test_an_answer_waits_until_it_is_told_within_a_bound(tier, place, memory, mo
     uploader.close()
 
 
+def test_nobody_who_stops_waiting_ends_the_uploader(tier, place, memory):
+    uploader = Uploader([tier], Tiers([("memory", memory)]), memory.have)
+    gate = threading.Event()
+    place.on_put = lambda: gate.wait(SOON)
+    waiting = [uploader.offer(NAMESPACE, REFS) for _ in range(2)]
+    assert not any(tried.cancel() for tried in waiting)
+    gate.set()
+    assert uploader.offer(NAMESPACE, REFS).result(SOON) is None
+    uploader.close()
+    assert all(tried.done() for tried in waiting)
+
+
 def test_the_queue_is_bounded_by_bytes(tier, place, memory, monkeypatch):
     monkeypatch.setattr(
         "keepwarm.remote.uploader.MAX_QUEUED", sum(len(ref.tokens) for ref in REFS) - 1

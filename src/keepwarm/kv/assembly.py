@@ -252,7 +252,8 @@ class _LayerAssembly:
         self.leaf = leaf
         self.n_tokens = n_tokens
         by_side = ROUNDINGS[at_rest] if at_rest and leaf.kind is Kind.DELTA else {}
-        self._roundings = {name: by_side[SUFFIXES[name]] for name in SUFFIXES if by_side}
+        rounded = [name for name in SUFFIXES if by_side and name in leaf.tensors]
+        self._roundings = {name: by_side[SUFFIXES[name]] for name in rounded}
         self._rounded: dict[str, set[int]] = defaultdict(set)  # indices of blocks, by tensor
         self.first = leaf.first_row_needed(n_tokens)
         self.filled_blocks: set[int] = set()  # indices of the blocks whose rows are in place

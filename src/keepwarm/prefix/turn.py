@@ -14,7 +14,8 @@ from keepwarm.units import printable
 MAX_BUNDLED_BYTES = 8 << 20
 MAX_BUNDLED_VALUES = 1 << 18
 OPENING_CHARACTERS = 60
-TAG = re.compile(r"\s*<([\w-]+)[^<>]*>")  # as clients put context before the user's words
+TAG = re.compile(r"\s*+<([\w-]++)[^<>]*+>")  # as clients put context before the user's words
+MAX_ELEMENTS = 20  # of context
 
 
 @dataclass(frozen=True)
@@ -56,18 +57,22 @@ class KeptTurn:
 
 
 def _texts(content: Any) -> Iterator[str]:
-    parts = content if isinstance(content, list) else [{"text": content}]
-    yield from (part["text"] for part in parts if isinstance(part.get("text"), str))
+    parts = content if isinstance(content, Sequence) and not isinstance(content, str) else [content]
+    texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+    yield from (text for text in texts if isinstance(text, str))
 
 
 def _opening(text: str) -> str:
     """Without elements before it, and without what would move a terminal's cursor."""
-    while tag := TAG.match(text):
-        _, found, rest = text.partition(f"</{tag[1]}>")
-        if not found:
+    at = 0
+    for _ in range(MAX_ELEMENTS):
+        if (tag := TAG.match(text, at)) is None:
             break
-        text = rest
-    words = " ".join(printable(text[: 8 * OPENING_CHARACTERS]).split())
+        end = f"</{tag[1]}>"
+        if (found := text.find(end, tag.end())) < 0:
+            break
+        at = found + len(end)
+    words = " ".join(printable(text[at : at + 8 * OPENING_CHARACTERS]).split())
     return words if len(words) <= OPENING_CHARACTERS else f"{words[: OPENING_CHARACTERS - 1]}…"
 
 

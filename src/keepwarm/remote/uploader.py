@@ -76,6 +76,7 @@ class Uploader:
         or there was no room for it.
         """
         use, tried = Use(namespace, refs, others), Future[None]()
+        tried.set_running_or_notify_cancel()  # whoever stops waiting does not cancel it
         with self._changed:
             if not self._closing and self._n_queued + use.n_bytes <= MAX_QUEUED:
                 self._offers.append((use, tried))
