@@ -1,9 +1,12 @@
 """Bad bodies are rejected in the format of the API: never a 500, never a hang."""
 
+import asyncio
 import json
 
 import pytest
+from starlette.requests import Request
 
+from keepwarm.errors import BadInput
 from keepwarm.server.app import ROUTERS
 from keepwarm.server.http.body import MAX_DEPTH, check_json
 
@@ -134,3 +137,21 @@ def test_every_route_checks_its_body():
     ]
     assert len(routes) > 50
     assert unchecked == []
+
+
+def test_a_prompt_is_checked_in_its_slot():
+    """Which does it on a thread if the body is long: thousands of tools take 40 ms."""
+    checks = []
+
+    class Slot:
+        async def build(self, check):
+            checks.append(check)
+
+    async def receive():
+        return {"type": "http.request", "body": b"[NaN]"}
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "path": "/", "headers": headers, "state": {"slot": Slot()}}
+    asyncio.run(check_json(Request(scope, receive)))
+    with pytest.raises(BadInput, match="not finite"):
+        checks[0]()

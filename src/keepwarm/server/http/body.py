@@ -127,9 +127,15 @@ async def check_json(request: Request) -> None:
     with suppress(ValueError, RecursionError):  # FastAPI reports what cannot be parsed
         value = await request.json()  # cached by Starlette: not parsed again
         request.state.given_body = value
-        check_values(value)
-        if _SURROGATE.search(body):
-            _check_characters(value)
+        slot = getattr(request.state, "slot", None)  # of a request with a prompt
+        check = partial(_check, value, body)
+        await slot.build(check) if slot else check()
+
+
+def _check(value: object, body: bytes) -> None:
+    check_values(value)
+    if _SURROGATE.search(body):
+        _check_characters(value)
 
 
 def given_body(request: Request) -> object:
