@@ -73,7 +73,9 @@ def test_ls_tells_records_and_bytes_by_class_and_model(remote, place):
     assert all(row["n_bytes"] >= 3 * record(REFS[0]).n_bytes for row in found)
     assert [row["class"] for row in rows(remote, "--class", CLASSES[1])] == [CLASSES[1]]
     assert rows(remote, "--model", "other") == rows(remote, "--older-than", "1") == []
-    assert CLASSES[0] in remote("ls")
+    heading, *lines = (line.split("\t") for line in remote("ls").splitlines())
+    assert [line[heading.index("class")] for line in lines] == list(CLASSES)
+    assert {line[heading.index("tier")] for line in lines} == {place}
 
 
 def test_rm_deletes_what_is_wanted_and_never_all_by_accident(remote, place):

@@ -121,21 +121,18 @@ def list_records(
     if as_json:
         print(json.dumps(rows))
         return
-    for tier in dict.fromkeys(row["tier"] for row in rows):
-        print(tier)
-        print_table(
-            ("model", "class", "tenant", "records", "size", "first use", "last use"),
-            [_cells(row) for row in rows if row["tier"] == tier],
-        )
     if not rows:
         print("Nothing is there.")
+        return
+    columns = ("model", "class", "tenant", "records", "size", "first use", "last use", "tier")
+    print_table(columns, [_cells(row) for row in rows], below=["tier"])
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     names = [row[name] for name in ("model", "class", "tenant")]
     ages = (row[name] for name in ("oldest", "newest"))
     dates = (format_date(age)[:10] if age else "unknown" for age in ages)
-    return [*names, f"{row['records']:,}", format_bytes(row["n_bytes"]), *dates]
+    return [*names, f"{row['records']:,}", format_bytes(row["n_bytes"]), *dates, row["tier"]]
 
 
 def _row(names: tuple[str, ...], held: list[HeldBlob]) -> dict[str, Any]:

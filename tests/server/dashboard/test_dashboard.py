@@ -266,6 +266,7 @@ def test_text_is_for_its_owner_alone(two):
     (mine,), (others,) = (show(two, "misses", **key)["data"] for key in (A, B))
     assert "ten" in str(mine["text"])
     assert mine["number"] != others["number"]
+    assert mine["stored"].endswith(".alice"), "as the command line names it"
     assert [missed["text"] for missed in show(two, "misses", **ADMIN)["data"]] == [None, None]
     quoting = ("forest", "misses", "requests", "agents")
     assert all("alice at nine." in str(show(two, view, **A)) for view in quoting)

@@ -597,7 +597,8 @@ def show_misses(models: Served, viewer: CurrentViewer) -> JsonObject:
     found = [miss for miss in models.ledger.misses() if viewer.may_see(miss.tenant)]
     titles = Titles(models, viewer)
     data = [
-        miss_out(miss, viewer, models) | {"title": titles.of(miss.agent, miss.tenant)}
+        miss_out(miss, viewer, models)
+        | {"title": titles.of(miss.agent, miss.tenant), "stored": miss.agent}
         for miss in found
     ]
     return {"object": "list", "data": data}

@@ -26,6 +26,7 @@ const OLD_NAMES = { now: "overview", saved: "overview" };
 
 let hours = 1;
 let sums = false; // whether this key may see totals over all keys
+let needsKey = false; // whether requests need one
 let refused = false;
 let busy = false;
 let revision = "";
@@ -59,13 +60,14 @@ function showNow(data) {
   health.allow(data.viewer.admin);
   overview.condition(data.condition);
   sums = data.viewer.sums;
+  needsKey = data.viewer.key_needed;
   hide(byId("use-key"), !data.viewer.keys);
   busy = data.running.length > 0 || Object.keys(data.others).length > 0;
   for (const part of document.querySelectorAll("[data-sums]")) hide(part, part.dataset.sums !== String(sums));
 }
 
 function showSaved(data) {
-  overview.show(data, choose);
+  overview.show(data, choose, needsKey);
   health.counts(data);
 }
 

@@ -23,13 +23,13 @@ function list(data) {
   return rest.length ? [few, more] : [few];
 }
 
-// The setting to paste: what changed is moved behind what stays, or scrubbed; what was evicted is kept.
-function cure({ reason, agent }) {
+// What changed is moved or, where rules know its lines, scrubbed; what was evicted is kept.
+function cure({ reason, stored }) {
   if (reason === "changed") {
-    return ["If this text changes with every request, remove it with ", h("code", {}, 'scrub = "all"'),
-      " or move it behind the rest with ", h("code", {}, 'stable_first = "all"'), " in config.toml."];
+    return ["Put what changes with every request at the end of the prompt. Lines that known clients add, and the date, are removed by ",
+      h("code", {}, 'scrub = "all"'), " in config.toml (docs/prompts.md)."];
   }
-  const pin = agent ? [", or ", h("code", {}, `keepwarm cache set ${agent} --pin`)] : [];
+  const pin = stored ? [", or ", h("code", {}, `keepwarm cache set ${stored} --pin`)] : [];
   return ["To keep it, raise ", h("code", {}, "disk_bytes"), " in config.toml", ...pin, "."];
 }
 

@@ -6,8 +6,9 @@ import { byId, choice, empty, h, hide, put, table, tile } from "./dom.js";
 import { ago, bytes, clock, count, percent, plural, saved as timeSaved, seconds, short } from "./format.js";
 import { meter } from "./now.js";
 
-const FIRST = `curl ${location.origin}/v1/chat/completions -H 'Content-Type: application/json' \\
-  -d '{"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}'`;
+const KEY = '-H "Authorization: Bearer $KEEPWARM_API_KEY" ';
+const first = (needsKey) => `curl ${location.origin}/v1/chat/completions -H 'Content-Type: application/json' \\
+  ${needsKey ? KEY : ""}-d '{"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}'`;
 const HOURS = [{ value: 1, name: "1 h" }, { value: 6, name: "6 h" }, { value: 24, name: "24 h" }];
 const of = (name) => (point) => point[name];
 const SOURCES = [["live", "live caches"], ["memory", "memory"], ["disk", "disk"], ["shared", "other machines"], ["computed", "computed"]]
@@ -29,12 +30,12 @@ export function condition(found) {
   put("reasons", (found?.reasons ?? []).map((reason) => h("li", {}, reason)));
 }
 
-export function show(saved, choose) {
+export function show(saved, choose, needsKey) {
   choice("hours", HOURS, saved.hours, choose);
   put("saved-tiles", tiles(saved));
   const { points, hours } = saved;
   const isNew = saved.hit_rate === null && !points.some(answers);
-  put("first-request", isNew ? card({ title: "Send a first request", notes: [] }, FIRST) : "");
+  put("first-request", isNew ? card({ title: "Send a first request", notes: [] }, first(needsKey)) : "");
   for (const part of document.querySelectorAll("#overview .halves")) hide(part, isNew);
   const per = 60 * hours; // seconds of a point
   const decode = { kind: "decode", name: "decode", value: (point) => point.generated / per };

@@ -26,10 +26,14 @@ export function running(now) {
 
 export function show({ data }) {
   state.ended = data.filter((one) => one.ended !== null);
-  state.titles = new Map(data.map(({ agent, title }) => [agent, title]));
+  state.titles = new Map(data.map((one) => [nameOf(one), one.title]));
   renderRunning();
   renderEnded();
 }
+
+// Agents of two keys may have the same name; a running request comes without its title.
+const nameOf = ({ key, agent }) => JSON.stringify([key, agent]);
+const titleOf = (one) => one.title ?? state.titles.get(nameOf(one));
 
 function renderRunning() {
   const found = state.running.filter(matches);
@@ -49,12 +53,12 @@ function renderEnded() {
 
 function matches(one) {
   const wanted = byId("request-filter").value.trim().toLowerCase();
-  return !wanted || [`#${one.number}`, one.agent, state.titles.get(one.agent), one.request_id, one.key].some((text) => text?.toLowerCase().includes(wanted));
+  return !wanted || [`#${one.number}`, one.agent, titleOf(one), one.request_id, one.key].some((text) => text?.toLowerCase().includes(wanted));
 }
 
 function row(one) {
   return [
-    agentName({ ...one, title: state.titles.get(one.agent) }, `#${one.number}`),
+    agentName({ ...one, title: titleOf(one) }, `#${one.number}`),
     [h("span", { class: `state ${one.state}`, title: one.error || null }, one.state),
       one.ended ? h("span", { class: "quiet" }, ` ${ago(one.ended)}`) : ""],
     receipt(one), count(one.answer_tokens), one.ttft_ms === null ? "–" : seconds(one.ttft_ms / 1000),
