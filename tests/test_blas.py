@@ -12,6 +12,7 @@ import pytest
 from keepwarm import blas, blas_trial
 from keepwarm.blas_trial import SLEEP_WHEN_IDLE, Setting, Speed
 from keepwarm.errors import BadInput
+from keepwarm.state_file import MACHINE
 
 linux_cpu = pytest.mark.linux_cpu
 
@@ -170,6 +171,13 @@ def test_how_many_rows_are_faster_one_by_one_is_kept_with_the_choice(
     used = blas.Blas(found[0].name, "", "", threads=2)
     monkeypatch.setattr(blas, "in_use", lambda: used)
     assert blas.rows_apart(tmp_path) == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(blas, "_processor", lambda: "another")
+        assert blas.rows_apart(tmp_path) == 1, "another machine's home"
+    file, text = tmp_path / MACHINE, (tmp_path / MACHINE).read_text()
+    file.write_text(text.replace('"rows_apart":3', '"rows_apart":"x"'))
+    assert blas.rows_apart(tmp_path) == 1, "damaged"
+    file.write_text(text)
     monkeypatch.setattr(blas, "in_use", lambda: replace(used, threads=1))
     assert blas.rows_apart(tmp_path) == 1, "another count was not measured"
     monkeypatch.setattr(blas, "in_use", lambda: None)

@@ -214,10 +214,15 @@ def choose(home: Path, found: list[Setting]) -> Setting | None:
 
 def rows_apart(home: Path) -> int:
     """Up to so many rows are faster one by one; one, where the BLAS in use was not measured."""
-    kept: dict[str, Any] = StateFile(home / MACHINE, "blas", dict).read()
     used = in_use()
-    is_measured = used and [used.name, used.threads] == [kept.get("library"), kept.get("threads")]
-    return int(kept.get("rows_apart", 1)) if is_measured else 1
+
+    def measured(kept: Mapping[str, Any]) -> int:
+        if not used or not kept or kept["depends"]["processor"] != _processor():
+            return 1
+        is_in_use = [used.name, used.threads] == [kept["library"], kept["threads"]]
+        return int(kept["rows_apart"]) if is_in_use else 1
+
+    return StateFile(home / MACHINE, "blas", measured).read()
 
 
 def _depends(found: list[Setting]) -> dict[str, Any]:

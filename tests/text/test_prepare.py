@@ -1,6 +1,7 @@
 """A prepared request: what it refuses, and the effect of tool_choice."""
 
 import json
+from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import keepwarm
 from keepwarm.errors import BadInput, ContextTooLong
 from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.text import grammar
-from keepwarm.text.prepare import Preparer
+from keepwarm.text.prepare import MAX_AGENTS, LatestAnswers, Preparer
 from keepwarm.text.request import Format, Request, Sampling, ToolChoice
 from keepwarm.text.tools import call_text
 from tests.kit.checkpoints import make_tokenizer, write_checkpoint
@@ -271,3 +272,18 @@ def test_tool_results_are_tokens_of_the_call_that_would_write_them_back(plain):
     assert smaller.with_rewritten(prepared).rewritten == []
     without = preparer.prepare(Request(messages=talk))
     assert preparer.with_rewritten(without).rewritten == ()
+
+
+def test_an_answer_is_remembered_while_all_are_forgotten(monkeypatch):
+    """By another thread, between two steps."""
+
+    class Emptied(OrderedDict):
+        def __len__(self):
+            self.clear()
+            return MAX_AGENTS + 1
+
+    answers = LatestAnswers()
+    monkeypatch.setattr(answers, "_lines", Emptied())
+    request = Request(prompt="hi", agent="ada")
+    answers.remember(request, "a line that is long enough " * 9)
+    assert not answers.are_quoted(request)

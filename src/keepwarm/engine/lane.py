@@ -90,11 +90,6 @@ class Lane:
         return self.sharing.can_batch and self.sharing.allowed is not False
 
     @property
-    def own_ends(self) -> bool:
-        """Whether every row of its batches can take back a draft of its own."""
-        return self.gate is not None and _takes_back(self.restorer.layout)
-
-    @property
     def can_trim(self) -> bool:
         """Whether the last tokens of a cache can be removed."""
         return not self.restorer.needs.points

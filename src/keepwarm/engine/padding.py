@@ -132,7 +132,7 @@ class RowSharing:
     ) -> None:
         """`own_ends`: rows of its batches end where they end."""
         self._model = model
-        self._own_ends = own_ends
+        self.own_ends = own_ends  # so each can take back a draft of its own
         self._kv_options = kv_options
         self._name = str(source)
         self._verdicts = verdicts
@@ -162,7 +162,7 @@ class RowSharing:
                 self._make,
                 self._max_bytes,
                 _n_positions(self._model),
-                own_ends=self._own_ends,
+                own_ends=self.own_ends,
             )
         try:
             next(self._trial)

@@ -909,7 +909,7 @@ def _size(batch: Batch[RunningSequence]) -> BatchSize:
 
 
 def _new_batch(lane: Lane) -> Batch[RunningSequence]:
-    return Batch(lane.model.module, own_ends=lane.own_ends)
+    return Batch(lane.model.module, own_ends=lane.sharing.own_ends)
 
 
 def _as_keepwarm_error(error: Exception) -> KeepwarmError:

@@ -473,11 +473,13 @@ class LatestAnswers:
         lines = [line for line in map(str.strip, answer.splitlines()) if len(line) >= MIN_LINE]
         if request.agent is None or not lines:
             return
-        # NOTE: each of these steps is atomic, and none relies on the one before it.
+        # NOTE: each of these steps is atomic, and none relies on the one before it: `clear` may
+        # come between any two.
         self._lines.pop((request.tenant, request.agent), None)
         self._lines[request.tenant, request.agent] = lines[:MAX_LINES]
         if len(self._lines) > MAX_AGENTS:
-            self._lines.popitem(last=False)
+            with suppress(KeyError):
+                self._lines.popitem(last=False)
 
     def clear(self) -> None:
         self._lines.clear()

@@ -173,6 +173,8 @@ def test_input_items_are_listed_in_pages(client):
     assert not in_order.has_more
     with pytest.raises(openai.BadRequestError, match="no input item 'gone'"):
         listing.list(answer.id, after="gone")
+    alike = ask(client, [{"id": "msg_1", **item} for item in said[:3]])
+    assert not listing.list(alike.id, limit=1, after="msg_1").has_more, "pages come to an end"
 
 
 def test_answer_is_shown_streamed_or_not_and_deleted(client):

@@ -282,7 +282,8 @@ async def list_input_items(
     ids = [item.id for item in listed]
     if after and after not in ids:
         raise BadField(f"This response has no input item {after!r}.", "after")
-    first = ids.index(after) + 1 if after else 0
+    # The last of several: ids are the client's, and a page begins behind the one before it.
+    first = len(ids) - ids[::-1].index(after) if after else 0
     shown = listed[first : first + limit]
     return {
         "object": "list",
