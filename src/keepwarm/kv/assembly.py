@@ -371,7 +371,9 @@ class _LayerAssembly:
             if number not in self.filled_blocks:
                 raise self._missing(number)
         arrays = {name: self._whole(name) for name in leaf.tensors}
-        if self._rounded:  # layer by layer, so that memory is held twice for one of them
+        if (
+            self._rounded
+        ):  # layer by layer, so that only one of them is held in more than parts and rows
             mx.eval(arrays)
             self.buffers.clear()
         return EncodedCache(leaf.cls, arrays, scalars)
@@ -401,7 +403,8 @@ class Assembly:
     """Caches for the first `n_tokens` of a prompt, assembled from blocks in any order.
 
     Every tensor is checked against the layout. Rows are copied, so a block can be dropped right
-    after `add` and memory peaks at the cache itself plus the blocks being added. Create, advance
+    after `add` and memory peaks at the cache itself plus the blocks being added; where the device
+    makes rounded rows whole, also at all of their parts. Create, advance
     and finish it on the thread that owns MLX; several threads may add blocks of host bytes at once.
     With a pool of slabs, `add` only leaves the rows in slabs, and `advance` copies them. With a
     codec the device makes rows whole that were rounded by it, else the thread that adds them does.

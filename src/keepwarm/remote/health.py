@@ -323,7 +323,7 @@ def try_backend(backend: Backend, speed: RemoteSpeed, deadline: CallDeadline) ->
     that fails, and BadInput if the place does something else than it is asked.
 
     A full place can still be read from, and one that may not be written to. One that replaces blobs
-    is good enough, because equal names have equal content.
+    is good enough, because equal names have equal content, or the same rows exact and rounded.
     """
     name, data = f"{FOLDER}/{uuid.uuid4().hex}", os.urandom(TRIAL_BYTES)
     time_calls(backend, speed, deadline)

@@ -249,7 +249,9 @@ class RemoteTier:
 
         if self.is_writable:
             self.health.call("written", put)
-        return is_wanted() or self.clear([], take_back)
+        if is_wanted():
+            return True
+        return not deadline.is_over and self.clear([], take_back)  # one hang is one failure
 
     def load_s(self, n_bytes: int) -> float:
         return self.speed.load_s(n_bytes)

@@ -20,6 +20,7 @@ from heapq import heapify, heappop, heappush
 
 from keepwarm.errors import StoreFailed
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey
+from keepwarm.records.at_rest import CODEC
 from keepwarm.records.record import Header, Part, ReadBuffer, Record, RecordView
 from keepwarm.store.eviction import (
     CLOCK_TOLERANCE_S,
@@ -501,7 +502,8 @@ class MemoryTier:
         """Keep a record in fewer bits, if this block is still here."""
         with self._lock:
             block = self._table.blocks.get(record.header.key)
-            if block is not None and record.header.part in block.records:
+            there = block and block.records.get(record.header.part)
+            if block and there and CODEC not in there.header.extra:
                 self._table.set_part(block, record)
 
     def _make_room(self, record: Record, n_bytes: int, now: float) -> bool:
