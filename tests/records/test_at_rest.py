@@ -84,7 +84,9 @@ def test_a_codec_that_is_not_known_is_refused(codec):
 @pytest.mark.parametrize("rows", [mx.zeros((1, 2, 256, 80)), mx.full((1, 2, 256, 64), np.inf)])
 def test_what_cannot_be_rounded_stays(rows):
     tensor = Tensor("L0_B0_K", *to_buffer(rows))
-    assert at_rest(record_of(tensor, **{WANTED: "q8"})).tensors == [tensor]
+    kept = at_rest(record_of(tensor, **{WANTED: "q8"}))
+    assert kept.tensors == [tensor]
+    assert not kept.header.extra  # nothing counts it as rounded
 
 
 def test_a_number_that_is_none_is_not_rounded():

@@ -6,7 +6,9 @@ Imports no MLX, so that the command line starts quickly.
 from __future__ import annotations
 
 import json
+import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -52,6 +54,7 @@ from keepwarm.store.marker import unlock
 from keepwarm.store.names import bytes_under
 from keepwarm.store.tier import as_store_errors
 
+LOSSY_S = 60.0  # that a sum over all blocks is used again
 MAX_IDENTITIES = 256  # that are remembered
 PINS_MADE = "pins made"  # noted in the index once agents' pins are in it
 
@@ -91,6 +94,7 @@ class AgentStore:
                 f"The store {root} cannot be used ({error.strerror}); "
                 "name another directory as KEEPWARM_STORE."
             ) from error
+        self._lossy_bytes, self._lossy_until = 0, -math.inf
         self._registered = lru_cache(MAX_IDENTITIES)(self._read_registered)
         self.agents = Agents(self.disk, retention_s=retention_s)
         self.tombstones = Tombstones(self.disk)
@@ -137,9 +141,14 @@ class AgentStore:
         return name
 
     def lossy_bytes(self) -> int:
-        """Of all blocks, those that are kept where keys and values are rounded."""
-        sums = self.disk.bytes_by_namespace()
-        return sum(n_bytes for name, n_bytes in sums.items() if self._is_lossy(name))
+        """Of all blocks, those that are kept where keys and values are rounded; as of a minute ago
+        at most, because every block is looked at.
+        """
+        if time.monotonic() >= self._lossy_until:
+            sums = self.disk.bytes_by_namespace()
+            self._lossy_bytes = sum(n for name, n in sums.items() if self._is_lossy(name))
+            self._lossy_until = time.monotonic() + LOSSY_S
+        return self._lossy_bytes
 
     def _is_lossy(self, name: Namespace) -> bool:
         try:

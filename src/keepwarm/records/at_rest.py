@@ -60,9 +60,11 @@ def at_rest(record: Record) -> Record:
         return record
     if (codec := extra.pop(WANTED)) not in ROUNDINGS:
         raise BadRecord(f"{codec!r} is no codec of rows at rest.")
-    axes = {side: rounding.axis for side, rounding in ROUNDINGS[codec].items()}
-    header = replace(record.header, extra={CODEC: codec, "axis": axes, **extra})
-    return replace(record, header=header, tensors=list(_rounded(codec, record.tensors)))
+    tensors = list(_rounded(codec, record.tensors))
+    if len(tensors) > len(record.tensors):
+        axes = {side: rounding.axis for side, rounding in ROUNDINGS[codec].items()}
+        extra = {CODEC: codec, "axis": axes, **extra}
+    return replace(record, header=replace(record.header, extra=extra), tensors=tensors)
 
 
 def rounding_of(codec: str, name: str) -> Rounding:
