@@ -28,6 +28,7 @@ class Held:
     """A reader that delivers records only when released."""
 
     slabs = None
+    on_gpu = False
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader

@@ -76,6 +76,7 @@ class Broken:
     """A reader that fails with an unexpected exception."""
 
     slabs = None
+    on_gpu = False
 
     def start(self, *read):
         raise ValueError("cannot broadcast")

@@ -24,6 +24,7 @@ FIRST = Receipt(
     scored=7,
     phases_ms={"preparing": 2.0},
     speculation={"steps": 5, "drafted": 4, "accepted": 3},
+    lossy_tokens=2,
 )
 SECOND = Receipt(
     prompt_tokens=20,
@@ -63,6 +64,7 @@ def test_a_sum_keeps_every_field_of_its_receipts():
         scored=7,
         phases_ms={"preparing": 2.0},
         speculation={"steps": 5, "drafted": 4, "accepted": 3},
+        lossy_tokens=2,
     )
 
 

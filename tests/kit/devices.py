@@ -189,7 +189,8 @@ class _Until:
         self.reads.stop()
 
 
-ALWAYS: Any = SimpleNamespace(can_batch=True, is_decided=True, allowed=True)  # rows share a batch
+# Rows share a batch.
+ALWAYS: Any = SimpleNamespace(can_batch=True, is_decided=True, allowed=True, own_ends=False)
 
 
 class KnownLoads(Rates):

@@ -14,7 +14,7 @@ from tests.server.conftest import serve
 
 TOKEN_S = 0.0007
 WORDS = "The quick brown fox jumps over the lazy dog. " * 75
-PROGRESS = re.compile(r'\{"prompt_tokens_done": (\d+), "prompt_tokens": (\d+)\}')
+PROGRESS = re.compile(r'\{"prompt_tokens_done": ?(\d+), ?"prompt_tokens": ?(\d+)\}')
 
 
 class Slowly:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from functools import partial
 from typing import Self
 
 import mlx.core as mx
@@ -418,20 +419,8 @@ class Job:
         if error is None and self.receipt is not None:
             self.receipt = self._final(self.receipt)
         self._call_on_end(error)
-        self._put_when_told(self.done() if error is None else error)
+        _put_when_told(self.answer, self.done() if error is None else error, self.told)
         self.sequences = []  # they refer to the job: the cycle would delay freeing both
-
-    def _put_when_told(self, last: Done | KeepwarmError) -> None:
-        """Once other machines know the answers, or cannot in time."""
-        answer, told = self.answer, self.told
-
-        def after(_: Future[None] | None) -> None:
-            if told:
-                told.pop().add_done_callback(after)
-            else:
-                answer.put(last)
-
-        after(None)
 
     def release(self) -> None:
         """Give back its memory lease and stop loading blocks."""
@@ -460,6 +449,19 @@ class Job:
             f"The answer was not finished within {self.request.timeout_s:g} seconds; "
             "the part of the prompt that was prefilled is cached, so a retry is faster."
         )
+
+
+def _put_when_told(
+    answer: Answer,
+    last: Done | KeepwarmError,
+    told: list[Future[None]],
+    _: Future[None] | None = None,
+) -> None:
+    """Once other machines know the answers, or cannot in time."""
+    if told:
+        told.pop().add_done_callback(partial(_put_when_told, answer, last, told))
+    else:
+        answer.put(last)
 
 
 def _ms(seconds: float) -> float:
