@@ -288,6 +288,14 @@ def test_launch_asks_before_it_downloads(environ):
     assert "name a model with --model" in answer.stderr
 
 
+# Also where the tests run under nohup.
+HEARING = """
+import runpy, signal
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+runpy.run_module("keepwarm", run_name="__main__")
+"""
+
+
 def test_launch_whose_terminal_is_closed_while_its_server_starts_leaves_none(environ, tmp_path):
     """A model that is a pipe is never loaded."""
     model = write_checkpoint(tmp_path / "tiny")
@@ -295,12 +303,16 @@ def test_launch_whose_terminal_is_closed_while_its_server_starts_leaves_none(env
     os.mkfifo(model / "config.json")
     environ |= {"KEEPWARM_PORT": free_port(), "KEEPWARM_BLAS": "none"}
     log = tmp_path / "launch.log"
-    command = [sys.executable, "-m", "keepwarm", "launch", "any", "--model", model, "--", "true"]
-    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE) as launched:
+    command = [sys.executable, "-c", HEARING, "launch", "any", "--model", model, "--", "true"]
+    launched = subprocess.Popen(command, env=environ)
+    try:
         wait_until(lambda: log.exists() and log.stat().st_size > 0)
         (server,) = psutil.Process(launched.pid).children()
         launched.send_signal(signal.SIGHUP)
-        assert launched.wait(300) == 128 + signal.SIGTERM
+        assert launched.wait(60) == 128 + signal.SIGTERM
+    finally:
+        launched.terminate()
+        launched.wait()
     assert not server.is_running()
 
 
