@@ -371,10 +371,8 @@ class _LayerAssembly:
             if number not in self.filled_blocks:
                 raise self._missing(number)
         arrays = {name: self._whole(name) for name in leaf.tensors}
-        if (
-            self._rounded
-        ):  # layer by layer, so that only one of them is held in more than parts and rows
-            mx.eval(arrays)
+        if self._rounded:
+            mx.eval(arrays)  # now, so that parts are freed layer by layer
             self.buffers.clear()
         return EncodedCache(leaf.cls, arrays, scalars)
 
