@@ -1,7 +1,8 @@
 """`python -m benchmarks.servers`: Keepwarm and mlx_lm.server, asked in turn.
 
     start    seconds from the start of the process to its first answer, of one token; and its
-             processor time, which other programs disturb least
+             processor time, which other programs disturb least. The first start is apart: files
+             may be cold, bytecode is written, and on a new CUDA machine kernels are compiled
     turns    time to first token of a conversation's turns, with the cache of each
     restart  time to first token of a long conversation's last prompt, asked again by the first
              client after a restart; and after another one a minute later
@@ -47,12 +48,13 @@ from keepwarm import config
 from keepwarm.errors import KeepwarmError
 
 N_BESIDE = 4  # streams beside a cold prompt
+KEPT_S = 6.0  # until an idle server has kept the kernels of its first answer
 Runs: TypeAlias = Sequence[WorkloadRun]  # one for each server
 Seconds: TypeAlias = dict[str, list[float]]  # of every sample, by server
 
 
 def start(runs: Runs) -> dict[str, Seconds]:
-    """The first start of each is not counted: files may be cold, and bytecode is written."""
+    first: Seconds = {run.target.name: [] for run in runs}
     wall: Seconds = {run.target.name: [] for run in runs}
     processor: Seconds = {run.target.name: [] for run in runs}
     for number in range(runs[0].sizes.samples + 1):
@@ -62,8 +64,11 @@ def start(runs: Runs) -> dict[str, Seconds]:
             if number:
                 wall[run.target.name].append(seconds)
                 processor[run.target.name].append(run.target.cpu_s() or 0.0)
+            else:
+                first[run.target.name].append(seconds)
+                time.sleep(KEPT_S)
             run.target.kill()
-    return {"start to first answer": wall, "its processor time": processor}
+    return {"first start": first, "start to first answer": wall, "its processor time": processor}
 
 
 def turns(runs: Runs) -> dict[str, Seconds]:
@@ -228,7 +233,7 @@ LONG_PROMPTS = Sizes(
 
 def measure(
     names: Sequence[str], model: str, shape: str | None, sizes: Sizes
-) -> dict[str, dict[str, Seconds]]:
+) -> Iterator[tuple[str, dict[str, Seconds]]]:
     with tempfile.TemporaryDirectory(prefix="keepwarm-bench-") as temporary:
         folder = Path(temporary)
         shared = files.model_directory(model)
@@ -239,7 +244,8 @@ def measure(
         make_run = run_factory(shared, folder, sizes)
         runs = [make_run("servers", server, lambda _: None) for server in servers]
         try:
-            return {name: MEASURES[name](runs) for name in names}
+            for name in names:
+                yield name, MEASURES[name](runs)
         finally:
             for server in servers:
                 server.close()
@@ -250,15 +256,15 @@ def ratios(found: Seconds) -> list[float]:
     return [ours / theirs for ours, theirs in zip(found["keepwarm"], found["mlx-lm"], strict=True)]
 
 
-def show(found: Mapping[str, Mapping[str, Seconds]]) -> None:
-    for measured in found.values():
-        for what, seconds in measured.items():
-            medians = "  ".join(
-                f"{name} {statistics.median(samples):6.3f} s" for name, samples in seconds.items()
-            )
-            shares = sorted(ratios(seconds))
-            middle = statistics.median(shares)
-            print(f"{what:22} {medians}  ratio {middle:.3f} ({shares[0]:.3f} to {shares[-1]:.3f})")
+def show(measured: Mapping[str, Seconds]) -> None:
+    for what, seconds in measured.items():
+        medians = "  ".join(
+            f"{name} {statistics.median(samples):6.3f} s" for name, samples in seconds.items()
+        )
+        shares = sorted(ratios(seconds))
+        spread = f"{shares[0]:.3f} to {shares[-1]:.3f}"
+        line = f"{what:22} {medians}  ratio {statistics.median(shares):.3f} ({spread})"
+        print(line, flush=True)
 
 
 def _sizes(shape: str | None) -> Sizes:
@@ -276,17 +282,20 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write machine, versions and all samples here")
     asked = parser.parse_args()
-    machine = describe_machine()
     names = list(MEASURES) if asked.what == "all" else [asked.what]
     sizes = replace(_sizes(asked.shape), samples=asked.samples)
-    found = measure(names, asked.model, asked.shape, sizes)
-    show(found)
-    if asked.json is not None:
-        shape = f" --shape {asked.shape}" if asked.shape else ""
-        command = f"python -m benchmarks.servers {asked.what}{shape} --samples {asked.samples}"
-        today = datetime.now(UTC).date().isoformat()
-        report: dict[str, Any] = {"command": command, "date": today, "machine": machine}
-        asked.json.write_text(json.dumps(report | {"seconds": found}, indent=1) + "\n")
+    shape = f" --shape {asked.shape}" if asked.shape else ""
+    report: dict[str, Any] = {
+        "command": f"python -m benchmarks.servers {asked.what}{shape} --samples {asked.samples}",
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": describe_machine(),
+        "seconds": {},
+    }
+    for name, found in measure(names, asked.model, asked.shape, sizes):
+        show(found)
+        report["seconds"][name] = found
+        if asked.json is not None:  # after each: a time limit loses one only
+            asked.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
