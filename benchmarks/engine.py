@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.metadata import version
-from itertools import count, pairwise
+from itertools import count, groupby, pairwise
 from math import log
 from pathlib import Path
 from statistics import median, quantiles
@@ -35,7 +35,7 @@ from keepwarm.cache.store import Budgets, Store
 from keepwarm.device import kernels
 from keepwarm.engine.admission import EngineConfig
 from keepwarm.engine.answer import Answer
-from keepwarm.engine.compilation import compile_kernels
+from keepwarm.engine.compilation import TrialRequests
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import Cancelled
 from keepwarm.models.load import Model
@@ -379,9 +379,11 @@ class Kernels:
 
 
 def compile_ms(model: Model, store: Store, settings: config.Settings, compiled: Kernels) -> float:
-    """Milliseconds that a server needs before it is ready, besides loading the model."""
+    """Milliseconds that a server spends on kernels while it is idle, if no request comes."""
     started = time.perf_counter()
-    compile_kernels(model, store, EngineConfig.of(settings), settings, compiled.saw)
+    trials = TrialRequests(model, store, EngineConfig.of(settings), settings)
+    for n_left, _ in groupby(trials.run(), lambda _: trials.n_left):
+        compiled.saw(f"trial request {1 + trials.n_all - n_left} of {trials.n_all}")
     ms = 1000 * (time.perf_counter() - started)
     compiled.saw("requests")
     return ms

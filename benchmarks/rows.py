@@ -320,9 +320,8 @@ def measure(report: Report, folder: Path, shapes: Sequence[str], contexts: Seque
 
     def start(shape: str) -> str:
         model = build(shape, folder)
-        trials = row_products.speed_up(model.module, folder)
-        while trials and trials.n_left:
-            trials.run_next()
+        if trials := row_products.speed_up(model.module, folder):
+            list(trials.run())
         models[shape] = replace(model, tokenizer=make_tokenizer(shape, folder / f"{shape}-words"))
         return "ready"
 

@@ -1,4 +1,5 @@
-"""What runs before the first request and while idle, where kernels are compiled at run time."""
+"""What runs while an engine is idle: trial requests and measurements, where kernels are compiled at
+run time."""
 
 from __future__ import annotations
 
@@ -13,18 +14,12 @@ from keepwarm.concurrency import DeviceLock
 from keepwarm.device import kernels
 from keepwarm.engine import compilation
 from keepwarm.engine import engine as engine_module
-from keepwarm.engine.admission import EngineConfig
-from keepwarm.engine.compilation import compile_kernels_if_needed
+from keepwarm.engine.compilation import TRIALS, TrialRequests
+from keepwarm.errors import BadInput
+from keepwarm.server.models.host import start_engine
 from tests.kit.engines import ask, engine_on, memory
 from tests.kit.runs import prompt_of
 from tests.kit.waiting import wait_until
-
-
-@pytest.fixture
-def store(tmp_path):
-    settings = config.load({"KEEPWARM_HOME": str(tmp_path)}, store=tmp_path / "store")
-    with Store(settings=settings) as store:
-        yield store
 
 
 @pytest.fixture
@@ -32,25 +27,118 @@ def model(models):
     return replace(models.of("llama"), n_context=640)  # prompts are cut to it
 
 
-def compiled(model, store):
-    said = []
-    compile_kernels_if_needed(model, store, EngineConfig(memory()), store.settings, said.append)
-    return said
+@pytest.fixture
+def at_once(monkeypatch):
+    monkeypatch.setattr(engine_module, "IDLE_S", 0.0)
 
 
-def test_trial_requests_leave_rates_and_nothing_else(model, store, monkeypatch, caplog):
-    monkeypatch.setattr(kernels, "are_compiled", lambda: True)
-    said = compiled(model, store)
-    assert said == [f"compiling kernels, {number} of 9" for number in range(1, 10)]
-    assert [use.blocks for use in store.tier_stats().values()] == [0, 0]
-    rates = store.attach(model.module, model.path).restorer.rates
-    assert rates.slices.knows(256)
+def trials_of(engine):
+    return TrialRequests(engine.model, engine.store, engine.config, engine.store.settings)
+
+
+def give(engine, work):
+    """Have an engine do this first while it is idle."""
+    engine.call(lambda: engine.idle_work.insert(0, work)).result()
+    return work
+
+
+def test_trial_requests_leave_rates_and_nothing_else(model, tmp_path, caplog, monkeypatch):
+    kept = []
+    monkeypatch.setattr(kernels, "keep", kept.append)
+    with engine_on(model, tmp_path, fixed_rates=False) as engine:
+        before = engine.stats()
+        trials = trials_of(engine)
+        assert trials.n_left == trials.n_all == len(TRIALS)
+        assert list(trials.run())
+        assert not trials.n_left
+        assert engine.stats() == before
+        assert not engine.requests()
+        assert engine.lane_of().restorer.rates.slices.knows(256)
     assert "failed" not in caplog.text
+    assert len(kept) == 1 + len(TRIALS), "what requests compiled, and each: it may be killed"
 
 
-def test_they_run_only_where_kernels_are_compiled(model, store, monkeypatch):
-    monkeypatch.setattr(kernels, "are_compiled", lambda: False)
-    assert compiled(model, store) == []
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_server_is_ready_before_the_first_trial(model, tmp_path, monkeypatch, is_compiled):
+    monkeypatch.setattr(kernels, "are_compiled", lambda: is_compiled)
+    settings = config.load({"KEEPWARM_HOME": str(tmp_path)}, store=tmp_path / "store")
+    with Store(settings=settings) as store:
+        engine = start_engine(model, store, settings, memory=memory())
+        try:
+            assert [work.n_left for work in engine.idle_work] == [len(TRIALS)] * is_compiled
+            assert engine.submit(ask(prompt_of(20), 2)).result()
+            assert [work.n_left for work in engine.idle_work] == [len(TRIALS)] * is_compiled
+        finally:
+            engine.close()
+
+
+class SteppedTrial:
+    """A trial request that takes a step for every release."""
+
+    def __init__(self):
+        self.steps, self.n_begun = threading.Semaphore(0), 0
+
+    def __call__(self, client):
+        self.n_begun += 1
+        for event in compilation.twice(client, 300):
+            assert self.steps.acquire(timeout=60)
+            yield event
+
+
+def test_a_request_that_comes_in_the_middle_is_not_behind_the_trials(
+    model, tmp_path, at_once, monkeypatch
+):
+    """It waits for one step, and the trial is begun anew afterwards."""
+    trial = SteppedTrial()
+    monkeypatch.setattr(compilation, "TRIALS", (trial,))
+    with engine_on(model, tmp_path) as engine:
+        trials = give(engine, trials_of(engine))
+        trial.steps.release(2)
+        wait_until(lambda: trial.n_begun == 1)
+        answer = engine.submit(ask(prompt_of(20), 2, timeout_s=50))
+        trial.steps.release()
+        assert len(answer.result().choices[0].tokens) == 2
+        assert trials.n_left == 1
+        wait_until(lambda: trial.n_begun == 2)
+        trial.steps.release(100)
+        wait_until(lambda: not trials.n_left)
+        assert [record.prompt_tokens for record in engine.requests()] == [20]
+
+
+def test_another_engine_that_waits_has_the_trial_given_up(model, tmp_path, at_once, monkeypatch):
+    trial = SteppedTrial()
+    monkeypatch.setattr(compilation, "TRIALS", (trial,))
+    with engine_on(model, tmp_path) as engine:
+        trials = give(engine, trials_of(engine))
+        wait_until(lambda: trial.n_begun == 1)
+        ran = threading.Event()
+
+        def compute():
+            with engine._device.take():
+                ran.set()
+
+        other = threading.Thread(target=compute)
+        other.start()
+        wait_until(engine._device.others_wait)
+        assert not ran.is_set()
+        trial.steps.release()
+        other.join()
+        assert trials.n_left == 1
+        trial.steps.release(100)
+        wait_until(lambda: not trials.n_left)
+
+
+def test_what_a_model_cannot_do_is_left_to_requests(model, tmp_path, monkeypatch, caplog):
+    def refused(_):
+        yield
+        raise BadInput("This model cannot do that.")
+
+    monkeypatch.setattr(compilation, "TRIALS", (refused, TRIALS[1]))
+    with engine_on(model, tmp_path) as engine:
+        trials = trials_of(engine)
+        list(trials.run())
+        assert not trials.n_left
+    assert "This model cannot do that." in caplog.text
 
 
 class StandInTrials:
@@ -58,27 +146,21 @@ class StandInTrials:
 
     def __init__(self, n_all=3, error=None):
         self.n_all = self.n_left = n_all
-        self.threads, self.savers, self.compilers = [], [], []
+        self.threads, self.savers = [], []
         self.may_end = threading.Semaphore(0)
         self._error = error
 
-    def run_next(self):
-        self.n_left -= 1
-        self.threads.append(threading.current_thread().name)
-        assert self.may_end.acquire(timeout=60)
-        if self._error:
-            raise self._error
+    def run(self):
+        while self.n_left:
+            self.n_left -= 1
+            self.threads.append(threading.current_thread().name)
+            assert self.may_end.acquire(timeout=60)
+            if self._error:
+                raise self._error
+            yield
 
     def save(self):
         self.savers.append(threading.current_thread().name)
-
-    def compile_known(self):
-        self.compilers.append(threading.current_thread().name)
-
-
-@pytest.fixture
-def at_once(monkeypatch):
-    monkeypatch.setattr(engine_module, "IDLE_S", 0.0)
 
 
 def test_what_nobody_waits_for_is_compiled_while_idle_and_a_request_waits_for_one(
@@ -91,26 +173,12 @@ def test_what_nobody_waits_for_is_compiled_while_idle_and_a_request_waits_for_on
         trials.may_end.release()
         assert len(answer.result().choices[0].tokens) == 2
         wait_until(lambda: len(trials.threads) == 2)
-        trials.may_end.release(2)
-        wait_until(lambda: not trials.n_left)
-        assert engine.submit(ask(prompt_of(20), 2)).result()
         assert not trials.savers
+        trials.may_end.release(2)
+        wait_until(lambda: trials.savers)
+        assert engine.submit(ask(prompt_of(20), 2)).result()
     assert trials.threads == ["keepwarm-engine"] * 3
-    assert trials.savers == [threading.current_thread().name]
-
-
-def test_kernels_that_are_in_use_already_are_compiled_before_the_first_request(
-    model, store, monkeypatch
-):
-    monkeypatch.setattr(kernels, "are_compiled", lambda: True)
-    monkeypatch.setattr(compilation.TrialRequests, "__init__", no_requests)
-    trials = StandInTrials(n_all=0)
-    compiled(replace(model, trials=trials), store)
-    assert trials.compilers == ["keepwarm-engine"]
-
-
-def no_requests(own, _):
-    own.all = ()
+    assert trials.savers == ["keepwarm-engine", threading.current_thread().name]
 
 
 def test_nothing_is_measured_while_another_engine_computes(model, tmp_path, at_once, monkeypatch):
@@ -144,10 +212,12 @@ def test_a_request_that_is_there_goes_first(model, tmp_path, monkeypatch):
     assert not trials.threads
 
 
-def test_a_trial_that_fails_is_logged_and_the_engine_goes_on(model, tmp_path, at_once, caplog):
+def test_work_that_fails_is_logged_and_left_and_the_engine_goes_on(
+    model, tmp_path, at_once, caplog
+):
     trials = StandInTrials(error=RuntimeError("no memory"))
     trials.may_end.release(3)
     with engine_on(replace(model, trials=trials), tmp_path) as engine:
-        wait_until(lambda: not trials.n_left)
+        wait_until(lambda: not engine.idle_work)
         assert engine.submit(ask(prompt_of(20), 2)).result()
     assert "no memory" in caplog.text

@@ -191,6 +191,17 @@ def test_a_slice_that_a_graph_was_built_for_is_not_typical():
     assert SliceSizer().is_typical(costs, 512, 4096)
 
 
+def test_a_slice_that_compiled_kernels_makes_no_other_shorter():
+    """On a new machine the first one takes half a minute."""
+    costs, sizer = SliceCosts(), SliceSizer(2048, on_grid=True)
+    for context, seconds in ((0, 40.0), (128, 0.04)):
+        n_tokens = sizer.slice_tokens(costs, context, decoding=False)
+        assert n_tokens == 128
+        if sizer.is_typical(costs, n_tokens, context):
+            costs.add(n_tokens, context, seconds)
+    assert sizer.slice_tokens(costs, 256, decoding=False) == 256
+
+
 def test_the_first_slice_of_all_is_of_middling_length():
     assert SliceSizer().slice_tokens(SliceCosts(), 0, decoding=False) == FIRST_SLICE
 

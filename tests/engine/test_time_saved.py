@@ -9,7 +9,7 @@ from keepwarm.cache.restore.rates import PrefillTimes, SliceCosts
 from keepwarm.engine.answer import sum_receipts
 from keepwarm.engine.stats import record_of
 from keepwarm.telemetry.ledger import Ledger
-from tests.kit.devices import M1, simulated
+from tests.kit.devices import H200, M1, simulated
 from tests.kit.engines import ask, engine_on
 from tests.kit.models import VOCABULARY
 from tests.kit.runs import prompt_of
@@ -39,6 +39,14 @@ def test_it_is_what_the_prompt_took_and_not_what_others_take_now(models, tmp_pat
         last = 1000 * M1.step_seconds(1)  # the last token is computed anew
         known = prefill_ms(cold) - last - warm.phases_ms["restoring"]
         assert 0.99 * known < warm.receipt.saved_ms <= known
+
+
+def test_what_compiling_kernels_took_is_not_saved_again(models, tmp_path):
+    """On CUDA the first slice of about its length may have waited for them."""
+    with simulated(H200, models.of("llama"), tmp_path) as sim:
+        first, second = sent(sim, 100), sent(sim, 100)
+        assert sent(sim, first.tokens).receipt.saved_ms is None
+        assert sent(sim, second.tokens).receipt.saved_ms > 0
 
 
 def test_every_turn_adds_what_it_computed_and_answers_add_nothing(models, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from contextlib import closing
 from itertools import pairwise
 
 import mlx.core as mx
@@ -148,9 +149,16 @@ def test_rows_of_another_dtype_are_multiplied_as_before():
 def choose(model, products, kept):
     """As an engine that is idle for long does."""
     trials = ProductTrials(model, products, kept)
-    while trials.n_left:
-        trials.run_next()
+    list(trials.run())
+    assert not trials.n_left
     trials.save()
+
+
+def run_until(trials, n_left):
+    """As one that becomes busy does."""
+    with closing(trials.run()) as steps:
+        while trials.n_left > n_left:
+            next(steps)
 
 
 def ways_used(model):
@@ -165,8 +173,7 @@ def test_until_it_is_measured_everything_is_multiplied_as_mlx_does(model, second
     assert ways_used(model) == {nn.QuantizedLinear, nn.QuantizedEmbedding}
     n_shapes = len(by_shape(model))
     assert trials.n_left == trials.n_all == n_shapes * len(ROW_COUNTS)
-    for _ in range(n_shapes):
-        trials.run_next()
+    run_until(trials, trials.n_all - n_shapes)
     kernel.calls.clear()
     model(mx.array([[5]] * 4))
     assert kernel.calls, "the fewest rows come first, for all shapes"
@@ -180,16 +187,14 @@ def test_the_next_start_goes_on_where_this_one_ended(model, seconds, tmp_path):
     kept, kernel = ProductsFile(tmp_path), FakeKernel("kernel", range(3, 9))
     compiled = []
     first = ProductTrials(model, Products([kernel]), kept, lambda: compiled.append(1))
-    for _ in range(first.n_all - 2):
-        first.run_next()
+    run_until(first, 2)
     assert not (tmp_path / MACHINE).exists(), "the engine's thread writes no file"
     first.save()
     assert compiled == [1]
     again = build("tiny", tmp_path).module
     second = ProductTrials(again, Products([kernel]), ProductsFile(tmp_path))
-    assert second.n_left == 2
     kernel.calls.clear()
-    second.compile_known()
+    run_until(second, 2)
     assert {n_rows for n_rows, *_ in kernel.calls} == {3, 5, 8}, "before a request needs them"
     kernel.calls.clear()
     again(mx.array([[5]] * 4))

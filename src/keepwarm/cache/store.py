@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 LAYER = re.compile(r"L(\d+)")
 MIXED = "mixed numerics"  # noted in the index
+SCRATCH_BYTES = 2 << 30  # of a store for trials, which has to be freed when a request comes
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,7 @@ class Store:
     def scratch(self) -> Store:
         """A store in memory alone, for trials; what they show of speeds is kept."""
         settings = replace(self.settings, remote="")
-        scratch = Store(budgets=Budgets(memory_bytes=None, disk=False), settings=settings)
+        scratch = Store(budgets=Budgets(memory_bytes=SCRATCH_BYTES, disk=False), settings=settings)
         scratch._rates = self._rates
         return scratch
 

@@ -10,11 +10,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
-from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from keepwarm import blas
 from keepwarm.cache.store import Store
@@ -43,7 +43,6 @@ from keepwarm.engine.stats import MemoryUse, Stats, memory_uses, record_of, snap
 from keepwarm.errors import Busy, Cancelled, KeepwarmError, Stopping
 from keepwarm.kv import make_caches, run_probe
 from keepwarm.models.load import Model
-from keepwarm.models.row_products import ProductTrials
 from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.telemetry.ledger import Ledger, RequestRecord
 from keepwarm.text.prepare import PreparedRequest, Preparer
@@ -85,6 +84,21 @@ class Call(NamedTuple):
 Command: TypeAlias = Submit | Cancel | EndSaved | Call
 
 
+class IdleWork(Protocol):
+    """What is done while nobody waits."""
+
+    n_all: int
+
+    @property
+    def n_left(self) -> int: ...
+
+    def run(self) -> Generator[object, None, None]:
+        """Until nothing is left; yields where it can be given up, to be run again later."""
+
+    def save(self) -> None:
+        """Keep what was done; it waits for files."""
+
+
 class Engine:
     """Runs one model on a thread of its own, all requests in one batch.
 
@@ -102,12 +116,14 @@ class Engine:
         device: DeviceLock | None = None,  # shared by the engines of several models
         ledger: Ledger | None = None,  # this too
         sandbox: SandboxProcess | None = None,
+        idle_work: Sequence[IdleWork] = (),  # before that of the model
     ) -> None:
         """Without `store` the store of the settings is opened, and closed with the engine.
 
         Long prompts are prepared in `sandbox`, which is closed with the engine too.
         """
         self.model = model
+        self.idle_work = [*idle_work, *([model.trials] if model.trials else [])]
         settings = settings or load_settings()
         blas.start(settings.home)
         self.config = config or EngineConfig.of(settings)
@@ -331,8 +347,8 @@ class Engine:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
-        if self.model.trials:
-            self.model.trials.save()
+        for work in self.idle_work:
+            work.save()
         self._watcher.close()
         self.preparer.close()
         self.live.clear()
@@ -354,24 +370,33 @@ class Engine:
     def _run(self) -> None:
         while not self._closing:
             self._work_until_idle()
-            trials = self.model.trials
-            patience_s = IDLE_S if trials and trials.n_left else None
+            work = next((each for each in self.idle_work if each.n_left), None)
             with self._changed:
-                is_called = self._changed.wait_for(
-                    lambda: self._commands or self._closing, patience_s
-                )
-            if trials and not is_called and self._accepting:
-                self._run_trial(trials)
+                is_called = self._changed.wait_for(self._is_called, IDLE_S if work else None)
+            if work and not is_called:
+                self._run_idle(work)
         self._run_commands()  # posted before `_closing` was set
 
-    def _run_trial(self, trials: ProductTrials) -> None:
-        """A request that comes now waits for this one only; other engines must be idle too."""
+    def _run_idle(self, work: IdleWork) -> None:
+        """A request that comes now waits for one step; other engines must be idle too."""
         try:
-            with self._scopes.active(self._memory), self._device.take():
-                if not self._device.others_ran():
-                    trials.run_next()
+            with (
+                self._scopes.active(self._memory),
+                self._device.take(),
+                closing(work.run()) as steps,
+            ):
+                if self._device.others_ran() or not self._accepting:
+                    return
+                for _ in steps:
+                    if self._is_called() or self._device.others_wait():
+                        return
+                work.save()
         except Exception:
-            LOG.exception("a way to multiply could not be measured")
+            LOG.exception("what is done while the engine is idle failed, and is left")
+            self.idle_work.remove(work)
+
+    def _is_called(self) -> bool:
+        return bool(self._commands or self._closing)
 
     def _work_until_idle(self) -> None:
         with self._scopes.active(self._memory):

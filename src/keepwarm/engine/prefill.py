@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import log2
 from statistics import median
 from typing import Any, TypeAlias
 
@@ -75,6 +76,10 @@ class Prefill:
         """End a slice there and keep a checkpoint: another request waits for it."""
         if n_tokens > self.n_done:
             self._points.add(n_tokens)
+
+    def forget_time(self) -> None:
+        """The latest slice took longer than the same would again."""
+        self._times.forget(self.n_done)
 
     def results(self, last: mx.array, prepared: PreparedRequest) -> Iterator[Event]:
         """What the prompt alone gives; `last` is what `feed` returned at its end."""
@@ -205,15 +210,21 @@ class SliceSizer:
         if n_tokens >= MIN_SLICE:  # shorter slices measure the weights' bandwidth
             self.token_s = seconds / n_tokens
 
+    def is_first(self, n_tokens: int) -> bool:
+        """Whether none of about this length was fed yet; on CUDA it compiles kernels."""
+        power = round(log2(n_tokens))
+        return self.on_grid and all(round(log2(n)) != power for n, _ in self._shapes)
+
     def is_typical(self, costs: SliceCosts, n_tokens: int, context: int) -> bool:
         """Whether a slice there shows what such slices cost: not if a graph was built for it, and
-        others of its length were measured."""
+        others of its length were measured; nor the first of all."""
         if not self.on_grid:
             return True
+        knows = costs.knows(n_tokens) if costs else not self._shapes
         is_new = (n_tokens, context) not in self._shapes
         if is_new:
             self._shapes.append((n_tokens, context))
-        return not (is_new and costs.knows(n_tokens))
+        return not (is_new and knows)
 
     def record_step(self, seconds: float) -> None:
         self._steps.append(seconds)

@@ -596,6 +596,8 @@ class Scheduler:
         n_before, watch = prefill.n_done, Stopwatch(self._clock)
         try:
             logits = prefill.feed(n_tokens)
+            if self.slice_sizer.is_first(prefill.n_done - n_before):
+                prefill.forget_time()
             self._keeper.keep_slice(task, prefill.is_at_point)
             if task.quantize():
                 self._keeper.keep_slice(task, checkpoint=True)

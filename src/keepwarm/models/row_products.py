@@ -28,7 +28,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -604,7 +604,8 @@ def speed_up(model: Module, home: Path) -> ProductTrials | None:
 
 
 class ProductTrials:
-    """What is not measured yet: shapes of modules and numbers of rows, the fewest rows first.
+    """What is not compiled or not measured yet: shapes of modules and numbers of rows, the fewest
+    rows first.
 
     Runs on the thread that runs the model, while nobody waits for it.
     """
@@ -622,12 +623,8 @@ class ProductTrials:
         self._shapes = by_shape(model)
         known = kept.read()
         self._names = {shape: known.get(shape, {}) for shape in self._shapes}
-        self._left = deque(
-            (shape, n_rows)
-            for n_rows in ROW_COUNTS
-            for shape, names in self._names.items()
-            if names.get(n_rows) not in products.named
-        )
+        pairs = [(shape, n_rows) for n_rows in ROW_COUNTS for shape in self._names]
+        self._left = deque(sorted(pairs, key=lambda pair: self._name(*pair) is None))
         self.n_all = len(self._left)
         for shape in self._shapes:
             self._use(shape)
@@ -636,30 +633,39 @@ class ProductTrials:
     def n_left(self) -> int:
         return len(self._left)
 
-    def run_next(self) -> None:
-        """Measure one number of rows for one shape, and multiply so from now on."""
-        shape, n_rows = self._left.popleft()
-        way = faster_way(self._products, [*self._shapes[shape].values()], n_rows)
-        self._names[shape] = {**self._names[shape], n_rows: way}
-        self._use(shape)
+    def run(self) -> Generator[object, None, None]:
+        """Compile what is in use first: MLX compiles our kernels in every process anew. Then
+        measure the rest, and multiply so from then on."""
+        while self._left:
+            try:
+                yield from self._run_next(*self._left[0])
+            except Exception:
+                LOG.exception("a way to multiply could not be measured")
+            self._left.popleft()
+
+    def _run_next(self, shape: str, n_rows: int) -> Generator[object, None, None]:
+        """One number of rows for one shape."""
+        modules, name = [*self._shapes[shape].values()], self._name(shape, n_rows)
+        for way in [name] if name else self._products.for_rows(n_rows, modules[0]):
+            yield self._products.is_right(way, modules[0], n_rows)  # compiles it
+        if name is None:
+            way = faster_way(self._products, modules, n_rows)
+            self._names[shape] = {**self._names[shape], n_rows: way}
+            self._use(shape)
 
     def save(self) -> None:
         """Keep what was measured and compiled, once nothing is any more; it waits for files."""
         self._kept.add(self._names)
         self._on_compiled()
 
-    def compile_known(self) -> None:
-        """Run what earlier starts measured: MLX compiles our kernels in every process anew."""
-        for shape, names in self._names.items():
-            module = next(iter(self._shapes[shape].values()))
-            for n_rows, name in names.items():
-                if name in self._products.named:
-                    self._products.is_right(name, module, n_rows)
+    def _name(self, shape: str, n_rows: int) -> str | None:
+        """The way that was measured; None if there is none here."""
+        name = self._names[shape].get(n_rows)
+        return name if name in self._products.named else None
 
     def _use(self, shape: str) -> None:
         """Rows that are not measured yet are multiplied as MLX does."""
-        found = {n: self._names[shape].get(n, "plain") for n in ROW_COUNTS}
-        names = {n: name if name in self._products.named else "plain" for n, name in found.items()}
+        names = {n: self._name(shape, n) or "plain" for n in ROW_COUNTS}
         replace(self._model, self._shapes[shape], self._products, names)
 
 

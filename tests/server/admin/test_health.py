@@ -3,7 +3,6 @@
 import asyncio
 import threading
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx
@@ -31,9 +30,8 @@ def test_it_lives_and_is_ready(live):
 
 
 def test_it_tells_which_kernels_are_still_compiled_in_idle_time(live, monkeypatch):
-    engine = live.host.engine
-    trials = SimpleNamespace(n_left=2, n_all=5, run_next=lambda: None)
-    monkeypatch.setattr(engine, "model", replace(engine.model, trials=trials))
+    trials = SimpleNamespace(n_left=2, n_all=5)
+    monkeypatch.setattr(live.host.engine, "idle_work", [trials])
     assert live.get("/health/ready").json() == {"status": "ok", "kernels": "3 of 5"}
     trials.n_left = 0
     assert live.get("/health/ready").json() == {"status": "ok"}

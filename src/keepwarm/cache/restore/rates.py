@@ -173,6 +173,11 @@ class PrefillTimes:
         self._ends.append(end)
         self._seconds.append(seconds)
 
+    def forget(self, end: int) -> None:
+        """What the tokens before the last place took, if this is it."""
+        if self._ends and self._ends[-1] == end:
+            self._seconds[-1] = None
+
     def add_unknown(self, end: int) -> None:
         """Of all tokens up to this place that are not known."""
         if not self._ends or self._ends[-1] < end:

@@ -432,6 +432,6 @@ async def ready(models: Served) -> HealthOut:
     if not models.ready:
         _ = models.engine  # raises, with the reason, if there is none
         raise Stopping("The engine is not accepting requests; retry later.")
-    trials = [found for engine in models.engines if (found := engine.model.trials)]
-    n_left, n_all = sum(each.n_left for each in trials), sum(each.n_all for each in trials)
+    work = [each for engine in models.engines for each in engine.idle_work]
+    n_left, n_all = sum(each.n_left for each in work), sum(each.n_all for each in work)
     return {"status": "ok", "kernels": f"{n_all - n_left} of {n_all}"} if n_left else OK

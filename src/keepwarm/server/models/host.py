@@ -44,21 +44,26 @@ def start_engine(
     sandbox: SandboxProcess | None = None,
     **shared: Any,
 ) -> Engine:
-    """Start an engine with the server's limits, once its kernels are compiled.
+    """Start an engine with the server's limits, which compiles kernels while it is idle.
 
     `shared` is what engines of several models share.
     """
+    from keepwarm.device import kernels
     from keepwarm.engine.admission import EngineConfig
-    from keepwarm.engine.compilation import compile_kernels_if_needed
+    from keepwarm.engine.compilation import TrialRequests
     from keepwarm.engine.engine import Engine  # loads MLX
     from keepwarm.text.sandboxed import new_process
 
     config = EngineConfig.of(settings)
     config = replace(config, memory=memory or config.memory)
-    compile_kernels_if_needed(model, store, config, settings, report)
     report("starting the engine")
-    sandbox = sandbox or new_process()
-    engine = Engine(model, store, config, settings=settings, sandbox=sandbox, **shared)
+    engine = Engine(
+        *(model, store, config),
+        settings=settings,
+        sandbox=sandbox or new_process(),
+        idle_work=[TrialRequests(model, store, config, settings)] if kernels.are_compiled() else [],
+        **shared,
+    )
     try:
         if config.kv != KVOptions():
             engine.lane_of()  # refuses options that the model cannot take, before any request
