@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -89,10 +90,10 @@ def device_rates(n_layers: int = 32, n_tokens: int = 8192) -> Rates:
     n_mb = sum(cache.keys.nbytes + cache.values.nbytes for cache in caches) / 1e6
     for codec in AT_REST:
         records = _round(list(_records(caches, codec)))
-        by_threads = partial(_assembled, records, layout, n_tokens, pool)
+        by_threads = partial(_assembled, records, layout, n_tokens, pool, _whole_block)
         found[codec] = {"threads": n_mb / _best(by_threads, 3, time.perf_counter)}
         if codec != EXACT:
-            by_device = partial(by_threads, codec)
+            by_device = partial(_assembled, records, layout, n_tokens, pool, block_of)
             found[codec]["device"] = n_mb / _best(by_device, 3, time.perf_counter)
             found[codec]["apart"] = _apart(by_threads(), by_device())
     if pool is not None:
@@ -105,13 +106,20 @@ def _assembled(
     layout: kv.Layout,
     n_tokens: int,
     pool: SlabPool | None,
-    codec: str | None = None,
+    to_block: Callable[[Record], kv.Block],
 ) -> Caches:
-    assembly = kv.Assembly(layout, n_tokens, pool, codec)
+    assembly = kv.Assembly(layout, n_tokens, pool)
     with ThreadPoolExecutor(READER_THREADS) as threads:
-        for _ in threads.map(lambda record: assembly.add(block_of(record)), records):
+        for _ in threads.map(lambda record: assembly.add(to_block(record)), records):
             assembly.advance(is_complete=False)
     return assembly.finish()
+
+
+def _whole_block(record: Record) -> kv.Block:
+    """With rows that this thread makes whole."""
+    block = block_of(record)
+    rows = {name: rows for name, rows in block.delta.items() if isinstance(rows, HostArray)}
+    return replace(block, delta={name: HostArray(r.words, r.dtype) for name, r in rows.items()})
 
 
 def _apart(one: Caches, other: Caches) -> float:

@@ -338,6 +338,16 @@ def test_labels_and_names_of_strangers_are_checked_first(lies, says, disk_store,
     assert other.import_agent(tmp_path / "b.kw", IDENTITY).n_tokens == 300
 
 
+@pytest.mark.parametrize("extra", [{"codec": "q8"}, {"at_rest": "q4"}, {"codec": ["q8"]}])
+def test_rounded_blocks_do_not_come_where_blocks_are_exact(extra, disk_store, other, tmp_path):
+    records = blocks_of(disk_store, NAME)
+    records[0] = replace(records[0], header=replace(records[0].header, extra=extra))
+    forged(tmp_path / "a.kw", Manifest(IDENTITY, pack(tokens_of(300)), ()), records)
+    with pytest.raises(BadCacheFile, match="its codec is not exact"):
+        other.import_agent(tmp_path / "a.kw", IDENTITY)
+    assert not list(other.disk.walk())
+
+
 def forged(file, said, records):
     """A bundle by somebody who knows the format and tells lies."""
     keys = tuple(one.header.key.hex() for one in records)

@@ -3,12 +3,14 @@
 import json
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
 from keepwarm.cache.store import Budgets
 from keepwarm.errors import BadCacheFile
+from keepwarm.kv.slabs import SlabPool
 from keepwarm.models.load import Model
 from keepwarm.prefix.policy import Policy
 from keepwarm.records.record import Part
@@ -29,6 +31,12 @@ N_PROMPT = 1100
 @pytest.fixture(scope="module")
 def model(request, models) -> Model:
     return models.of(request.param, **WIDE[request.param])
+
+
+@pytest.fixture
+def pool() -> Iterator[SlabPool]:
+    with closing(SlabPool()) as slabs:
+        yield slabs
 
 
 def headers_in(store) -> Iterator[dict]:
@@ -57,7 +65,7 @@ def apart(one, other) -> float:
     [("llama", "q8"), ("gemma3_text", "q4"), ("falcon_h1", "q4")],
     indirect=["model"],
 )
-def test_a_prompt_is_restored_from_fewer_bits(model, codec, tmp_path):
+def test_a_prompt_is_restored_from_fewer_bits(model, codec, tmp_path, pool):
     """By reader threads, as on a CPU, and by the device, as on a GPU."""
     prompt, kv = prompt_of(N_PROMPT), KVOptions(at_rest=codec)
     with engine_on(model, tmp_path, kv=kv) as engine:
@@ -66,8 +74,8 @@ def test_a_prompt_is_restored_from_fewer_bits(model, codec, tmp_path):
         assert cold.receipt.lossy_tokens is None
     found = []
     with engine_on(model, tmp_path, kv=kv, budgets=Budgets(memory_bytes=0)) as engine:
-        for on_gpu in (False, True):
-            engine.store._reader.on_gpu = on_gpu
+        for slabs in (None, pool):
+            engine.store._reader.slabs = slabs
             engine.call(engine.live.clear).result()
             found.append(engine.submit(ask(prompt, 4, policy=READ)).result())
             receipt = found[-1].receipt

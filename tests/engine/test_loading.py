@@ -28,7 +28,6 @@ class Held:
     """A reader that delivers records only when released."""
 
     slabs = None
-    on_gpu = False
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader

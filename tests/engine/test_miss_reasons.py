@@ -76,7 +76,6 @@ class Broken:
     """A reader that fails with an unexpected exception."""
 
     slabs = None
-    on_gpu = False
 
     def start(self, *read):
         raise ValueError("cannot broadcast")

@@ -145,7 +145,7 @@ class ChargedModel:
 class ChargedReader:
     """Reads records at once, and has the clock say how long that took."""
 
-    slabs, on_gpu = None, False
+    slabs = None
 
     def __init__(self, reader: Reader, device: Device, clock: VirtualClock) -> None:
         self._reader = reader

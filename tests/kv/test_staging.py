@@ -140,7 +140,7 @@ def test_slabs_are_held_until_the_device_has_read_them(pool, staging):
     target = target_of(16, staging)
     slab = pool.take(rows_of(16, 0).n_bytes)
     is_gone = weakref.ref(slab)
-    staging.add_block(slab, 0, 16, [Destination(target, 0, Place(0, (1, 2, 16, 8), mx.float32))])
+    staging.add_block(slab, 0, 16, [Destination(target, 0, (Place(0, (1, 2, 16, 8), mx.float32),))])
     del slab
     staging.copy(is_complete=True)
     assert is_gone() is not None

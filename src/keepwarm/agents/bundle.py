@@ -35,6 +35,7 @@ from keepwarm.errors import (
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, chain, unpack
 from keepwarm.prefix.fingerprint import Identity, digest, namespace, tenant_of
 from keepwarm.prefix.turn import KeptTurn
+from keepwarm.records.at_rest import check_codec
 from keepwarm.records.cipher import stored_namespace
 from keepwarm.records.record import (
     ReadBuffer,
@@ -434,6 +435,7 @@ def _records_in(
         file = cast("BinaryIO", entry)
         opened = open_record(file, entry.n_bytes)
         check_identity(opened.header, name.key, name.part)
+        check_codec(opened.header, manifest.identity.kv_options.get("at_rest"))
         check_record(view_record(file, opened, ReadBuffer()))
         record = read_record(file, opened)
         if manifest.signature is not None and manifest.records.get(entry.name) != entry.sha256():

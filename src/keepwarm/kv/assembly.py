@@ -7,7 +7,7 @@ import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -24,11 +24,11 @@ from keepwarm.kv.buffers import (
 from keepwarm.kv.codec import LAYER_ARRAYS, EncodedCache, decode
 from keepwarm.kv.kinds import Cache, Caches, Kind
 from keepwarm.kv.layout import ROWS, LayerSpec, Layout, TensorSpec
-from keepwarm.kv.rounded import RoundedArray, dequantized, part_specs
+from keepwarm.kv.rounded import RoundedArray, dequantized
 from keepwarm.kv.slabs import Place, Slab, SlabArray, SlabPlan, SlabPool, aligned
-from keepwarm.kv.slices import SUFFIXES, Block, Rows, SlabRows, tensor_name
+from keepwarm.kv.slices import Block, Rows, SlabRows, tensor_name
 from keepwarm.prefix.blocks import BLOCK_TOKENS
-from keepwarm.records.at_rest import ROUNDINGS, Rounded
+from keepwarm.records.at_rest import Rounding
 
 PIECE_BYTES = 512 << 20  # copied at once: about 11 ms over a bus of 50 GB/s
 WORD = mx.uint64  # a device reads host memory fastest in wide words
@@ -104,11 +104,16 @@ class DeviceRows:
 
 class Destination(NamedTuple):
     """A tensor in a slab and the rows that it is copied to: those from `row` on, or as many more as
-    the copy says."""
+    the copy says. One that was rounded is in three places, and the device makes it whole."""
 
     target: DeviceRows
     row: int
-    place: Place
+    places: tuple[Place, ...]
+    rounding: Rounding | None = None
+
+    @property
+    def n_rows(self) -> int:
+        return self.places[0].shape[ROWS]
 
 
 class _Copy(NamedTuple):
@@ -154,9 +159,12 @@ class Staging:
         self._open.n_bytes, self._open.used = n_bytes, 0
 
     def add(self, target: DeviceRows, at: int, rows: HostArray) -> None:
-        staged = rows if isinstance(rows, SlabArray) else self._staged(rows)
-        place = Place(staged.start, staged.shape, staged.dtype)
-        self._open.added[staged.slab].append(Destination(target, at, place))
+        rounding = rows.rounding if isinstance(rows, RoundedArray) else None
+        parts = rows.parts if isinstance(rows, RoundedArray) else [rows]
+        staged = [part if isinstance(part, SlabArray) else self._staged(part) for part in parts]
+        places = tuple(Place(part.start, part.shape, part.dtype) for part in staged)
+        added = Destination(target, at, places, rounding)
+        self._open.added[staged[0].slab].append(added)
 
     def publish(self) -> None:
         """Pass on what this thread has added: all of it is verified."""
@@ -206,7 +214,7 @@ class Staging:
 
 def _relative(slab: Slab, tensors: Sequence[Destination]) -> _Copy:
     """Equal places in equal records have equal destinations, but for the row of the copy."""
-    at, n_rows = tensors[0].row, {tensor.place.shape[ROWS] for tensor in tensors}
+    at, n_rows = tensors[0].row, {tensor.n_rows for tensor in tensors}
     relative = [tensor._replace(row=tensor.row - at) for tensor in tensors]
     return _Copy(slab, at, n_rows.pop() if len(n_rows) == 1 else 0, relative)
 
@@ -226,35 +234,35 @@ def _runs(copies: Iterable[_Copy]) -> Iterator[Sequence[_Copy]]:
 
 def _stacked(run: Sequence[_Copy]) -> mx.array:
     """The used bytes of these slabs, a row for each."""
-    n_bytes = aligned(max(tensor.place.end for tensor in run[0].tensors))
+    places = [place for tensor in run[0].tensors for place in tensor.places]
+    n_bytes = aligned(max(place.end for place in places))
     return mx.stack([copy.slab.array[:n_bytes].view(WORD) for copy in run])
 
 
 def _assign(run: Sequence[_Copy], slabs: mx.array) -> Iterator[mx.array]:
     """Copy every tensor of some blocks to its target; `slabs` has a row for each block."""
-    n, views = len(run), {t.place.dtype: slabs.view(t.place.dtype) for t in run[0].tensors}
-    for target, row, (start, shape, dtype) in run[0].tensors:
-        at = run[0].at + row
-        n_rows = min(n * shape[ROWS], target.n_rows - at)
-        first, n_items = start // dtype.size, math.prod(shape)
-        rows = views[dtype][:, first : first + n_items].reshape(n, *shape)
+    views: dict[mx.Dtype, mx.array] = {}
+
+    def held(place: Place) -> mx.array:
+        view = views.setdefault(place.dtype, slabs.view(place.dtype))
+        first, n_items = place.start // place.dtype.size, math.prod(place.shape)
+        return view[:, first : first + n_items].reshape(len(run), *place.shape)
+
+    for target, row, places, rounding in run[0].tensors:
+        parts, at = [held(place) for place in places], run[0].at + row
+        rows = parts[0] if rounding is None else dequantized(parts, rounding)
         joined = mx.moveaxis(rows, 0, ROWS)  # behind the axes before the rows
-        joined = joined.reshape(*shape[:ROWS], n * shape[ROWS], *shape[ROWS + 1 :])
-        target.array[..., at : at + n_rows, :] = joined[..., :n_rows, :]
+        joined = joined.flatten(ROWS, ROWS + 1)[..., : target.n_rows - at, :]
+        target.array[..., at : at + joined.shape[ROWS], :] = joined
         yield target.array
 
 
 class _LayerAssembly:
     """One layer being restored: which rows it needs, and which are in place."""
 
-    def __init__(self, leaf: LayerSpec, n_tokens: int, at_rest: str | None) -> None:
-        """The device makes rows whole that were rounded by this codec."""
+    def __init__(self, leaf: LayerSpec, n_tokens: int) -> None:
         self.leaf = leaf
         self.n_tokens = n_tokens
-        by_side = ROUNDINGS[at_rest] if at_rest and leaf.kind is Kind.DELTA else {}
-        rounded = [name for name in SUFFIXES if by_side and name in leaf.tensors]
-        self._roundings = {name: by_side[SUFFIXES[name]] for name in rounded}
-        self._rounded: dict[str, set[int]] = defaultdict(set)  # indices of blocks, by tensor
         self.first = leaf.first_row_needed(n_tokens)
         self.filled_blocks: set[int] = set()  # indices of the blocks whose rows are in place
         self.states: dict[str, Rows] = {}
@@ -267,16 +275,9 @@ class _LayerAssembly:
         n_rows = self.n_tokens - self.first
         grows = self.leaf.cls in ("KVCache", "QuantizedKVCache")
         n_spare = (-n_rows % BLOCK_TOKENS or BLOCK_TOKENS) if grows else 0
-        rows = {
+        return {
             name: RowAllocation(spec, n_rows, n_spare) for name, spec in self.leaf.tensors.items()
         }
-        n_whole = -(-n_rows // BLOCK_TOKENS) * BLOCK_TOKENS
-        parts = {
-            f"{name}_{part}": RowAllocation(spec, n_whole)
-            for name, rounding in self._roundings.items()
-            for part, spec in part_specs(self.leaf.tensors[name], rounding).items()
-        }
-        return rows | parts
 
     def add(self, block: Block) -> None:
         if self.leaf.kind is Kind.STATE:
@@ -297,18 +298,10 @@ class _LayerAssembly:
         for name, spec in self.leaf.tensors.items():
             rows = self._tensor(block, tensors, name)
             spec.check(rows, n_held, where)
-            if isinstance(rows, RoundedArray) and name in self._roundings:
-                self._add_parts(name, block, rows)
-                continue
             part = rows if is_whole else _between(rows, start - held, end - held)
             self.buffers[name].write(start - self.first, part)
         if end == min(block.start + BLOCK_TOKENS, self.n_tokens):
             self.filled_blocks.add(block.index)
-
-    def _add_parts(self, name: str, block: Block, rows: RoundedArray) -> None:
-        for part, array in zip(Rounded._fields, rows.parts, strict=True):
-            self.buffers[f"{name}_{part}"].write(block.start, array)
-        self._rounded[name].add(block.index)
 
     def destinations(self, plan: SlabPlan, block: Block) -> Iterator[Destination]:
         """Where the rows of a whole block go that is in a slab; checks it like any other."""
@@ -319,7 +312,7 @@ class _LayerAssembly:
             spec.check(place, block.n_tokens, self._where(block))
             target = self.buffers[name]
             assert isinstance(target, DeviceRows)
-            yield Destination(target, 0, place)
+            yield Destination(target, 0, (place,))
 
     def _add_state(self, block: Block) -> None:
         if block.end != self.n_tokens or not block.state:
@@ -370,26 +363,8 @@ class _LayerAssembly:
         for number in range(self.first // BLOCK_TOKENS, last + 1):
             if number not in self.filled_blocks:
                 raise self._missing(number)
-        arrays = {name: self._whole(name) for name in leaf.tensors}
-        if self._rounded:
-            mx.eval(arrays)  # now, so that parts are freed layer by layer
-            self.buffers.clear()
+        arrays = {name: self.buffers[name].array for name in leaf.tensors}
         return EncodedCache(leaf.cls, arrays, scalars)
-
-    def _whole(self, name: str) -> mx.array:
-        """All rows of a tensor, with those that were rounded."""
-        array, numbers = self.buffers[name].array, sorted(self._rounded.get(name, ()))
-        for _, run in groupby(enumerate(numbers), lambda item: item[1] - item[0]):
-            held = [number for _, number in run]
-            start, stop = held[0] * BLOCK_TOKENS, (held[-1] + 1) * BLOCK_TOKENS
-            end = min(stop, self.n_tokens)
-            buffers = [self.buffers[f"{name}_{part}"] for part in Rounded._fields]
-            parts = [buffer.array[..., start:stop, :] for buffer in buffers]
-            rows = dequantized(parts, self._roundings[name])
-            array[..., start:end, :] = rows[..., : end - start, :]
-            if end == self.n_tokens:  # zero the spare rows, as where they are written
-                array[..., end:, :] = 0
-        return array
 
     def _missing(self, number: int) -> CorruptBlock:
         start = max(self.first, number * BLOCK_TOKENS)
@@ -401,29 +376,20 @@ class Assembly:
     """Caches for the first `n_tokens` of a prompt, assembled from blocks in any order.
 
     Every tensor is checked against the layout. Rows are copied, so a block can be dropped right
-    after `add` and memory peaks at the cache itself plus the blocks being added; where the device
-    makes rounded rows whole, also at all of their parts. Create, advance
+    after `add` and memory peaks at the cache itself plus the blocks being added. Create, advance
     and finish it on the thread that owns MLX; several threads may add blocks of host bytes at once.
-    With a pool of slabs, `add` only leaves the rows in slabs, and `advance` copies them. With a
-    codec the device makes rows whole that were rounded by it, else the thread that adds them does.
+    With a pool of slabs, `add` only leaves the rows in slabs, and `advance` copies them; then the
+    device makes rows whole that were rounded, else the thread that adds them does.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        n_tokens: int,
-        pool: SlabPool | None = None,
-        at_rest: str | None = None,
-    ) -> None:
+    def __init__(self, layout: Layout, n_tokens: int, pool: SlabPool | None = None) -> None:
         self._layout = layout
         self._n_tokens = n_tokens
         self._destinations: dict[SlabPlan, list[Destination]] = {}
         self._staging = staging = (
             None if pool is None else Staging(pool, max(slab_sizes(layout), default=1))
         )
-        self._leaves = {
-            leaf.path: _LayerAssembly(leaf, n_tokens, at_rest) for leaf in layout.leaves()
-        }
+        self._leaves = {leaf.path: _LayerAssembly(leaf, n_tokens) for leaf in layout.leaves()}
         allocations = [
             (leaf, name, rows)
             for leaf in self._leaves.values()

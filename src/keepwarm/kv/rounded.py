@@ -9,8 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from keepwarm.kv.buffers import HostArray, dtype_name
-from keepwarm.kv.layout import TensorSpec
-from keepwarm.records.at_rest import GROUP, WORD_BITS, Rounded, Rounding, restored
+from keepwarm.records.at_rest import GROUP, Rounded, Rounding, restored
 
 
 class RoundedArray(HostArray):
@@ -28,16 +27,6 @@ class RoundedArray(HostArray):
         # Parts of a file are read into the same buffer, the largest last.
         small = [part.words.copy() for part in (scales, biases)]
         return restored(Rounded(weights.words, *small), dtype_name(self.dtype), self.rounding)
-
-
-def part_specs(spec: TensorSpec, rounding: Rounding) -> dict[str, TensorSpec]:
-    """What the parts of a tensor are like, by name; none if it is never rounded."""
-    *rows, width = spec.shape
-    if width is None or width % GROUP:
-        return {}
-    weights = TensorSpec((*rows, width * rounding.bits // WORD_BITS), mx.uint32)
-    small = TensorSpec((*rows, width // GROUP), spec.dtype)
-    return dict(zip(Rounded._fields, (weights, small, small), strict=True))
 
 
 def dequantized(parts: Sequence[mx.array], rounding: Rounding) -> mx.array:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from keepwarm.errors import BadRecord
+from keepwarm.errors import BadRecord, CorruptBlock
 from keepwarm.records.header import HasBytes
-from keepwarm.records.record import Record, Tensor
+from keepwarm.records.record import Header, Record, Tensor
 
 EXACT, Q8, Q4 = AT_REST = ("exact", "q8", "q4")
 WANTED, CODEC = "at_rest", "codec"  # in the `extra` of a header: before, and after
@@ -65,6 +65,17 @@ def at_rest(record: Record) -> Record:
         axes = {side: rounding.axis for side, rounding in ROUNDINGS[codec].items()}
         extra = {CODEC: codec, "axis": axes, **extra}
     return replace(record, header=replace(record.header, extra=extra), tensors=tensors)
+
+
+def check_codec(header: Header, codec: str | None) -> None:
+    """Raise unless the rows of a record are exact, or rounded as its namespace says."""
+    if any(header.extra.get(name, codec) != codec for name in (WANTED, CODEC)):
+        raise CorruptBlock("?", header.number, f"its codec is not {codec or EXACT}")
+
+
+def is_rounded(header: Header) -> bool:
+    """Whether the rows of a record are rounded, or will be when it is written."""
+    return bool(header.extra.keys() & {WANTED, CODEC})
 
 
 def rounding_of(codec: str, name: str) -> Rounding:

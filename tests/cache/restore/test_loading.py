@@ -22,7 +22,7 @@ from keepwarm.records.record import Part
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tiers import Tiers
 from tests.kit.waiting import no_collection, wait_until
-from tests.store.kit import tokens_of
+from tests.store.kit import refs_of, tokens_of, wanting_q8
 
 MIB = 1 << 20
 
@@ -217,6 +217,18 @@ def test_a_record_that_is_refused_counts_as_missed(disk, records):
     outcome = reader.start([Read(key, Part.DELTA, 0)], lambda: refuse).outcome()
     assert (outcome.missed, outcome.fault) == ({key}, "layout")
     reader.close()
+
+
+@pytest.mark.parametrize(("at_rest", "fault"), [("q8", None), ("q4", "layout"), (None, "layout")])
+def test_a_record_that_is_rounded_otherwise_than_its_namespace_is_refused(at_rest, fault, disk):
+    (ref,) = refs_of(1)
+    disk.put(wanting_q8(ref))
+    point = Point(256, (Read(ref.key, Part.DELTA, 0),), 0)
+    with closing(Reader(Tiers([("disk", disk)]))) as reader:
+        saver = MemorySaver(None)
+        begun = Loading(tokens_of(256), point, LAYOUT, reader, saver, at_rest=at_rest)
+        assert begun.finish().fault == fault
+    assert (ref.key in disk.have([ref.key])) == (fault is None)
 
 
 SPEC = TensorSpec((None, 8), mx.uint8)  # what the kit's records hold

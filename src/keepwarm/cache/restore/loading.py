@@ -15,8 +15,6 @@ from itertools import compress
 from time import perf_counter
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
-import mlx.core as mx
-
 from keepwarm.cache.restore.plan import Point, Read
 from keepwarm.cache.restore.records import SlabTensors, block_of
 from keepwarm.cache.restore.writing import MemorySaver
@@ -27,7 +25,7 @@ from keepwarm.kv.kinds import Caches
 from keepwarm.kv.layout import Layout
 from keepwarm.kv.slabs import SlabPool
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, pack
-from keepwarm.records.at_rest import CODEC
+from keepwarm.records.at_rest import CODEC, check_codec
 from keepwarm.records.record import Part, ReadBuffer, RecordView
 from keepwarm.store.atomic import CAN_PREFETCH
 from keepwarm.store.memory import MemoryTier
@@ -154,7 +152,6 @@ class Reader:
         self._own = _PerThread()
         self.slabs = slabs
         self._memory = memory
-        self.on_gpu = mx.default_device() == mx.gpu  # then that makes rounded rows whole
         self.n_threads = n_threads
         self._pool = ThreadPoolExecutor(self.n_threads, thread_name_prefix="keepwarm-reader")
         self._background = ThreadPoolExecutor(
@@ -300,11 +297,11 @@ class Loading:
         self._saver = saver
         self._lock = threading.Lock()
         self._first_read = self._last_read = 0.0
+        self._at_rest = at_rest
         self._lossy: set[int] = set()  # numbers of blocks that were rounded
 
         def prepared() -> Use:
-            on_device = at_rest if reader.on_gpu else None
-            self._assembly = Assembly(layout, point.n_tokens, reader.slabs, on_device)
+            self._assembly = Assembly(layout, point.n_tokens, reader.slabs)
             return self._add
 
         self._reads = reader.start(
@@ -361,6 +358,7 @@ class Loading:
         end = min(start + BLOCK_TOKENS, self.point.n_tokens)
         if not record.header.tokens.startswith(self._packed[4 * start : 4 * end]):
             raise CorruptBlock("?", read.number, "its tokens differ from the prompt")
+        check_codec(record.header, self._at_rest)
         began = perf_counter()
         with self._saver.restoring():
             self._assembly.add(block_of(record))
