@@ -203,6 +203,13 @@ def test_a_trial_that_is_late_leaves_nothing(slow, tmp_path, late):
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
+def test_a_trial_has_all_its_time_to_tidy_up(slow):
+    given = []
+    slow.delete = lambda names, timeout_s: given.append(timeout_s)
+    try_backend(slow, RemoteSpeed(), CallDeadline(300))
+    assert given[0] > 250
+
+
 def test_a_place_is_refused_for_its_parts_only_while_it_reads_the_whole(slow):
     """Else it was slow for a moment, and is tried again soon."""
     slow.late = ("read of a part",)

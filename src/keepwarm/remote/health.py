@@ -334,7 +334,8 @@ def try_backend(backend: Backend, speed: RemoteSpeed, deadline: CallDeadline) ->
             _check(backend, name, data, speed, deadline)
     finally:
         if is_stored:
-            backend.delete([name], TIDY_S)
+            left_s = 0.0 if deadline.is_over else deadline.left_s()
+            backend.delete([name], max(TIDY_S, left_s))
     return is_stored
 
 

@@ -20,7 +20,7 @@ from heapq import heapify, heappop, heappush
 
 from keepwarm.errors import StoreFailed
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey
-from keepwarm.records.at_rest import CODEC
+from keepwarm.records.at_rest import CODEC, is_rounded
 from keepwarm.records.record import Header, Part, ReadBuffer, Record, RecordView
 from keepwarm.store.eviction import (
     CLOCK_TOLERANCE_S,
@@ -84,6 +84,12 @@ class _Block:
 def _cost(number: int, n_tokens: int, d: int, w: int, s: int) -> float:
     """What a block saves, as seconds by which it outlives a block that saves 1."""
     return MEMORY_HALF_LIFE_S * math.log2(prefill_saved(number, n_tokens, d, w, s))
+
+
+def _improves(header: Header, before: Header) -> bool:
+    """Whether a record has more window rows than the one that is there, or will take less room."""
+    is_smaller = is_rounded(header) and not is_rounded(before)
+    return is_smaller or header.improves_on(before.w_rows)
 
 
 def _size(record: Record) -> int:
@@ -488,7 +494,7 @@ class MemoryTier:
     def _put(self, record: Record) -> bool:
         header, now = record.header, self._clock()
         before = self.peek(header.key, header.part)
-        if before and not header.improves_on(before.header.w_rows):
+        if before and not _improves(header, before.header):
             return False
         if not self._make_room(record, _size(record) - (_size(before) if before else 0), now):
             self._refused.add(header.key)

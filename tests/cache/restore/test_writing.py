@@ -18,6 +18,7 @@ from keepwarm.store.disk.write_budget import WriteBudget
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tier import Outdated
 from keepwarm.store.tiers import Tiers
+from tests.kit.waiting import wait_until
 from tests.store import kit
 
 MIB = 1 << 20
@@ -302,6 +303,31 @@ def test_bytes_that_were_there_already_wear_nothing(disk, records):
         writer.put(records[0], Policy.READ_WRITE)
         writer.close()
     assert list(wear.by_day().values()) == [records[0].n_bytes]
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_block_that_cools_in_the_queue_is_written_rounded(is_begun, disk):
+    """Whether it waits, or is being written exactly."""
+    before, ref = kit.refs_of(2)
+    wanting = kit.wanting_q8(ref)
+    exact = dataclasses.replace(wanting, header=dataclasses.replace(wanting.header, extra={}))
+    memory, gated = MemoryTier(64 * MIB), Gated(disk)
+    disk.put(kit.record(before))
+    writer = Writer(memory, gated, 64 * MIB)
+    if not is_begun:
+        writer.put(kit.record(kit.refs_of(1, seed=1)[0]), Policy.READ_WRITE)
+    wait_until(lambda: is_begun or writer._writing)
+    writer.put(exact, Policy.READ_WRITE)
+    wait_until(lambda: not is_begun or writer._writing)
+    writer.put(wanting, Policy.READ_WRITE)
+    gated.gate.set()
+    writer.flush()
+    for tier in (disk, memory):
+        assert tier.read(ref.key, Part.DELTA).header.extra["codec"] == "q8"
+    assert writer.stats().queued_blocks == 0
+    assert writer.stats().written_records == 2
+    assert lost(writer) == {}
+    writer.close()
 
 
 def test_rounded_rows_wear_by_what_is_written(disk):

@@ -6,7 +6,7 @@ import pytest
 
 from keepwarm.records.record import Part
 from keepwarm.store.disk.disk import StagedRecords
-from tests.store.kit import BrokenFiles, chain_of, record, refs_of
+from tests.store.kit import BrokenFiles, chain_of, record, refs_of, wanting_q8
 
 
 class FailsLater(BrokenFiles):
@@ -58,6 +58,20 @@ def test_if_one_fails_those_before_it_are_deleted_again_and_nothing_else(disk):
     assert [(block.key, set(block.n_bytes)) for block in disk.walk()] == [(first.key, {Part.STATE})]
     assert disk.index.lookups.n_bytes() == n_bytes
     assert not list(disk.scratch.path.glob("*.tmp"))
+
+
+def test_what_was_there_before_is_not_lost(disk):
+    """One record is rounded, and replaces the exact one."""
+    first, *rest = refs_of(4)
+    disk.put(record(first))
+    disk.records.files = FailsLater()
+    with StagedRecords(disk) as staged:
+        assert all(staged.add(one) for one in (wanting_q8(first), *map(record, rest)))
+        with pytest.raises(OSError, match="Read-only"):
+            staged.publish()
+    (left,) = disk.walk()
+    assert left.key == first.key
+    assert disk.read(first.key, Part.DELTA).header.extra["codec"] == "q8"
 
 
 def test_a_record_without_room_is_not_staged(open_tier):

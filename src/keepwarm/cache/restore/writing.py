@@ -178,9 +178,11 @@ class Writer(MemorySaver):
                             items[item] = False
 
     def _drop(self, key: BlockKey, part: Part) -> None:
+        """Unless it was put once more meanwhile, to be rounded."""
         with self._changed:
-            self._shares.pop((key, part), None)
-            self.queued.delete_part(key, part)
+            if (key, part) not in self._order:
+                self._shares.pop((key, part), None)
+                self.queued.delete_part(key, part)
 
     def _is_orphan(self, record: Record) -> bool:
         """Whether its parent, which was queued before it, was not saved: rows are useless without

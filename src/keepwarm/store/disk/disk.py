@@ -26,7 +26,7 @@ from typing import BinaryIO, NamedTuple, Self, TypeAlias, TypeVar
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.files import SharedLock
 from keepwarm.prefix.blocks import BlockKey, Namespace
-from keepwarm.records.at_rest import CODEC, WANTED, at_rest
+from keepwarm.records.at_rest import at_rest, is_rounded
 from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import (
     Header,
@@ -565,13 +565,13 @@ class DiskTier:
 
     def _is_smaller(self, header: Header) -> bool:
         """Whether a record is rounded, and the one that is there is not."""
-        if not header.extra.keys() & {WANTED, CODEC}:
+        if not is_rounded(header):
             return False
         try:
             there = self.records.use_record(header.key, header.part, lambda _, opened: opened)
         except (BadRecord, NewerFormat, OSError):  # whoever reads it will see to that
             return False
-        return CODEC not in there.header.extra
+        return not is_rounded(there.header)
 
     def _publish(self, written: UnpublishedRecord, generation: int | None) -> bool:
         header, temp, n_bytes, reservation, prefill = written
@@ -748,13 +748,17 @@ class StagedRecords:
         return written is not None
 
     def publish(self) -> None:
-        """Let all be found; if one fails, those before it are deleted again."""
+        """Let all be found; if one fails, those before it are deleted again, unless they have
+        replaced others, which would be missed."""
         published = []
         try:
             while self._written:
                 written = self._written.popleft()
-                if self._disk.publish(written):
-                    published.append(written.header)
+                header = written.header
+                known = self._disk.have([header.key]).get(header.key)
+                is_new = known is None or header.part not in known.parts
+                if self._disk.publish(written) and is_new:
+                    published.append(header)
         except BaseException:
             for header in published:
                 self._disk.delete_part(header.key, header.part)
