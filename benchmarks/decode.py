@@ -37,7 +37,6 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
-from benchmarks.kernels import ExpertKernel
 from benchmarks.shapes import SHAPES, build
 from keepwarm.models import row_products
 from keepwarm.models.load import load
@@ -45,8 +44,8 @@ from keepwarm.models.row_products import (
     APART,
     MATRIX_ROWS,
     REPLACED,
-    ROW_COUNTS,
     AlikeKernel,
+    ExpertKernel,
     Kernel,
     Names,
     ProductByRows,
@@ -55,30 +54,15 @@ from keepwarm.models.row_products import (
     TensorKernel,
     by_shape,
     faster_way,
-    share,
+    row_counts,
 )
 
 CONTEXT = 1024
 BATCHES = (16, 4, 64, 1, 2, 8, 32)  # those with goals first
 DRAFTS = (1, 2, 4, 7, 8)  # tokens of one row
 PAIRS = (8, 16, 32, 64, 128, 256, 512)  # of rows and experts
-KERNEL_PAIRS = range(128, PAIRS[-1] + 1)  # with fewer, the kernel was slower than MLX
 STEPS = 15
 ENOUGH_S = 0.25  # of steps of one kind
-
-
-class RowSwitch(QuantizedSwitchLinear):  # type: ignore[misc]
-    """The same module, that multiplies so many pairs of rows and experts by our kernel."""
-
-    def __init__(self, switch: Any, kernel: ExpertKernel) -> None:
-        Module.__init__(self)
-        share(switch, self)
-        self._kernel = kernel
-
-    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> Any:
-        if indices.size not in KERNEL_PAIRS:
-            return super().__call__(x, indices, sorted_indices)
-        return self._kernel(x, self, indices)
 
 
 class Report:
@@ -150,11 +134,12 @@ class StandIn:
 
     def __init__(self, kernel: Any) -> None:
         self.name = kernel.name
-        self.row_counts = getattr(kernel, "row_counts", range(0))
+        self.row_counts = kernel.row_counts
         self.is_exact = False
+        self._ndim = kernel.ndim
 
-    def can_multiply(self, _module: Any) -> bool:
-        return True
+    def can_multiply(self, module: Any) -> bool:
+        return bool(module["weight"].ndim == self._ndim)
 
     def __call__(self, x: mx.array, module: Any, experts: mx.array | None = None) -> mx.array:
         if experts is None:
@@ -174,52 +159,54 @@ FORCED: dict[str, Names] = {
 }
 
 
+def _are_experts(modules: Mapping[str, Any]) -> bool:
+    return any(type(module) is QuantizedSwitchLinear for module in modules.values())
+
+
 class Ways:
     """Modules of a model that multiply in other ways, to be put in its place and back."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.products = Products([made(kernel) for kernel in ROW_KERNELS])
         self.expert_kernel = made(ExpertKernel)
-        self.shapes = by_shape(model)
-        linears = {path: m for modules in self.shapes.values() for path, m in modules.items()}
-        self._today = linears | self.switches()
+        self.products = Products([*map(made, ROW_KERNELS), self.expert_kernel])
+        found = by_shape(model)
+        self.shapes = {shape: m for shape, m in found.items() if not _are_experts(m)}
+        self.experts = {shape: m for shape, m in found.items() if _are_experts(m)}
+        self._today = {path: m for modules in found.values() for path, m in modules.items()}
         self.ways: dict[str, dict[str, Any]] = {"today": self._today}
         for name, names in FORCED.items():
             self.ways[name] = {**self._today, **self._replaced(dict.fromkeys(self.shapes, names))}
 
-    def switches(self) -> dict[str, Any]:
-        leaves: Any = tree_flatten(
-            self.model.leaf_modules(), is_leaf=lambda leaf: hasattr(leaf, "leaf_modules")
-        )
-        return {path: module for path, module in leaves if type(module) is QuantizedSwitchLinear}
+    def switches(self) -> list[Any]:
+        return [m for modules in self.experts.values() for m in modules.values()]
 
     def _replaced(self, names: Mapping[str, Names]) -> dict[str, Any]:
         return {
             path: REPLACED[type(m)](m, self._product(m, names[shape]))
-            for shape, modules in self.shapes.items()
+            for shape, modules in (self.shapes | self.experts).items()
             for path, m in modules.items()
-            if set(names[shape].values()) != {"plain"}
+            if set(names.get(shape, {}).values()) - {"plain"}
         }
 
     def _product(self, module: Any, names: Names) -> ProductByRows:
         return ProductByRows(module["scales"].dtype, self.products.named, names)
 
     def add_chosen(self) -> dict[str, Any]:
-        """By what is measured, as at load; and the same with the kernel for experts."""
+        """By what is measured, as in idle time; without experts and with them."""
         started = time.perf_counter()
-        names = {
-            shape: {n: faster_way(self.products, [*modules.values()], n) for n in ROW_COUNTS}
-            for shape, modules in self.shapes.items()
-        }
+        names = {shape: self._chosen([*m.values()]) for shape, m in self.shapes.items()}
+        of_experts = {shape: self._chosen([*m.values()]) for shape, m in self.experts.items()}
         took = note("measuring at load, s", round(time.perf_counter() - started, 2))
-        for shape, chosen in names.items():
+        for shape, chosen in (names | of_experts).items():
             note(f"chosen, {shape}", chosen)
         self.ways["chosen"] = {**self._today, **self._replaced(names)}
-        if switches := self.switches():
-            experts = {path: RowSwitch(m, self.expert_kernel) for path, m in switches.items()}
-            self.ways["chosen and experts"] = {**self.ways["chosen"], **experts}
-        return {"seconds": took, "names": names}
+        if of_experts:
+            self.ways["chosen and experts"] = self.ways["chosen"] | self._replaced(of_experts)
+        return {"seconds": took, "names": names | of_experts}
+
+    def _chosen(self, modules: Sequence[Any]) -> Names:
+        return {n: faster_way(self.products, modules, n) for n in row_counts(modules[0])}
 
     def for_rows(self, n_rows: int) -> list[str]:
         """Without those that are another one of them at so many rows."""
@@ -430,7 +417,7 @@ def product_times(ways: Ways) -> dict[str, Any]:
     for shape, by_path in ways.shapes.items():
         modules = [*by_path.values()]
         found[shape] = {}
-        for n_rows in ROW_COUNTS:
+        for n_rows in row_counts(modules[0]):
             names = ["plain", *ways.products.for_rows(n_rows, modules[0])]
             times = {name: _product_us(ways, name, modules, n_rows) for name in names}
             found[shape][n_rows] = note(f"µs, {shape}, rows {n_rows}", times)
@@ -445,7 +432,7 @@ def _product_us(ways: Ways, name: str, modules: Sequence[Any], n_rows: int) -> f
 
 def expert_times(ways: Ways) -> dict[int, Any]:
     """Microseconds of one product of rows and experts, sorted and not, by our kernel and by MLX."""
-    switches = [*ways.switches().values()]
+    switches = ways.switches()
     return {n: note(f"µs, experts, {n} pairs", _expert_times(ways, switches, n)) for n in PAIRS}
 
 

@@ -10,7 +10,7 @@ from benchmarks import decode, decode_page
 @pytest.fixture
 def few(monkeypatch):
     monkeypatch.setattr(decode, "BATCHES", (8, 1, 2))
-    monkeypatch.setattr(decode, "ROW_COUNTS", (2,))
+    monkeypatch.setattr(decode, "row_counts", lambda _: (2,))
     monkeypatch.setattr(decode, "PAIRS", (8,))
     monkeypatch.setattr(decode, "DRAFTS", (2,))
     monkeypatch.setattr(decode, "STEPS", 3)

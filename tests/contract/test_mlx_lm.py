@@ -12,8 +12,10 @@ import inspect
 import pkgutil
 from pathlib import Path
 
+import mlx.core as mx
 import mlx_lm.models
 from mlx_lm.models.cache import KVCache
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 import keepwarm
 
@@ -39,6 +41,7 @@ USED = {
     "mlx_lm.models.llama": {"Model", "ModelArgs"},
     "mlx_lm.models.qwen2": {"Model", "ModelArgs"},
     "mlx_lm.models.qwen3": {"Model", "ModelArgs"},
+    "mlx_lm.models.switch_layers": {"QuantizedSwitchLinear"},
     "mlx_lm.utils": {"MODEL_REMAPPING", "dequantize_model", "load_model", "load_tokenizer"},
 }
 
@@ -116,6 +119,18 @@ def test_an_alias_hides_no_name():
 
 def test_no_private_name_is_imported():
     assert not [name for names in USED.values() for name in names if name.startswith("_")]
+
+
+def test_experts_are_modules_that_can_be_replaced():
+    """`models.row_products` calls them with the same arguments, and adds their bias itself."""
+    module = QuantizedSwitchLinear(64, 8, 4, bias=True)
+    module.bias = mx.arange(32).reshape(4, 8).astype(mx.float32)
+    x, experts = mx.ones((3, 1, 64)), mx.array([0, 1, 3], mx.uint32)
+    assert [module.group_size, module.bits, module.mode] == [64, 4, "affine"]
+    assert [module[name].ndim for name in ("weight", "scales", "biases")] == [3, 3, 3]
+    product = module(x, experts, sorted_indices=True) - module.bias[experts][:, None]
+    weights = mx.dequantize(module["weight"], module["scales"], module["biases"], 64, 4)
+    assert mx.allclose(product, x @ weights[experts].swapaxes(1, 2), atol=1e-4)
 
 
 def test_only_two_rooms_know_mlx_lm():

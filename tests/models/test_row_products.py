@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import mlx.core as mx
 import pytest
-from benchmarks.kernels import ExpertKernel
 from benchmarks.shapes import build
 from mlx import nn
 from mlx.utils import tree_flatten
@@ -22,12 +21,14 @@ from keepwarm.models.row_products import (
     AlikeKernel,
     ApartEmbedding,
     ApartLinear,
+    ExpertKernel,
     ProductByRows,
     Products,
     ProductsFile,
     ProductTrials,
     RowEmbedding,
     RowLinear,
+    RowSwitch,
     TensorKernel,
     by_shape,
     faster_way,
@@ -46,19 +47,19 @@ FLAT = {2: "flat"}
 class FakeKernel:
     """Has a name and counts its calls."""
 
-    def __init__(self, name, row_counts=range(2, 33), result=plain, is_exact=False):
-        self.name = name
+    def __init__(self, name, row_counts=range(2, 33), result=plain, is_exact=False, ndim=2):
+        self.name, self._ndim = name, ndim
         self.row_counts = row_counts
         self.is_exact = is_exact
         self.calls = []
         self._result = result
 
     def can_multiply(self, module):
-        return module.bits == 4
+        return module.bits == 4 and module["weight"].ndim == self._ndim
 
-    def __call__(self, x, module):
+    def __call__(self, x, module, *experts):
         self.calls.append(x.shape)
-        return self._result(x, module)
+        return self._result(x, module, *experts)
 
 
 @pytest.fixture
@@ -449,3 +450,45 @@ def test_the_kernel_for_experts_has_blocks_for_each_pair():
     arguments = ExpertKernel.arguments(x, switch, experts)
     assert arguments["grid"] == (3 * 256, 6, 1)
     assert arguments["output_shapes"] == [switch(x, experts).shape]
+
+
+def expert_kernel():
+    return FakeKernel(ExpertKernel.name, ExpertKernel.row_counts, ndim=3)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("n_pairs", "is_used"), [(127, False), (128, True), (512, True)])
+def test_so_many_pairs_of_rows_and_experts_are_multiplied_by_the_kernel(n_pairs, is_used, bias):
+    module = QuantizedSwitchLinear(128, 48, 4, bias=bias)
+    if bias:
+        module.bias = mx.arange(4 * 48).reshape(4, 48).astype(mx.float32)
+    kernel = expert_kernel()
+    named = {"plain": plain, kernel.name: kernel}
+    replaced = RowSwitch(module, ProductByRows(mx.float32, named, {128: kernel.name, 513: "plain"}))
+    assert isinstance(replaced, QuantizedSwitchLinear)
+    x, experts = rows_of(n_pairs), mx.sort(mx.arange(n_pairs) % 4)
+    expected = module(x, experts, sorted_indices=True)
+    assert mx.allclose(replaced(x, experts, sorted_indices=True), expected, atol=1e-5)
+    assert bool(kernel.calls) == is_used
+    kernel.calls.clear()
+    more, all_experts = rows_of(513), mx.sort(mx.arange(513) % 4)
+    assert mx.array_equal(replaced(more, all_experts), module(more, all_experts))
+    assert not kernel.calls, "as many as a prompt has"
+
+
+def test_experts_are_measured_by_pairs_and_no_other_way_is_tried(seconds, tmp_path):
+    seconds |= {"plain": 2.0, ("keepwarm_experts", 128): 1.95}
+    kernel, of_rows = expert_kernel(), FakeKernel("rows", range(2, 600))
+    model, kept = build("tiny-experts", tmp_path).module, ProductsFile(tmp_path)
+    choose(model, Products([of_rows, kernel]), kept)
+    switches = [m for m in model.modules() if isinstance(m, QuantizedSwitchLinear)]
+    assert {type(module) for module in switches} == {RowSwitch}
+    of_experts = [names for shape, names in kept.read().items() if " of 8," in shape]
+    assert len(of_experts) == len({row_products._shape(module) for module in switches}) > 0
+    expected = {128: "plain", 256: kernel.name, 513: "plain"}
+    assert all(names == expected for names in of_experts)
+    kernel.calls.clear()
+    model(mx.array([[5]] * 127))
+    assert not kernel.calls
+    model(mx.array([[5]] * 128))
+    assert {shape[0] for shape in kernel.calls} == {256}, "two experts for each row"

@@ -10,6 +10,8 @@ row, and that costs n times one row. Which way is better depends on the number o
 - 8 to 32 rows: a kernel on tensor cores. From eight rows on MLX's results are not those of one row
   anyway; those of this kernel are as exact, and do not depend on the number of rows.
 - More rows, and from eight on where no kernel fits the weights: MLX's own product of one matrix.
+- Rows of which each has its own experts: from 128 pairs of a row and an expert on, a kernel on
+  tensor cores.
 
 Each is used only if it was measured to be faster than MLX's own way, for the modules of each shape,
 and with what it costs the host: products are measured as decode steps are run, the next begun while
@@ -41,6 +43,7 @@ from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from keepwarm import blas
 from keepwarm.device import kernels
@@ -54,7 +57,7 @@ TILES = (1, 2, 4)
 ALIKE_ROWS = (4, 7)
 DTYPES = (mx.bfloat16, mx.float16)
 GROUPS = (32, 64, 128)
-Quantized: TypeAlias = QuantizedEmbedding | QuantizedLinear
+Quantized: TypeAlias = QuantizedEmbedding | QuantizedLinear | QuantizedSwitchLinear
 
 
 # Two 16-bit numbers are in one register. `fma.rn` exists from compute capability 8.0 on, `mul` and
@@ -283,6 +286,24 @@ TENSOR = (
     + TENSOR_CORES
 )
 
+# A block has one row and one of its experts; the rows of x have equally many experts each.
+EXPERTS = (
+    r"""
+  const int n_rows = 1;
+  const int n_outputs = w_shape[1];
+  const int n_words = w_shape[2];
+  const long long pair = blockIdx.y;
+  const long long expert = experts[pair];
+  const long long row_of_pair = pair / (gridDim.y / keepwarm::rows_of(x_shape, x_ndim));
+  x += row_of_pair * n_words * (32 / BITS);
+  w += expert * n_outputs * n_words;
+  scales += expert * n_outputs * n_words * (32 / BITS) / GROUP;
+  biases += expert * n_outputs * n_words * (32 / BITS) / GROUP;
+  out += pair * n_outputs;
+"""
+    + TENSOR_CORES
+)
+
 # As MLX's `qmv` for one row and four bits, by its machine code for compute capability 9.0: a warp
 # has one output, a thread sixteen inputs at a time, and its sums are of the type of the row. So
 # results are bit for bit those of that kernel.
@@ -352,6 +373,9 @@ class Kernel:
     source: str
     inputs: tuple[str, ...] = ("x", "w", "scales", "biases")
     bits: tuple[int, ...]
+    ndim = 2  # of the weights
+    row_counts: range  # that it is meant for
+    is_exact = False  # whether results are bit for bit MLX's
     outputs_of_block: int
     warps = 8  # of a block; each has 32 threads
 
@@ -372,6 +396,7 @@ class Kernel:
     def can_multiply(cls, module: Quantized) -> bool:
         return (
             module.mode == "affine"
+            and module["weight"].ndim == cls.ndim
             and module.bits in cls.bits
             and module.group_size in GROUPS
             and module["scales"].dtype in DTYPES
@@ -395,9 +420,6 @@ class Kernel:
 
 class RowKernel(Kernel, ABC):
     """Multiplies rows by one matrix."""
-
-    row_counts: range  # that it is meant for
-    is_exact: bool  # whether results are bit for bit MLX's
 
     def __call__(self, x: mx.array, module: Quantized) -> mx.array:
         return self.run(self.arguments(x, module))
@@ -431,7 +453,6 @@ class TensorKernel(RowKernel):
     source = TENSOR
     bits = (4, 8)
     row_counts = range(TILE_ROWS, TILES[-1] * TILE_ROWS + 1)
-    is_exact = False
     outputs_of_block = 16
 
     @classmethod
@@ -441,34 +462,64 @@ class TensorKernel(RowKernel):
         return cls.launch(x, module, BITS=module.bits, TILES=tiles)
 
 
+class ExpertKernel(Kernel):
+    """Multiplies each row by its experts, on tensor cores; pairs count as rows."""
+
+    name = "keepwarm_experts"
+    source = EXPERTS
+    inputs = (*Kernel.inputs, "experts")
+    bits = (4, 8)
+    ndim = 3
+    row_counts = range(128, 513)  # with fewer it was slower than MLX
+    outputs_of_block = 16
+
+    def __call__(self, x: mx.array, module: Quantized, experts: mx.array) -> mx.array:
+        return self.run(self.arguments(x, module, experts))
+
+    @classmethod
+    def arguments(cls, x: mx.array, module: Quantized, experts: mx.array) -> dict[str, Any]:
+        """`x` has one row for each expert, or for all experts of one row."""
+        launch = cls.launch(x, module, BITS=module.bits, TILES=1)
+        width = launch["grid"][0]
+        (shape,) = launch["output_shapes"]
+        return launch | {
+            "inputs": [*launch["inputs"], experts],
+            "grid": (width, experts.size, 1),
+            "output_shapes": [(*experts.shape, 1, shape[-1])],
+        }
+
+
 # What is faster here.
 
 LOG = logging.getLogger(__name__)
 TRIAL = 3  # raise it if kernels or the measurement change
 # From each of these on, up to the next, one kernel is used. It gains least at the fewest rows.
 ROW_COUNTS = (3, 5, 8, 9, 17, 33)
+PAIR_COUNTS = (128, 256, ExpertKernel.row_counts.stop)  # the same, of rows and experts
 MATRIX_ROWS = 8  # from here on MLX multiplies a matrix on CUDA, below it one row after the other
 MARGIN = 0.95  # of the time of `plain`: another way has to be faster than this
 ROUNDS = 6
 MODULES = 8  # more weights than the cache of a GPU holds, as in a model
 MAX_APART = 0.1  # of the mean size of results; rounding makes a tenth of it, another order 1.4
 
-Product: TypeAlias = Callable[[mx.array, Quantized], mx.array]
+Product: TypeAlias = Callable[..., mx.array]  # of rows, a module, and the rows' experts if any
 Names: TypeAlias = dict[int, str]  # of products, each from a number of rows on
 
 
-def plain(x: mx.array, module: Quantized) -> mx.array:
-    """As MLX's own modules multiply."""
-    return mx.quantized_matmul(
-        x,
-        module["weight"],
-        scales=module["scales"],
-        biases=module.get("biases"),
-        transpose=True,
-        group_size=module.group_size,
-        bits=module.bits,
-        mode=module.mode,
-    )
+def plain(x: mx.array, module: Quantized, *experts: mx.array) -> mx.array:
+    """As MLX's own modules multiply; experts are in order, as mlx-lm's models have many pairs."""
+    options = {
+        "scales": module["scales"],
+        "biases": module.get("biases"),
+        "transpose": True,
+        "group_size": module.group_size,
+        "bits": module.bits,
+        "mode": module.mode,
+    }
+    if not experts:
+        return mx.quantized_matmul(x, module["weight"], **options)
+    (indices,) = experts
+    return mx.gather_qmm(x, module["weight"], rhs_indices=indices, sorted_indices=True, **options)
 
 
 def flat(x: mx.array, module: Quantized) -> mx.array:
@@ -480,8 +531,8 @@ def flat(x: mx.array, module: Quantized) -> mx.array:
 class Products:
     """The ways to multiply that this device has."""
 
-    def __init__(self, row_kernels: Sequence[RowKernel] = ()) -> None:
-        self._kernels = {kernel.name: kernel for kernel in row_kernels}
+    def __init__(self, kernels: Sequence[RowKernel | ExpertKernel] = ()) -> None:
+        self._kernels = {kernel.name: kernel for kernel in kernels}
         self.named: dict[str, Product] = {"plain": plain, "flat": flat, **self._kernels}
 
     def for_rows(self, n_rows: int, module: Quantized) -> list[str]:
@@ -491,15 +542,17 @@ class Products:
             for name, kernel in self._kernels.items()
             if n_rows in kernel.row_counts and kernel.can_multiply(module)
         ]
-        return [*found, "flat"] if n_rows >= MATRIX_ROWS else found
+        is_matrix = n_rows >= MATRIX_ROWS and module["weight"].ndim == 2
+        return [*found, "flat"] if is_matrix else found
 
     def is_right(self, name: str, module: Quantized, n_rows: int) -> bool:
         """Whether it runs here and its result is MLX's: all bits, or all but rounding."""
         x = mx.random.normal((n_rows, 1, _n_inputs(module)), key=mx.random.key(n_rows))
         x = x.astype(module["scales"].dtype)
-        expected = plain(x, module)
+        experts = some_experts(module, n_rows)
+        expected = plain(x, module, *experts)
         try:
-            result = self.named[name](x, module)
+            result = self.named[name](x, module, *experts)
             mx.eval(result)
         except RuntimeError as error:  # a kernel that does not compile
             LOG.warning("a way to multiply by quantised weights is not used: %s", error)
@@ -519,38 +572,52 @@ class ProductByRows:
             self._products.append(named[names[n_rows]] if n_rows in names else self._products[-1])
 
     def __call__(self, x: mx.array, module: Quantized) -> mx.array:
-        n_rows = x.size // x.shape[-1]
-        if n_rows == 1 or x.dtype != self._dtype:
-            return plain(x, module)
-        return self._products[min(n_rows, len(self._products) - 1)](x, module)
+        return self.way(x.size // x.shape[-1], x.dtype)(x, module)
+
+    def way(self, n_rows: int, dtype: mx.Dtype) -> Product:
+        if n_rows == 1 or dtype != self._dtype:
+            return plain
+        return self._products[min(n_rows, len(self._products) - 1)]
 
 
-class RowLinear(QuantizedLinear):
+class RowModule(Module):
     """The same module, with the same parameters, that multiplies as `product` does."""
 
-    def __init__(self, linear: QuantizedLinear, product: ProductByRows) -> None:
+    def __init__(self, module: Quantized, product: ProductByRows) -> None:
         Module.__init__(self)
-        share(linear, self)
+        share(module, self)
         self._product = product
 
+
+class RowLinear(RowModule, QuantizedLinear):
     def __call__(self, x: mx.array) -> mx.array:
         x = self._product(x, self)
         return x + self["bias"] if "bias" in self else x
 
 
-class RowEmbedding(QuantizedEmbedding):
-    """The same for embeddings that are the head too."""
-
-    def __init__(self, embedding: QuantizedEmbedding, product: ProductByRows) -> None:
-        Module.__init__(self)
-        share(embedding, self)
-        self._product = product
+class RowEmbedding(RowModule, QuantizedEmbedding):
+    """Of embeddings that are the head too."""
 
     def as_linear(self, x: mx.array) -> mx.array:
         return self._product(x, self)
 
 
-REPLACED = {QuantizedLinear: RowLinear, QuantizedEmbedding: RowEmbedding}
+class RowSwitch(RowModule, QuantizedSwitchLinear):  # type: ignore[misc]
+    """Of experts; pairs of a row and an expert count as rows."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> Any:
+        way = self._product.way(indices.size, x.dtype)
+        if way is plain:
+            return super().__call__(x, indices, sorted_indices)
+        x = way(x, self, indices)
+        return x + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else x
+
+
+REPLACED: dict[Any, Any] = {
+    QuantizedLinear: RowLinear,
+    QuantizedEmbedding: RowEmbedding,
+    QuantizedSwitchLinear: RowSwitch,
+}
 
 
 def share(module: Any, copy: Any) -> None:
@@ -596,7 +663,7 @@ def speed_up(model: Module, home: Path) -> ProductTrials | None:
     Does nothing on Metal, which joins rows by itself.
     """
     if kernels.are_compiled():
-        products = Products([AlikeKernel(), TensorKernel()])
+        products = Products([AlikeKernel(), TensorKernel(), ExpertKernel()])
         return ProductTrials(model, products, ProductsFile(home), lambda: kernels.keep(home))
     if (most := blas.rows_apart(home)) > 1:
         multiply_apart(model, most)
@@ -623,8 +690,8 @@ class ProductTrials:
         self._shapes = by_shape(model)
         known = kept.read()
         self._names = {shape: known.get(shape, {}) for shape in self._shapes}
-        pairs = [(shape, n_rows) for n_rows in ROW_COUNTS for shape in self._names]
-        self._left = deque(sorted(pairs, key=lambda pair: self._name(*pair) is None))
+        pairs = [(shape, n_rows) for shape in self._shapes for n_rows in self._row_counts(shape)]
+        self._left = deque(sorted(pairs, key=lambda pair: (self._name(*pair) is None, pair[1])))
         self.n_all = len(self._left)
         for shape in self._shapes:
             self._use(shape)
@@ -663,9 +730,12 @@ class ProductTrials:
         name = self._names[shape].get(n_rows)
         return name if name in self._products.named else None
 
+    def _row_counts(self, shape: str) -> tuple[int, ...]:
+        return row_counts(next(iter(self._shapes[shape].values())))
+
     def _use(self, shape: str) -> None:
         """Rows that are not measured yet are multiplied as MLX does."""
-        names = {n: self._name(shape, n) or "plain" for n in ROW_COUNTS}
+        names = {n: self._name(shape, n) or "plain" for n in self._row_counts(shape)}
         replace(self._model, self._shapes[shape], self._products, names)
 
 
@@ -680,9 +750,22 @@ def by_shape(model: Module) -> dict[str, dict[str, Quantized]]:
 
 
 def _shape(module: Quantized) -> str:
-    inputs, outputs = _n_inputs(module), module["weight"].shape[0]
+    *experts, outputs, _ = module["weight"].shape
+    sizes = f"{_n_inputs(module)} to {' of '.join(map(str, [outputs, *experts]))}"
     dtype = str(module["scales"].dtype).removeprefix("mlx.core.")
-    return f"{inputs} to {outputs}, {module.bits} bits, {module.group_size}, {module.mode}, {dtype}"
+    return f"{sizes}, {module.bits} bits, {module.group_size}, {module.mode}, {dtype}"
+
+
+def row_counts(module: Quantized) -> tuple[int, ...]:
+    """That are measured."""
+    return ROW_COUNTS if module["weight"].ndim == 2 else PAIR_COUNTS
+
+
+def some_experts(module: Quantized, n_pairs: int) -> list[mx.array]:
+    """One for each pair, as random rows have them; none for a module of one matrix."""
+    *n_experts, _, _ = module["weight"].shape
+    key = mx.random.key(n_pairs)
+    return [mx.sort(mx.random.randint(0, n, (n_pairs,), mx.uint32, key=key)) for n in n_experts]
 
 
 def replace(
@@ -727,12 +810,14 @@ def seconds(product: Product, modules: Sequence[Quantized], n_rows: int) -> floa
     device needs or what the host needs, whichever is more.
     """
     x = mx.ones((n_rows, 1, _n_inputs(modules[0])), modules[0]["scales"].dtype)
-    before = _round(product, modules[:MODULES], x)
+    experts = some_experts(modules[0], n_rows)
+    mx.eval(experts)
+    before = _round(product, modules[:MODULES], x, *experts)
     mx.eval(before)  # compiles a kernel
     times = []
     for _ in range(1 + ROUNDS):
         start = time.perf_counter()
-        after = _round(product, modules[:MODULES], before)
+        after = _round(product, modules[:MODULES], before, *experts)
         mx.async_eval(after)
         mx.eval(before)
         times.append(time.perf_counter() - start)
@@ -741,10 +826,12 @@ def seconds(product: Product, modules: Sequence[Quantized], n_rows: int) -> floa
     return median(times[1:])  # in the first, nothing is waited for
 
 
-def _round(product: Product, modules: Sequence[Quantized], x: mx.array) -> mx.array:
+def _round(
+    product: Product, modules: Sequence[Quantized], x: mx.array, *experts: mx.array
+) -> mx.array:
     """One product after the other; the few operations between them are as many as in a model."""
     for module in modules:
-        x = x + 0 * product(x, module)[..., :1]
+        x = x + 0 * product(x, module, *experts)[..., :1]
     return x
 
 
