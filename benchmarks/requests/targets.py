@@ -106,6 +106,7 @@ class ServerProcess:
         self.environ["KEEPWARM_REMOTE"] = NO_REMOTE
         self._process: subprocess.Popen[bytes] | None = None
         self._client: HttpClient | None = None
+        self._address = ""
 
     def launch(self) -> None:
         port = free_port()
@@ -113,9 +114,9 @@ class ServerProcess:
             self._process = subprocess.Popen(
                 [*self._command, "--port", str(port)], env=self.environ, stdout=log, stderr=log
             )
-        address = f"http://127.0.0.1:{port}"
-        self._wait_for(f"{address}{self._health}")
-        self._client = HttpClient(f"{address}/v1")
+        self._address = f"http://127.0.0.1:{port}"
+        self._wait_for(f"{self._address}{self._health}")
+        self._client = HttpClient(f"{self._address}/v1")
 
     def start(self) -> float:
         began = time.perf_counter()
@@ -176,6 +177,12 @@ class ServerProcess:
             return {}
         shown: Mapping[str, Any] = self._client.get("/cache")
         return shown
+
+    def is_compiling(self) -> bool:
+        """Whether Keepwarm says that kernels are left to compile."""
+        if not self.is_ours:
+            return False
+        return "kernels" in httpx.get(f"{self._address}/health", trust_env=False).json()
 
     def held_bytes(self) -> Mapping[str, int]:
         shown = self.cache_stats()
