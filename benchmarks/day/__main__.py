@@ -7,28 +7,31 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, TypeAlias
 
 import mlx.core as mx
 import typer
 
-from benchmarks.day.cold import compare_with_cold
-from benchmarks.day.hosts import Host, run
+from benchmarks.day.cold import ColdComparison, compare_with_cold
+from benchmarks.day.figures import Results
+from benchmarks.day.hosts import Host, expected_records, run
 from benchmarks.day.model import Tokens, with_tools
 from benchmarks.day.page import tables
 from benchmarks.day.script import COMPACTED, LEAST_TURNS, TURNS, Day, Step
 from benchmarks.requests import files
-from benchmarks.requests.measure import describe_machine
+from benchmarks.requests.measure import describe_machine, release_memory
 from benchmarks.requests.prompts import PromptGenerator
 from benchmarks.requests.targets import ServerProcess, keepwarm_server, mlx_lm_server
 from benchmarks.shapes import write_checkpoint
 from keepwarm import config
 from keepwarm.cli.options import check_parents
 from keepwarm.errors import BadInput, KeepwarmError
+
+Keep: TypeAlias = Callable[[Results], None]
 
 ROOM = 2  # times the longest conversation: what JSON and templates add is not divided
 TIE, TIE_IN_HALF = 1e-3, 0.125  # of logprobs, in fp32 and in 16 bits
@@ -49,7 +52,7 @@ class Plan:
 
     @property
     def command(self) -> str:
-        words = [f"--shape {self.shape}"] * bool(self.shape)
+        words = [f"--model {self.model} --shape {self.shape}"] * bool(self.shape)
         words += [f"--scale {self.scale}", f"--turns {self.turns}", f"--samples {self.samples}"]
         words += ["--one-by-one"] * self.one_by_one + [f"--only {name}" for name in self.only]
         words += [f"--rival {each.partition('=')[0]}=…" for each in self.rivals]
@@ -86,56 +89,79 @@ def day(
     check_parents(output, markdown)
     name = model or config.load().model
     chosen = (only or [], rival or [])
-    results = measure(Plan(name, shape, scale, turns, samples, one_by_one, *chosen))
+
+    def keep(results: Results) -> None:
+        if output is not None:
+            output.write_text(json.dumps(results, indent=1) + "\n")
+
+    results = measure(Plan(name, shape, scale, turns, samples, one_by_one, *chosen), keep)
     print(tables(results))
-    if output is not None:
-        output.write_text(json.dumps(results, indent=1) + "\n")
     if markdown is not None:
         markdown.write_text(tables(results))
 
 
-def measure(plan: Plan) -> dict[str, Any]:
-    began, machine = time.monotonic(), describe_machine()
-    with tempfile.TemporaryDirectory(prefix="keepwarm-day-") as folder:
-        found = _run(plan, Path(folder))
+def measure(plan: Plan, keep: Keep) -> Results:
+    """`keep` is given what is known after every step, so that a run that is cut has it."""
+    began = time.monotonic()
     head = {
         "command": plan.command,
         "date": datetime.now(UTC).date().isoformat(),
-        "machine": machine,
+        "machine": describe_machine(),
         "model": plan.shape or Path(plan.model).name,
         "scale": plan.scale,
         "turns": plan.turns,
-        "seconds": round(time.monotonic() - began),
     }
-    return head | found
+    results: Results = {}
+
+    def keep_all(found: Results) -> None:
+        nonlocal results
+        results = {**head, "seconds": round(time.monotonic() - began), **found}
+        keep(results)
+
+    with tempfile.TemporaryDirectory(prefix="keepwarm-day-") as folder:
+        _run(plan, Path(folder), keep_all)
+    return results
 
 
-def _run(plan: Plan, folder: Path) -> dict[str, Any]:
-    source = files.model_directory(plan.model)
-    if plan.shape:
-        source = write_checkpoint(plan.shape, source, folder / "shape")
-    source = files.full_precision(source, folder / "weights")
-    model = with_tools(source, folder / "model", ROOM * COMPACTED // plan.scale)
+def _run(plan: Plan, folder: Path, keep: Keep) -> None:
+    model = _make_model(plan, folder)
     steps = list(Day(PromptGenerator(model), plan.turns, plan.scale).steps())
-    stop_tokens = files.stop_tokens(model)
+    expected, stop_tokens = expected_records(steps, Tokens(model)), files.stop_tokens(model)
     hosts = [Host(server, stop_tokens) for server in _servers(plan, model, folder)]
-    try:
-        for group in [[host] for host in hosts] if plan.one_by_one else [hosts]:
-            run(group, steps, Tokens(model), lambda line: print(line, file=sys.stderr))
-    finally:
-        for host in hosts:
-            host.server.close()
     tie = TIE_IN_HALF if mx.default_device() == mx.gpu else TIE
-    cold = keepwarm_server(model, folder, "cold")
-    ours = [host for host in hosts if host.server.is_ours and plan.samples]
-    compared = [compare_with_cold(host, cold, steps, plan.samples, tie) for host in ours]
-    return {
+    known = {
         "tie": tie,
         "images": _n_images(steps),
         "kv_bytes_per_token": files.kv_bytes_per_token(model),
-        "servers": {host.server.name: host.as_json() for host in hosts},
-        "cold": [asdict(each) for found in compared for each in found],
     }
+
+    def note(cold: Sequence[ColdComparison] = ()) -> None:
+        servers = {host.server.name: host.as_json() for host in hosts if host.records}
+        keep({**known, "servers": servers, "cold": [asdict(each) for each in cold]})
+
+    def show(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+        note()
+
+    try:
+        for group in [[host] for host in hosts] if plan.one_by_one else [hosts]:
+            run(group, steps, expected, show)
+    finally:
+        for host in hosts:
+            host.server.close()
+    cold = keepwarm_server(model, folder, "cold")
+    ours = [host for host in hosts if host.server.is_ours and plan.samples]
+    compared = [compare_with_cold(host, cold, steps, plan.samples, tie) for host in ours]
+    note([each for found in compared for each in found])
+
+
+def _make_model(plan: Plan, folder: Path) -> Path:
+    source = files.model_directory(plan.model)
+    if plan.shape:
+        source = write_checkpoint(plan.shape, source, folder / "shape")
+        release_memory()  # the servers need the GPU's
+    source = files.full_precision(source, folder / "weights")
+    return with_tools(source, folder / "model", ROOM * COMPACTED // plan.scale)
 
 
 def _servers(plan: Plan, model: Path, folder: Path) -> Iterator[ServerProcess]:

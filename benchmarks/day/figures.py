@@ -112,8 +112,11 @@ def _waiting(results: Results) -> Goal:
     what = "total waiting ÷ mlx_lm.server's"
     if THEIRS not in results["servers"]:
         return _at_most(what, None, WAITING)
-    ours, theirs = (waiting_s(requests_of(results, name)) for name in (OURS, THEIRS))
-    return _at_most(what, ours / theirs, WAITING, f" ({ours:.1f} s, {theirs:.1f} s)")
+    pairs = list(zip(requests_of(results, OURS), requests_of(results, THEIRS), strict=False))
+    ours, theirs = (waiting_s(side) for side in zip(*pairs, strict=True))
+    n_ours = len(results["servers"][OURS]["requests"])
+    notes = f", the first {len(pairs)} requests" if len(pairs) < n_ours else ""
+    return _at_most(what, ours / theirs, WAITING, f" ({ours:.1f} s, {theirs:.1f} s{notes})")
 
 
 def _restarted(records: Sequence[RequestRecord]) -> Goal:
@@ -144,8 +147,8 @@ def written_bytes(results: Results, name: str) -> int:
 
 def _flat(hours: Sequence[HourSample]) -> Goal:
     """Without keys and values, for which there are budgets."""
-    first, *later = (hour.resident_bytes - hour.cached_bytes for hour in hours)
-    found = max(later) / first if later else None
+    beside = [hour.resident_bytes - hour.cached_bytes for hour in hours]
+    found = max(beside[1:]) / beside[0] if len(beside) > 1 else None
     return _at_most("memory beside keys and values, most ÷ after the first hour", found, FLAT)
 
 

@@ -20,6 +20,8 @@ from keepwarm.errors import KeepwarmError
 
 N_ANSWER = 8  # tokens that are read of an answer
 STOP_S = 180.0
+PAUSE_S = 1.5  # before memory is measured: nobody asks all day without a pause
+LOST = ("dropped", "failed", "over_budget", "disk_full", "orphans")  # of what is to be saved
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Host:
 
     server: ServerProcess
     stop_tokens: Sequence[int]
+    pause_s: float = PAUSE_S
     records: list[RequestRecord] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)  # of the answers, in the same order
     hours: list[HourSample] = field(default_factory=list)
@@ -76,6 +79,7 @@ class Host:
     events: list[str] = field(default_factory=list)
     written_bytes: int = 0  # as the system counts; it does not on a file system in memory
     reported_bytes: int = 0  # as the server counts, until it was told to end
+    lost_saves: int = 0  # of records that it could not save, for want of room or time
     cap_bytes: int = 0  # of its store, for the last third
     failure: str = ""  # why it has no further part in the day
 
@@ -85,7 +89,9 @@ class Host:
     def end(self, event: str = "") -> None:
         """What it has written is read when its process has ended, before the system forgets it."""
         process = self.server.process
-        self.reported_bytes += self.server.cache_stats().get("writes", {}).get("written_bytes", 0)
+        writes = self.server.cache_stats().get("writes", {})
+        self.reported_bytes += writes.get("written_bytes", 0)
+        self.lost_saves += sum(writes.get(name, 0) for name in LOST)
         process.send_signal(signal.SIGKILL if event == KILL else signal.SIGTERM)
         until = time.monotonic() + STOP_S
         while process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < until:
@@ -125,7 +131,7 @@ class Host:
             return replace(record, first_s=waited, total_s=waited, error=line), ""
 
     def repeat(self, step: Step) -> None:
-        """Turns after a restart once more, with other last words of the same length."""
+        """Turns after a restart once more, with as many new tokens."""
         if not self.server.is_ours:
             return
         last = self.records[-len(step.requests) :]
@@ -137,6 +143,8 @@ class Host:
         ]
 
     def sample(self, hour: int) -> None:
+        """What the server has while nobody asks."""
+        time.sleep(self.pause_s)
         process = self.server.process
         family = [process, *process.children(recursive=True)]
         held = {k: v for k, v in self.server.held_bytes().items() if not k.startswith("disk")}
@@ -160,6 +168,7 @@ class Host:
             "events": self.events,
             "written_bytes": self.written_bytes,
             "reported_bytes": self.reported_bytes,
+            "lost_saves": self.lost_saves,
             "cap_bytes": self.cap_bytes,
             "failure": self.failure,
             "hours": [asdict(hour) for hour in self.hours],
@@ -188,10 +197,10 @@ def bench_request(request: DayRequest, stop_tokens: Sequence[int]) -> BenchReque
 
 
 def reworded(request: DayRequest) -> DayRequest:
-    """The last message with its words in another order."""
-    *before, last = request.messages
-    words = " ".join(reversed(last["content"].split(" ")))
-    return replace(request, messages=[*before, {**last, "content": words}])
+    """The last answer and what follows it behind other words, so that as much is new."""
+    *before, answer, last = request.messages
+    other = {**answer, "content": f"Again: {answer['content']}"}
+    return replace(request, messages=[*before, other, last])
 
 
 def with_reply(record: RequestRecord, reply: TimedReply) -> RequestRecord:
@@ -206,16 +215,33 @@ def with_reply(record: RequestRecord, reply: TimedReply) -> RequestRecord:
 
 
 def run(
-    hosts: Sequence[Host], steps: Sequence[Step], tokens: Tokens, show: Callable[[str], None]
+    hosts: Sequence[Host],
+    steps: Sequence[Step],
+    expected: Sequence[Sequence[RequestRecord]],
+    show: Callable[[str], None],
 ) -> None:
     """Every step to every server in turn; whoever was first is last the next time."""
     for number, step in enumerate(steps):
-        show(f"{step.hour}:00, step {number + 1} of {len(steps)}: {step.requests[0].kind}")
         following = steps[number + 1] if number + 1 < len(steps) else None
-        expected = list(_expected(number, step, tokens))
         for host in hosts if number % 2 == 0 else hosts[::-1]:
             if not host.failure:
-                _try_step(host, step, expected, following)
+                _try_step(host, step, expected[number], following)
+                show(f"{number + 1} of {len(steps)}, {step.hour}:00, {_outcome(host, step)}")
+
+
+def _outcome(host: Host, step: Step) -> str:
+    """What came of a step, for whoever watches."""
+    if host.failure:
+        return f"{host.server.name}: {host.failure}"
+    started = f"started in {host.starts_s[-1]:.1f} s, " if step.event else ""
+    asked = (
+        f"{each.kind} {each.first_s:.2f} s"
+        + (f" (again {each.repeat_s:.2f})" if each.repeat_s else "")
+        + f", {each.n_computed:,} computed, {each.n_new:,} new of {each.n_prompt:,}"
+        + f" {each.error}".rstrip()
+        for each in host.records[-len(step.requests) :]
+    )
+    return f"{host.server.name}: {started}{'; '.join(asked)}"
 
 
 def _try_step(
@@ -244,6 +270,11 @@ def _run_step(
         host.sample(step.hour)
     if following is None or following.event:
         host.end(following.event if following else "")
+
+
+def expected_records(steps: Sequence[Step], tokens: Tokens) -> list[list[RequestRecord]]:
+    """What is known of all requests before any is sent, by step."""
+    return [list(_expected(number, step, tokens)) for number, step in enumerate(steps)]
 
 
 def _expected(number: int, step: Step, tokens: Tokens) -> Iterator[RequestRecord]:

@@ -55,9 +55,9 @@ EXACT = ROOT / "src" / "keepwarm" / "models" / "exact.json"
 CONVERSATIONS = DOCS / "results" / "conversations"
 CODERS = DOCS / "results" / "coders"
 CLIENTS = DOCS / "results" / "clients.md"
-DAY, DAY_RESULTS = (DOCS / "results" / f"day.{kind}" for kind in ("md", "json"))
+DAY = DOCS / "results" / "day.md"
 DAY_TABLES = re.compile(
-    r"(?<=<!-- measured, from docs/results/day.json -->\n).*?(?=<!-- end -->)", re.DOTALL
+    r"(<!-- measured, from docs/results/(day[a-z0-9-]*\.json) -->\n).*?(?=<!-- end -->)", re.DOTALL
 )
 PRICE, PRICE_RESULTS = (DOCS / "results" / f"price.{kind}" for kind in ("md", "json"))
 PRICE_TABLES = re.compile(
@@ -245,8 +245,12 @@ def readme(page: str) -> str:
 
 
 def day(page: str) -> str:
-    """The page with the generated tables."""
-    return DAY_TABLES.sub(lambda _: day_tables(json.loads(DAY_RESULTS.read_text())), page)
+    """The page with the generated tables of every run."""
+
+    def with_run(found: re.Match[str]) -> str:
+        return found[1] + day_tables(json.loads((DAY.parent / found[2]).read_text()))
+
+    return DAY_TABLES.sub(with_run, page)
 
 
 def price(page: str) -> str:
