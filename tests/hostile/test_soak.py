@@ -4,7 +4,7 @@ import pytest
 
 from tests.hostile.soak.attacks import ATTACKS
 from tests.hostile.soak.run import Soak
-from tests.hostile.soak.servers import DISK_BYTES, MIB
+from tests.hostile.soak.servers import DISK_BYTES, MIB, Place
 from tests.kit.checkpoints import write_checkpoint
 
 SIZES = {"small": (120, 1, 4), "soak": (3000, 12, 24)}  # requests, kills, talks
@@ -33,3 +33,25 @@ def test_nothing_is_wrong_lost_or_left_after_attacks_and_kills(tmp_path, size):
     assert max(each.threads for each in measures) < MAX_THREADS
     assert report.events["logged tracebacks"] == 0
     assert report.events["log bytes"] < LOG_BYTES_PER_REQUEST * n_requests + 4096
+
+
+@pytest.mark.soak
+def test_a_second_run_finds_what_the_first_has_promised(tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "model", n_context=4096)
+    runs = [Soak(tmp_path, checkpoint, n_talks=4, seed=n, hours=0.02).run(0, 2) for n in (1, 2)]
+    for report in runs:
+        assert not report.unexpected
+        assert report.answers["right"] > 0
+        assert report.series
+    assert runs[1].kept["found"] > 0
+
+
+def test_damage_leaves_the_blocks_of_agents(tmp_path):
+    place = Place("plain", tmp_path)
+    names = [
+        place.store / "blocks" / key[:2] / f"{key}.delta.safetensors" for key in ("ab1", "cd2")
+    ]
+    for path in (*names, place.store / "agents" / "one.json"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"blocks": ["ab1"]}')
+    assert place.damageable() == names[1:]

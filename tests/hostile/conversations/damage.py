@@ -24,6 +24,13 @@ def damage_records(chance: Random, home: Path) -> str:
     return f"records {how}"
 
 
+def damage_file(chance: Random, path: Path) -> str:
+    """One file gets other bits, or goes; what was done."""
+    how = chance.choice(("flipped", "lost"))
+    _damage(chance, path, path, how)
+    return f"files {how}"
+
+
 def _damage(chance: Random, path: Path, other: Path, how: str) -> None:
     if how == "lost":
         path.unlink()

@@ -7,6 +7,8 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,12 +23,13 @@ N_CONTEXT = 4096
 def main() -> int:
     given = _arguments()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="keepwarm-soak-") as folder:
-        checkpoint = write_checkpoint(Path(folder) / "model", n_context=N_CONTEXT)
-        soak = Soak(Path(folder), checkpoint, given.talks, given.seed)
+    length = f"--hours {given.hours:g}" if given.hours else f"--requests {given.requests}"
+    with _folder(given.folder) as folder:
+        checkpoint = write_checkpoint(folder / "model", n_context=N_CONTEXT)
+        soak = Soak(folder, checkpoint, given.talks, given.seed, given.hours)
         report = soak.run(given.requests, given.kills).as_json()
     head = {
-        "command": f"python -m tests.hostile.soak --requests {given.requests} --kills {given.kills}"
+        "command": f"python -m tests.hostile.soak {length} --kills {given.kills}"
         f" --talks {given.talks} --seed {given.seed}",
         "date": datetime.now(UTC).date().isoformat(),
         "machine": describe_machine(),
@@ -39,12 +42,25 @@ def main() -> int:
     return 1 if report["unexpected"] else 0
 
 
+@contextmanager
+def _folder(kept: Path | None) -> Iterator[Path]:
+    """The one that is kept for the next run, or one that is deleted."""
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
+        yield kept.resolve()
+        return
+    with tempfile.TemporaryDirectory(prefix="keepwarm-soak-") as folder:
+        yield Path(folder)
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.hostile.soak")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--kills", type=int, default=24)
     parser.add_argument("--talks", type=int, default=24)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--hours", type=float, default=0.0, help="in place of requests")
+    parser.add_argument("--folder", type=Path, help="of the stores; the next run goes on with them")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +16,9 @@ from typing import Any
 
 import httpx
 
+from tests.hostile.conversations.damage import damage_file
 from tests.hostile.soak.attacks import HEAVY, LIGHT, Target, attack
-from tests.hostile.soak.servers import KEYS, YEAR_S, Measures, Place, Server, logged
+from tests.hostile.soak.servers import KEYS, YEAR_S, Measures, Place, Server, logged, sizes
 from tests.hostile.soak.talks import (
     CHAT,
     MESSAGES,
@@ -39,6 +41,9 @@ HEAVY_SHARE = 0.02  # of the attacks
 KEPT = 12  # agents of each store whose blocks must outlive every kill
 KEPT_SHARE = 0.05  # of the requests
 SAMPLE_S = 1.0
+SERIES_S = 60.0
+DAMAGED = 3  # files at once
+LEAST_BLOCK = 4096  # bytes; smaller files of a shared tier are notes
 CUT_OFF = (httpx.TransportError, OSError, EOFError, ValueError)  # the last: a stream's early end
 
 
@@ -53,6 +58,7 @@ class Report:
     reused: Counter[str] = field(default_factory=Counter)
     unexpected: Counter[str] = field(default_factory=Counter)
     measures: dict[str, Measures] = field(default_factory=dict)
+    series: list[dict[str, Any]] = field(default_factory=list)  # every minute
 
     def as_json(self) -> dict[str, Any]:
         fields = {name: value for name, value in vars(self).items() if name != "measures"}
@@ -61,30 +67,47 @@ class Report:
 
 
 class Soak:
-    """One run on two stores, one of them encrypted and one shared by two servers."""
+    """One run on two stores, one of them encrypted and one shared by two servers.
 
-    def __init__(self, folder: Path, checkpoint: Path, n_talks: int, seed: int) -> None:
-        plain = Place("plain", folder / "plain")
-        sealed = Place("sealed", folder / "sealed", encryption_key="a passphrase for the soak")
+    A run of hours damages files too; its stores have a tier in common in place of the encryption,
+    and are those of the run before in this folder.
+    """
+
+    def __init__(
+        self, folder: Path, checkpoint: Path, n_talks: int, seed: int, hours: float = 0.0
+    ) -> None:
+        self._shared = folder / "shared" if hours else None
+        plain = Place("plain", folder / "plain", shared=self._shared)
+        other = Place("sealed", folder / "sealed", encryption_key="a passphrase for the soak")
+        if hours:
+            other = Place("apart", folder / "apart", shared=self._shared)
         self.servers = [
             Server(checkpoint, place, number)
-            for number, place in enumerate((plain, plain, sealed), start=1)
+            for number, place in enumerate((plain, plain, other), start=1)
         ]
-        self.places = [plain, sealed]
+        self.places = [plain, other]
         self.report = Report()
+        self._notes = folder / "kept.json"
+        self._duration_s = 3600 * hours
+        self._began = 0.0
         self._reference = Server(checkpoint, Place("reference", folder / "reference"), 0)
         self._n_talks = n_talks
         self._chance = random.Random(seed)
         self._kept: dict[str, set[int]] = {place.name: set() for place in self.places}
         self._prompts: list[Prompt] = []
         self._bundles = (b"", b"")
-        self._left = 0
+        self._n_requests = self._n_sent = 0
 
     def run(self, n_requests: int, n_kills: int) -> Report:
+        """So many requests, or as many as the hours have room for."""
+        self._n_requests = n_requests
+        if self._shared is not None:
+            self._shared.mkdir(exist_ok=True)
         try:
             self._learn()
             self._start(self.servers)
-            asyncio.run(self._run(n_requests, n_kills))
+            self._find_earlier()
+            asyncio.run(self._run(n_kills))
             self._end()
         finally:
             for server in (*self.servers, self._reference):
@@ -108,11 +131,26 @@ class Soak:
         self._bundles = (bundle, edited(bundle, poisoned))
         self._reference.stop()
 
-    async def _run(self, n_requests: int, n_kills: int) -> None:
-        self._left = n_requests
+    def _find_earlier(self) -> None:
+        """What the run before has promised."""
+        if self._duration_s and self._notes.is_file():
+            known = json.loads(self._notes.read_text())
+            self._kept = {name: set(numbers) for name, numbers in known.items()}
+            for server in self.servers[1:]:
+                asyncio.run(self._find(server))
+
+    @property
+    def _done(self) -> float:
+        """The share of the run that is over."""
+        if self._duration_s:
+            return (time.monotonic() - self._began) / self._duration_s
+        return self._n_sent / self._n_requests
+
+    async def _run(self, n_kills: int) -> None:
+        self._began = time.monotonic()
         sampler = asyncio.create_task(self._sample())
         workers = [asyncio.create_task(self._work(n)) for n in range(WORKERS)]
-        await self._disturb(n_requests, n_kills)
+        await self._disturb(n_kills)
         await asyncio.gather(*workers)
         sampler.cancel()
 
@@ -122,8 +160,8 @@ class Soak:
         chance = random.Random(f"{number} {self._chance.random()}")
         limits = httpx.Limits(keepalive_expiry=1.0)  # sooner than the server's
         async with httpx.AsyncClient(timeout=WAIT_S, limits=limits) as client:
-            while self._left > 0:
-                self._left -= 1
+            while self._done < 1:
+                self._n_sent += 1
                 server = chance.choice([each for each in self.servers if each.url])
                 with self._cut_off(server):
                     await self._one(client, server, chance)
@@ -238,13 +276,16 @@ class Soak:
 
     # what happens to the servers
 
-    async def _disturb(self, n_requests: int, n_kills: int) -> None:
+    async def _disturb(self, n_kills: int) -> None:
         moments = sorted(self._chance.uniform(0.05, 0.95) for _ in range(2 * n_kills))
         for number, moment in enumerate(moments):
-            while self._left > (1 - moment) * n_requests:
+            while self._done < moment:
                 await asyncio.sleep(0.05)
+            if self._duration_s and self._done >= 1:  # starts take long on a busy machine
+                return
             if number % 2:
                 await self._pause()
+                self._damage()
             else:
                 await self._kill(ahead_s=YEAR_S if number % 8 == 6 else 0.0)
 
@@ -266,6 +307,17 @@ class Soak:
         self.report.events["pauses"] += 1
         await asyncio.to_thread(server.pause, 0.2 + self._chance.random())
 
+    def _damage(self) -> None:
+        """Files of blocks that nobody was promised, once all that will be promised is on disk."""
+        n_kept = min(KEPT, self._n_talks)
+        if self._shared is None or any(len(kept) < n_kept for kept in self._kept.values()):
+            return
+        files = [path for place in self.places for path in place.damageable()]
+        files += [path for path, n_bytes in sizes(self._shared) if n_bytes > LEAST_BLOCK]
+        for path in self._chance.sample(files, min(DAMAGED, len(files))):
+            with suppress(FileNotFoundError):  # evicted meanwhile
+                self.report.events[damage_file(self._chance, path)] += 1
+
     async def _sample(self) -> None:
         with suppress(asyncio.CancelledError):
             while True:
@@ -273,14 +325,19 @@ class Soak:
                 await asyncio.sleep(SAMPLE_S)
 
     def _measure(self) -> None:
-        for server in self.servers:
-            self._add(f"server {server.number}", server.measure())
+        seen = {f"server {server.number}": server.measure() for server in self.servers}
         for place in self.places:
             used = Measures(store_bytes=place.n_bytes(), home_bytes=place.n_bytes(place.home))
-            self._add(place.name, used)
-
-    def _add(self, name: str, measures: Measures) -> None:
-        self.report.measures.setdefault(name, Measures()).add(measures)
+            seen[place.name] = used
+        if self._shared is not None:
+            n_bytes = sum(size for _, size in sizes(self._shared))
+            seen["shared"] = Measures(store_bytes=n_bytes)
+        for name, measures in seen.items():
+            self.report.measures.setdefault(name, Measures()).add(measures)
+        seconds = time.monotonic() - self._began
+        if self._duration_s and seconds >= SERIES_S * len(self.report.series):
+            found = {name: _known(measures) for name, measures in seen.items()}
+            self.report.series.append({"s": round(seconds), "n_sent": self._n_sent, **found})
 
     def _end(self) -> None:
         """Stop and start once more: everything is found, nothing is left."""
@@ -295,3 +352,11 @@ class Soak:
             for name in place.leftovers():
                 self.report.unexpected[f"left in {place.name}: {name}"[:200]] += 1
         self.report.events.update(logged(self.servers))
+        self.report.events["requests"] = self._n_sent
+        if self._duration_s:
+            kept = {name: sorted(numbers) for name, numbers in self._kept.items()}
+            self._notes.write_text(json.dumps(kept))
+
+
+def _known(measures: Measures) -> dict[str, int]:
+    return {name: value for name, value in vars(measures).items() if value}

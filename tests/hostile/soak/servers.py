@@ -41,6 +41,7 @@ class Measures:
     home_bytes: int = 0
     files: int = 0
     threads: int = 0
+    log_bytes: int = 0
 
     def add(self, other: Measures) -> None:
         for name, value in vars(other).items():
@@ -54,12 +55,15 @@ class Place:
     name: str
     home: Path
     encryption_key: str = ""
+    shared: Path | None = None  # a directory that is a tier of several places
 
     def environ(self) -> dict[str, str]:
         sealed = {"KEEPWARM_ENCRYPTION_KEY": self.encryption_key} if self.encryption_key else {}
         return {
             **os.environ,
             **sealed,
+            "KEEPWARM_REMOTE": f"file://{self.shared}" if self.shared else ",",
+            "KEEPWARM_REMOTE_BYTES": str(DISK_BYTES),
             "KEEPWARM_HOME": str(self.home),
             "KEEPWARM_API_KEYS": ",".join(KEYS),
             "KEEPWARM_ADMIN_KEY": ADMIN,
@@ -77,6 +81,12 @@ class Place:
 
     def n_bytes(self, folder: Path | None = None) -> int:
         return sum(size for _, size in sizes(folder or self.store))
+
+    def damageable(self) -> list[Path]:
+        """Files of blocks that no agent has."""
+        agents = "".join(path.read_text() for path in (self.store / "agents").glob("*.json"))
+        files = (self.store / "blocks").glob("*/*.safetensors")
+        return sorted(path for path in files if path.name.partition(".")[0] not in agents)
 
     def leftovers(self) -> list[str]:
         """What is under `tmp` when no server runs; lock files are empty, and stay."""
@@ -155,7 +165,8 @@ class Server:
             if self.process is not None:
                 process = psutil.Process(self.process.pid)
                 files, threads = process.num_fds(), process.num_threads()
-                return Measures(rss=rss_of(process), files=files, threads=threads)
+                log = self.log.stat().st_size
+                return Measures(rss_of(process), files=files, threads=threads, log_bytes=log)
         return Measures()
 
     @property
