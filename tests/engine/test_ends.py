@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -18,12 +19,13 @@ from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.jobs import RunningSequence
 from keepwarm.engine.lane import Lane
+from keepwarm.engine.recorder import divergence
 from keepwarm.errors import Cancelled, InsufficientResources, Stopping
 from keepwarm.prefix.blocks import chain
 from keepwarm.prefix.policy import Policy
 from keepwarm.telemetry.ledger import Ledger
 from keepwarm.text.prepare import PreparedRequest
-from keepwarm.text.request import Delta, Request
+from keepwarm.text.request import Delta, KVOptions, Request, TokenInfo, TopLogprob
 from tests.kit.engines import ask, engine_on, held, memory, tokens_of
 from tests.kit.runs import prompt_of
 
@@ -231,9 +233,11 @@ def audited(engine: Engine, n_audits: int) -> tuple[int, int]:
     return counters["audits"], counters["drifts"]
 
 
-def test_a_cache_that_has_changed_is_found_out(models, tmp_path):
-    prompt = prompt_of(100)
-    with engine_on(models.of("llama"), tmp_path, audit_share=1.0) as engine:
+@pytest.mark.parametrize("at_rest", ["exact", "q8"])
+def test_a_cache_that_has_changed_is_found_out(models, tmp_path, at_rest):
+    """Also where other tokens are no fault: there by how much the likeliest ones diverge."""
+    prompt, kv = prompt_of(100), KVOptions(at_rest=at_rest)
+    with engine_on(models.of("llama"), tmp_path, audit_share=1.0, kv=kv) as engine:
         engine.submit(ask(prompt, 8)).result()
         first = engine.submit(ask(prompt, 8)).result()
         assert audited(engine, 1) == (1, 0)
@@ -242,6 +246,23 @@ def test_a_cache_that_has_changed_is_found_out(models, tmp_path):
         assert second.receipt.reused == {"live": 99}
         assert tokens_of(second.choices[0]) != tokens_of(first.choices[0])
         assert audited(engine, 2) == (2, 1)
+
+
+def shown(token: int, **probabilities: float) -> TokenInfo:
+    """A token and the likeliest ones, such as `t3=0.5`."""
+    top = [TopLogprob(int(name[1:]), math.log(p)) for name, p in probabilities.items()]
+    return TokenInfo(token, None, tuple(top))
+
+
+def test_answers_diverge_up_to_the_first_token_that_differs():
+    exact = [shown(1, t1=0.5, t2=0.25), shown(2, t2=0.5, t3=0.25)]
+    assert divergence(exact, exact) == 0
+    other = [shown(1, t1=0.25, t2=0.25), shown(2, t2=0.5, t3=0.25)]
+    assert divergence(exact, other) == pytest.approx(0.5 * math.log(2) / 2)
+    parted = [shown(7, t1=0.25, t2=0.25), shown(2, t9=1.0)]
+    assert divergence(exact, parted) == pytest.approx(0.5 * math.log(2))
+    unlike = [shown(7, t7=0.9, t8=0.1)]
+    assert divergence(exact, unlike) == pytest.approx(0.5 * math.log(5) + 0.25 * math.log(2.5))
 
 
 def test_a_cold_answer_is_not_audited(models, tmp_path):

@@ -37,7 +37,7 @@ from keepwarm.engine.live import Live
 from keepwarm.engine.padding import VerdictsFile
 from keepwarm.engine.prefill import SliceSizer
 from keepwarm.engine.preparation import AnyRequest, Preparation
-from keepwarm.engine.recorder import Auditor, RecentTexts, Recorder
+from keepwarm.engine.recorder import Auditor, AuditResult, RecentTexts, Recorder
 from keepwarm.engine.scheduler import Scheduler
 from keepwarm.engine.stats import MemoryUse, Stats, memory_uses, record_of, snapshot
 from keepwarm.errors import Busy, Cancelled, KeepwarmError, Stopping
@@ -475,11 +475,11 @@ class Engine:
         is_auditing = any(job.audit for job in self._scheduler.jobs)
         may_audit = self._accepting and sequence.reason and not is_auditing
         if may_audit and self._auditor.wants(sequence):
-            self._scheduler.add(self._auditor.job(sequence, self._count_audit))
+            self._auditor.audit(sequence, self._scheduler.add, self._count_audit)
         self._recorder.record_sequence(sequence)
 
-    def _count_audit(self, is_equal: bool) -> None:
-        self.ledger.count(audits=1, drifts=not is_equal)
+    def _count_audit(self, result: AuditResult) -> None:
+        self.ledger.count(audits=1, drifts=result.is_drift, audit_nats=result.nats)
 
     def _on_end(self, job: Job, error: KeepwarmError | None) -> None:
         self._texts.remember(job)

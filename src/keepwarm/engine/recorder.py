@@ -8,6 +8,7 @@ Auditor       a share of the answers that started from a cache is computed again
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
@@ -16,7 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from itertools import takewhile
+from typing import NamedTuple, TypeAlias
 
 from keepwarm.cache.restore.forgetting import Deletions
 from keepwarm.cache.restore.restorer import Capture
@@ -32,12 +34,24 @@ from keepwarm.store.counts import PromptCounts
 from keepwarm.telemetry.ledger import Ledger, RequestRecord
 from keepwarm.telemetry.misses import MIN_WASTED, MissCandidate
 from keepwarm.text.prepare import Preparer
-from keepwarm.text.request import Delta, Done, Finished, Outcome, Request, ToolCalled
+from keepwarm.text.request import (
+    Delta,
+    Done,
+    Finished,
+    Outcome,
+    Request,
+    Sampling,
+    TokenInfo,
+    ToolCalled,
+    TopLogprob,
+)
 
 EXPIRY_INTERVAL_S = 60.0
 GRACE_S = 600.0  # an agent's running request counts as a use only when it has ended
 CONFIRM_S = 600.0  # an agent is deleted if it is still expired then: the clock may have jumped
 AUDIT_PRIORITY = -1_000_000  # after all requests of clients
+SCORED_TOP = 20  # tokens that are compared at each place, where blocks are rounded
+MAX_NATS = 0.05  # that rounding may cost an answer; on average q4 costs 0.003
 LOG = logging.getLogger(__name__)
 Post: TypeAlias = Callable[[Callable[[], None]], None]
 
@@ -301,24 +315,32 @@ class RecentTexts:
 
 
 class AuditAnswer(Answer):
-    """Collects the tokens of an audit and compares them at its end."""
+    """Collects the tokens of an audit and passes them on at its end."""
 
-    def __init__(self, expected: list[int], report: Callable[[bool], None]) -> None:
+    def __init__(self, end: Callable[[list[TokenInfo]], None]) -> None:
         super().__init__(cancel=lambda _: None)  # no client waits for it
-        self._expected = expected
-        self._report = report
-        self._tokens: list[int] = []
+        self._end = end
+        self._tokens: list[TokenInfo] = []
 
     def put(self, outcome: Outcome) -> None:
         if isinstance(outcome, Delta | ToolCalled | Finished):
-            self._tokens += [info.token for info in outcome.tokens]
+            self._tokens += outcome.tokens
         elif isinstance(outcome, Done):
-            self._report(self._tokens == self._expected)
+            self._end(self._tokens)
+
+
+class AuditResult(NamedTuple):
+    is_drift: bool
+    nats: float = 0.0  # of divergence, where blocks are rounded
 
 
 class Auditor:
     """Same prompt, same sampling, nothing reused. If the tokens differ, the cache is wrong, or, on
-    devices whose sums depend on how a prompt is sliced, rounding differs. Either is a drift."""
+    devices whose sums depend on how a prompt is sliced, rounding differs. Either is a drift.
+
+    Where blocks are rounded, other tokens are no fault. There the prompt is asked once more with
+    what is stored, and once without, and how far the likeliest tokens of the two are apart counts.
+    """
 
     def __init__(self, share: float, seed: int | None = None) -> None:
         """`share` of the repeatable answers: 0 none, 1 all."""
@@ -330,23 +352,67 @@ class Auditor:
         job, sampling = sequence.job, sequence.job.request.sampling
         is_repeatable = sampling.temperature == 0 or sampling.seed is not None
         is_reused = job.receipt is not None and job.receipt.cached_tokens > 0
-        if job.lane.options.at_rest != "exact":  # other tokens are no fault there
-            return False
         if job.audit or sequence.choice or not (is_repeatable and is_reused):
             return False
         return self._random.random() < self._share
 
-    def job(self, sequence: RunningSequence, report: Callable[[bool], None]) -> Job:
-        """The same request again, cold and with the lowest priority."""
-        old = sequence.job
-        request: Request = replace(
-            old.request,
-            policy=Policy.NO_STORE,
-            priority=AUDIT_PRIORITY,
-            n=1,
-            timeout_s=None,
-            agent=None,
-        )
-        expected = sequence.tokens[len(old.tokens) :]
-        prepared = replace(old.prepared, request=request)
-        return Job(request, prepared, old.lane, AuditAnswer(expected, report), audit=True)
+    def audit(
+        self,
+        sequence: RunningSequence,
+        add: Callable[[Job], None],
+        report: Callable[[AuditResult], None],
+    ) -> None:
+        """`add` jobs that ask again, with the lowest priority."""
+        job, expected = sequence.job, sequence.tokens[len(sequence.job.tokens) :]
+
+        def compare(cold: Sequence[TokenInfo]) -> None:
+            report(AuditResult([info.token for info in cold] != expected))
+
+        def score(warm: Sequence[TokenInfo]) -> None:
+            def end(cold: Sequence[TokenInfo]) -> None:
+                nats = divergence(cold, warm)
+                report(AuditResult(nats > MAX_NATS, nats))
+
+            add(_scored(job, Policy.NO_STORE, end))
+
+        if job.lane.options.at_rest == "exact":
+            add(_again(job, job.request.sampling, Policy.NO_STORE, compare))
+        else:
+            add(_scored(job, Policy.READ_ONLY, score))
+
+
+def _scored(old: Job, policy: Policy, end: Callable[[list[TokenInfo]], None]) -> Job:
+    return _again(old, replace(old.request.sampling, top_logprobs=SCORED_TOP), policy, end)
+
+
+def _again(
+    old: Job, sampling: Sampling, policy: Policy, end: Callable[[list[TokenInfo]], None]
+) -> Job:
+    request: Request = replace(
+        old.request,
+        sampling=sampling,
+        policy=policy,
+        priority=AUDIT_PRIORITY,
+        n=1,
+        timeout_s=None,
+        agent=None,
+    )
+    prepared = replace(old.prepared, request=request)
+    return Job(request, prepared, old.lane, AuditAnswer(end), audit=True)
+
+
+def divergence(exact: Sequence[TokenInfo], found: Sequence[TokenInfo]) -> float:
+    """The mean KL of answers to one prompt in nats, up to the first token that differs: later ones
+    follow other texts. Only the likeliest tokens are known, so it is a little too low."""
+    pairs = list(zip(exact, found, strict=False))
+    n_same = sum(1 for _ in takewhile(lambda pair: pair[0].token == pair[1].token, pairs))
+    compared = pairs[: n_same + 1]
+    return sum(_kl(one.top, other.top) for one, other in compared) / max(1, len(compared))
+
+
+def _kl(exact: Sequence[TopLogprob], found: Sequence[TopLogprob]) -> float:
+    """Tokens that are not among those found are taken for as likely as the last that is."""
+    known = dict(found)
+    least = min(known.values())
+    nats = [math.exp(p) * (p - known.get(token, least)) for token, p in exact]
+    return max(0.0, sum(nats))

@@ -53,6 +53,7 @@ COUNTS = (
     *("drafted_tokens", "accepted_tokens"),  # accepted: generated without a step of their own
     *("generated_tokens", "waited_for_prefix", "rebuilt_batches", "failed_saves"),
     *("audits", "drifts"),  # drifts: audits whose answer differed
+    "audit_nats",  # by which audited answers diverged where blocks are rounded
     "saved_ms",  # as far as it is known
     "keeping_ms",  # of the engine's thread
 )

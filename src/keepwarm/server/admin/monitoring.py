@@ -265,6 +265,11 @@ SAMPLES = (
     ),
     Sample("keepwarm_drifts", "counter", "Audits whose answer differed.", "", _counter("drifts")),
     Sample(
+        "keepwarm_audit_nats", "counter",
+        "Divergence of audited answers from cold ones, where blocks are rounded.", "",
+        _counter("audit_nats"),
+    ),
+    Sample(
         "keepwarm_step_seconds", "gauge", "Duration of one decode step of the batch.", "",
         lambda stats: _one(stats.step_ms / 1000),
     ),
