@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.price.codecs import CODECS, Codec
 from benchmarks.price.page import markdown
-from benchmarks.price.speed import decode_rates, device_rates, stored_rates
+from benchmarks.price.speed import decode_rates, device_rates, first_tokens, stored_rates
 from benchmarks.price.trials import ASKING, OPENING, QUESTIONS, Reader, says_the_same, score
 from benchmarks.training.corpus import read_files, roots, tokenized
 from benchmarks.training.kinds import KINDS
@@ -58,6 +58,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=len(QUESTIONS), help="To each text.")
     parser.add_argument("--needles", type=int, default=8, help="Prompts with needles, each kind.")
     parser.add_argument("--device", action="store_true", help="Only restores, on this device.")
+    parser.add_argument("--first-token", action="store_true", help="Only restores, by a client.")
     parser.add_argument("--json", type=Path, help="Read and write results here.")
     parser.add_argument("--tiny", action="store_true", help="Every step in little.")
     return parser.parse_args()
@@ -74,10 +75,17 @@ def main() -> None:
         rates = device_rates(2, 1024) if chosen.tiny else device_rates()
         print(json.dumps({"device": str(mx.default_device()), "rates": rates}, indent=1))
         return
+    if chosen.first_token:
+        model = load(str(TRAINED[0]) if chosen.tiny else "smollm2", config.load({}))
+        found["first_token"] = first_tokens(model, *((1024, 1) if chosen.tiny else ()))
+        print(json.dumps(found["first_token"], indent=1))
+        if chosen.json:
+            chosen.json.write_text(json.dumps(found, indent=1) + "\n")
+        return
     found["date"] = datetime.now(UTC).date().isoformat()
     found["stored"] = stored_rates(1, 1024) if chosen.tiny else stored_rates()
-    decoding, lengths = load(str(TRAINED[0]), config.load({})), (16, 1) if chosen.tiny else (512, 5)
-    found["decode"] = decode_rates(decoding, *lengths)
+    decoding = load(str(TRAINED[0]), config.load({}))
+    found["decode"] = decode_rates(decoding, *((16, 1) if chosen.tiny else ()))
     default = [str(TRAINED[0])] if chosen.tiny else ["smollm2", *map(str, TRAINED)]
     for name in chosen.models or default:
         of_model = found["models"].setdefault(Path(name).name, {})

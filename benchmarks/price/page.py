@@ -27,6 +27,7 @@ GOALS = {
 def markdown(found: Mapping[str, Any]) -> str:
     """What is offered, the speed, and the tables, model by model."""
     lines = [*_verdicts(found["models"]), *_agents(), *_stored(found["stored"])]
+    lines += _first_token(found["first_token"]) if "first_token" in found else []
     lines += _decode(found["decode"])
     for name, parts in found["models"].items():
         lines += _model(name, parts)
@@ -100,6 +101,13 @@ def _stored(stored: Mapping[str, Any]) -> Iterator[str]:
         ]
         head = ["records", "rounded", "restored from the page cache"]
         yield from _table(f"One core, MB of {kind} a second", head, rows)
+
+
+def _first_token(codecs: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    ways = {"cold": "from disk", "warm": "from the page cache"}
+    rows = [[name, *(f"{found[way]:.2f}" for way in ways)] for name, found in codecs.items()]
+    title = "SmolLM2 in fp32: seconds until a conversation of 7,936 restored tokens goes on"
+    yield from _table(title, ["records", *ways.values()], rows)
 
 
 def _decode(rates: Mapping[str, float]) -> Iterator[str]:
