@@ -1,13 +1,13 @@
 """Rows that end where they end, and several tokens a step: what they cost and what they give.
 
-`python -m benchmarks.rows --json FILE` takes under three minutes on an H200; `--tiny` checks on any
-machine that it runs. Three parts, the most telling first:
+`python -m benchmarks.rows --json FILE` takes four minutes on an H200; `--tiny` checks on any
+machine that it runs. Kernels for rows are tried first, as a server does while it is idle. Then:
 
-    plain      a token a row: our rows against mlx-lm's batches (and one row alone), pipelined
-    verify     several tokens a row, of which all but the first are taken back
     answers    whole answers through the engine, with and without drafts in turn. The model is
                scripted, so that the next token is known, and each drafted one is right with a
                probability of its own; then tokens with and without drafts, beside a batch and alone
+    verify     several tokens a row, of which all but the first are taken back
+    plain      a token a row: our rows against mlx-lm's batches (and one row alone), pipelined
 """
 
 from __future__ import annotations
@@ -31,10 +31,20 @@ from benchmarks.decode import Report, median_ms, note
 from benchmarks.shapes import SHAPES, build, make_tokenizer
 from keepwarm import config, kv
 from keepwarm.cache.store import Budgets, Store
-from keepwarm.engine.drafts import MAX_DRAFT, MIN_MATCH, Others, Proposal, SeenTexts, Source
+from keepwarm.engine.drafts import (
+    MAX_DRAFT,
+    MIN_MATCH,
+    BatchSize,
+    Others,
+    Proposal,
+    SeenTexts,
+    Source,
+    StepCosts,
+)
 from keepwarm.engine.engine import Engine
 from keepwarm.models import row_products
 from keepwarm.models.load import Model
+from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import Delta, Request, Result, Sampling
 
 PLAIN_ROWS = (1, 4, 8, 16, 2, 32, 64)
@@ -42,6 +52,8 @@ VERIFY_ROWS = (1, 4, 8)
 WIDTHS = (1, 2, 3, 5, 8)
 ANSWER_ROWS = (1, 4, 8)
 GOALS = {0.6: (1.05, 1.6, 1.8), 0.8: (1.6, 2.4, 2.8), None: (0.98, 0.98, 0.98)}  # by rows
+LEARNING = 2  # runs before the gate is measured
+ROUNDS = 2  # with and without drafts
 MAX_GB = 60  # of keys and values
 STEPS = 8
 MEMORY_BYTES = 8 << 30  # so that only first answers wait for their prompts
@@ -182,6 +194,25 @@ class KnownText:
         return Proposal(MIN_MATCH, tokens) if tokens else None
 
 
+class NotedCosts(StepCosts):
+    """Remembers what every step with drafts took, by tokens a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: dict[int, list[float]] = {}
+
+    def saw(self, size: BatchSize, width: int, seconds: float) -> None:
+        super().saw(size, width, seconds)
+        self.noted.setdefault(width, []).append(1000 * seconds)
+
+    def table(self) -> dict[int, list[float]]:
+        """By width: how many, the first, which may compile kernels, and the median, ms."""
+        return {
+            width: [len(times), round(times[0], 1), round(median(times), 1)]
+            for width, times in sorted(self.noted.items())
+        }
+
+
 class Answers:
     """Whole answers of a model, through an engine with and one without drafts."""
 
@@ -207,37 +238,47 @@ class Answers:
                 engine.call(sharing.step).result()
             yield engine
 
-    def requests(self, n_rows: int) -> list[Request]:
+    def requests(self, n_rows: int, *engines: Engine) -> list[Request]:
+        """Their prompts are warm. No answer is kept: it would be a draft of the same one again."""
         dice = np.random.default_rng(n_rows)
-        return [
+        requests = [
             Request(
                 prompt=dice.integers(10, self.n_vocab - 10, self._n_prompt).tolist(),
                 sampling=Sampling(max_tokens=self._n_tokens, temperature=0),
+                policy=Policy.READ_ONLY,
             )
             for _ in range(n_rows)
         ]
+        for engine in engines:
+            run(engine, [replace(r, policy=Policy.READ_WRITE) for r in _unanswered(requests)])
+        return requests
 
     def speed(self, n_rows: int) -> dict[str, Any]:
         """Times as fast with drafts as without, by how often a drafted token is right."""
         found: dict[str, Any] = {}
-        requests = self.requests(n_rows)
         with self.engine(self.scripted, "off") as plain, self.engine(self.scripted, "auto") as fast:
+            requests = self.requests(n_rows, plain, fast)
             run(plain, requests)
-            off = [rate_of(plain, requests)]
+            costs = _note_costs(fast)
             for right, goals in GOALS.items():
                 _set_source(fast, SeenTexts if right is None else partial(self._known_text, right))
-                n_steps, n_accepted = _n_steps(run(fast, requests))  # the gate learns
-                on = rate_of(fast, requests)
-                off.append(rate_of(plain, requests))
+                learning = [_per_step(run(fast, requests)) for _ in range(LEARNING)]
+                on, off = [], []
+                for _ in range(ROUNDS):
+                    on.append(rate_of(fast, requests))
+                    off.append(rate_of(plain, requests)[0])
                 name = "nothing to draft" if right is None else f"right {right}"
+                rates = [rate for rate, _ in on]
                 found[name] = {
-                    "times": round(2 * on / (off[-1] + off[-2]), 2),
+                    "times": round(sum(rates) / sum(off), 2),
                     "goal": goals[ANSWER_ROWS.index(n_rows)],
-                    "tokens/s": round(on),
-                    "tokens a step, while learning": round(1 + n_accepted / n_steps, 2),
+                    "tokens/s": [round(rate) for rate in rates],
+                    "off, tokens/s": [round(rate) for rate in off],
+                    "tokens a step": [_per_step(results) for _, results in on],
+                    "while learning": learning,
                 }
                 note(f"answers, rows {n_rows}, {name}", found[name])
-        found["off, tokens/s"] = note(f"answers, rows {n_rows}, off", [round(x) for x in off])
+        found["steps"] = note(f"answers, rows {n_rows}, steps, first ms, median", costs.table())
         return found
 
     def _known_text(self, right: float, prompt: Sequence[int], _: Others) -> KnownText:
@@ -246,21 +287,22 @@ class Answers:
 
     def agreement(self) -> dict[str, Any]:
         """Tokens of the unscripted model before the first that differs."""
-        requests = self.requests(4)
         with self.engine(self.model, "off") as plain, self.engine(self.model, "auto") as fast:
+            requests = self.requests(4, plain, fast)
             together, again = (_tokens(run(plain, requests)) for _ in range(2))
             known = {
                 tuple(r.prompt or ()): text for r, text in zip(requests, together, strict=True)
             }
             _set_source(fast, lambda prompt, _: KnownText(known[tuple(prompt)], 0.8))
-            run(fast, requests)
+            for _ in range(LEARNING):
+                run(fast, requests)
             drafted = run(fast, requests)
             alone = [result for request in requests for result in run(plain, [request])]
         found = {
             "with drafts and without": _agree(_tokens(drafted), together),
             "alone and in a batch of 4": _agree(_tokens(alone), together),
             "the same again": _agree(again, together),
-            "accepted": _n_steps(drafted)[1],
+            "tokens a step": _per_step(drafted),
         }
         note("agreement", found)
         return found
@@ -272,12 +314,24 @@ def _set_source(engine: Engine, source: Callable[[Sequence[int], Others], Source
     gate.source = source
 
 
+def _note_costs(engine: Engine) -> NotedCosts:
+    """From now on, with nothing known."""
+    gate, costs = engine.lane_of().gate, NotedCosts()
+    assert gate is not None
+    gate.costs = costs
+    return costs
+
+
+def _unanswered(requests: Sequence[Request]) -> list[Request]:
+    return [replace(r, sampling=replace(r.sampling, max_tokens=1)) for r in requests]
+
+
 def run(engine: Engine, requests: Sequence[Request]) -> list[Result]:
     answers = [engine.submit(request) for request in requests]
     return [answer.result() for answer in answers]
 
 
-def rate_of(engine: Engine, requests: Sequence[Request]) -> float:
+def rate_of(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[Result]]:
     """Tokens a second while all rows decode: from the last one's first token to the first end."""
     answers = [engine.submit(request) for request in requests]
     for answer in answers:
@@ -288,13 +342,13 @@ def rate_of(engine: Engine, requests: Sequence[Request]) -> float:
         wait(reading, return_when=FIRST_COMPLETED)
         seconds = time.perf_counter() - began
         n_tokens = engine.ledger.counters()["generated_tokens"] - n_before
-    return float(n_tokens / seconds)
+    return float(n_tokens / seconds), [one.result() for one in reading]
 
 
-def _n_steps(results: Sequence[Result]) -> tuple[int, int]:
-    """Of all rows, and the drafted tokens that were accepted in them."""
+def _per_step(results: Sequence[Result]) -> float:
+    """Tokens of a row."""
     counts = [result.receipt.speculation or {} for result in results]
-    return sum(c["steps"] for c in counts), sum(c["accepted"] for c in counts)
+    return round(1 + sum(c["accepted"] for c in counts) / sum(c["steps"] for c in counts), 2)
 
 
 def _tokens(results: Sequence[Result]) -> list[list[int]]:
@@ -316,39 +370,50 @@ def _agree(ones: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> st
 
 
 def measure(report: Report, folder: Path, shapes: Sequence[str], contexts: Sequence[int]) -> None:
-    models: dict[str, Model] = {}
-
-    def start(shape: str) -> str:
-        model = build(shape, folder)
-        if trials := row_products.speed_up(model.module, folder):
-            list(trials.run())
-        models[shape] = replace(model, tokenizer=make_tokenizer(shape, folder / f"{shape}-words"))
-        return "ready"
-
+    """One shape after the other: what does not fit into the time is of the last."""
     for shape in shapes:
-        report.stage(f"{shape}: model", partial(start, shape))
-    first = models[shapes[0]]
-    is_small = first.n_context <= 8192
-    answers = Answers(first, folder, *((40, 40) if is_small else (1024, 128)))
+        started: list[Model] = []
+        report.stage(f"{shape}: model", partial(start, shape, folder, started.append))
+        for model in started:
+            if shape == shapes[0]:
+                measure_answers(report, folder, model)
+            for context in contexts:
+                measure_steps(report, shape, Caches(model.module, SHAPES[shape], context))
+
+
+def start(shape: str, folder: Path, use: Callable[[Model], None]) -> dict[str, Any]:
+    """`use` gets the model."""
+    model = build(shape, folder)
+    began, trials = time.perf_counter(), row_products.speed_up(model.module, folder)
+    if trials:
+        list(trials.run())
+    use(replace(model, tokenizer=make_tokenizer(shape, folder / f"{shape}-words")))
+    seconds = round(time.perf_counter() - began, 1)
+    found = {"products tried": trials.n_all if trials else 0, "seconds": seconds}
+    return dict(note(f"{shape}: ready", found))
+
+
+def measure_answers(report: Report, folder: Path, model: Model) -> None:
+    answers = Answers(model, folder, *((40, 40) if model.n_context <= 8192 else (1024, 128)))
     for n_rows in ANSWER_ROWS:
-        report.stage(f"{shapes[0]}: answers", partial(answers.speed, n_rows), n_rows)
-    report.stage(f"{shapes[0]}: agreement", answers.agreement)
-    for context in contexts:
-        steps = {s: Caches(model.module, SHAPES[s], context) for s, model in models.items()}
-        for shape, caches in steps.items():
-            for n_rows in VERIFY_ROWS:
-                name = f"{shape}: verify, context {context}"
-                report.stage(name, partial(verify_times, caches, n_rows), n_rows)
-            for n_rows in PLAIN_ROWS:
-                name = f"{shape}: plain, context {context}"
-                report.stage(name, partial(plain_times, caches, n_rows), n_rows)
+        report.stage(f"{model.name}: answers", partial(answers.speed, n_rows), n_rows)
+    report.stage(f"{model.name}: agreement", answers.agreement)
+
+
+def measure_steps(report: Report, shape: str, caches: Caches) -> None:
+    for n_rows in VERIFY_ROWS:
+        name = f"{shape}: verify, context {caches.context}"
+        report.stage(name, partial(verify_times, caches, n_rows), n_rows)
+    for n_rows in PLAIN_ROWS:
+        name = f"{shape}: plain, context {caches.context}"
+        report.stage(name, partial(plain_times, caches, n_rows), n_rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rows", description=__doc__)
     parser.add_argument("--shapes", default="llama-8b,gemma-3-12b", help="the first one answers")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: a check that it runs")
-    parser.add_argument("--budget", type=float, default=170.0, help="seconds; later stages wait")
+    parser.add_argument("--budget", type=float, default=240.0, help="seconds; later stages wait")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     shapes = "tiny,tiny-windows" if given.tiny else given.shapes

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from benchmarks.zoo.findings import Results
@@ -416,6 +417,22 @@ def test_a_model_is_tried_when_nobody_waits_and_drafts_begin_after_that(
     assert tokens_of(first.choices[0]) == tokens_of(second.choices[0]) == known
 
 
+def test_nothing_is_drafted_or_measured_while_kernels_are_left_to_try(
+    models, tmp_path, monkeypatch
+):
+    """Then steps cost something else."""
+    Oracle(monkeypatch, [(PROMPTS[0], [1] * N)])
+    trials = SimpleNamespace(n_left=1, run=lambda: (x for x in ()), save=lambda: None)
+    with drafting(replace(models.of("llama"), trials=trials), tmp_path) as engine:
+        (first,) = run(engine, [ask(PROMPTS[0], N)])
+        assert not engine.lane_of().gate.costs._times
+        trials.n_left = 0
+        (second,) = run(engine, [ask(PROMPTS[0], N)])
+        assert engine.lane_of().gate.costs._times
+    assert first.receipt.speculation["drafted"] == 0
+    assert second.receipt.speculation["drafted"] > 0
+
+
 def test_a_long_answer_is_kept_at_intervals_whatever_steps_give(models, tmp_path, monkeypatch):
     n = 2 * BLOCK_TOKENS
     with engine_on(models.of("llama"), tmp_path / "off") as engine:
@@ -574,6 +591,10 @@ def test_a_width_that_was_never_tried_is_tried(gate):
     assert gate.width([DRAFT], ONE_ROW) == 2
     cost(gate, 2, 0.011)
     assert gate.width([DRAFT], ONE_ROW) == 3
+    cost(gate, 2, 0.020)  # a wider one costs no less, so three would not pay, four may
+    assert gate.width([DRAFT], ONE_ROW) == 4
+    cost(gate, 2, 0.030)
+    assert gate.width([DRAFT], ONE_ROW) == 1
 
 
 def test_drafts_that_cost_more_than_they_give_are_not_fed(gate):
@@ -613,13 +634,17 @@ def test_drafts_that_are_never_right_cost_little_in_the_end(gate):
     assert 3 < lost < 0.02 * n_steps
 
 
-def test_one_slow_step_does_not_turn_drafts_off_for_long(gate):
-    """As when kernels are compiled."""
-    gate.saw_step(ONE_ROW, 2, 1, 5.0)
-    assert gate.width([DRAFT], ONE_ROW) == 1
-    for _ in range(1601):
-        gate.saw_step(ONE_ROW, 1, 0, 0.010)
-    assert gate.width([DRAFT], ONE_ROW) == 2
+def test_slow_first_steps_of_a_width_do_not_turn_drafts_off(gate):
+    """As on CUDA, where each new shape takes longer once."""
+    hits(gate, 100, 100)
+    fed = []
+    for _ in range(30):
+        width = gate.width([DRAFT], ONE_ROW)
+        first = 0.0 if width in fed else 5.0
+        fed.append(width)
+        gate.saw_step(ONE_ROW, width, width - 1, first + 0.020)
+    assert fed[:3] == [2, 2, 2]
+    assert fed[18:] == [16] * 12
 
 
 def test_nothing_is_fed_before_a_plain_step_was_measured():

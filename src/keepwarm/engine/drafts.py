@@ -38,7 +38,6 @@ FORGET_STEPS = 2048  # a cost that was not seen for so long is tried again
 # What drafts may lose, in plain steps: so many, and a share of all steps. What they gain may be
 # lost again, but never more at a time.
 MAX_CREDIT, CREDIT_SHARE = 8.0, 0.01
-MAX_DEBT = 16.0  # what the widest step may lose where every token costs a plain step
 MIN_GAIN = 1.03
 MAX_WAIT = 1.5  # what a row without a draft waits for others, in plain steps
 FIRST_GUESS = 0.6  # of a drafted token that it is right, before any was seen
@@ -230,18 +229,18 @@ class DraftGate:
         drafts = [proposal for proposal in proposals if proposal is not None]
         if plain is None or not drafts or not self.is_open or self._credit <= 0:
             return 1
-        best, least_gain = 1, MIN_GAIN
+        best, least_gain, cost = 1, MIN_GAIN, plain
         most = MAX_WAIT * plain if len(drafts) < n_rows else float("inf")
         longest = 1 + max(len(draft.tokens) for draft in drafts)
         for width in (width for width in WIDTHS if width <= max(2, longest)):
-            cost = self.costs.get(size, width)
+            known = self.costs.get(size, width)
+            cost = known or cost  # what was never tried costs as much as a narrower one, or more
             n_tokens = n_rows + sum(self.rates.expected(draft, width - 1) for draft in drafts)
-            # What was never tried is tried, if drafts would be right often enough.
-            gain = n_tokens / n_rows * plain / (plain if cost is None else cost)
-            if gain > least_gain and (cost or plain) <= most:
+            gain = n_tokens / n_rows * plain / cost
+            if gain > least_gain and cost <= most:
                 best, least_gain = width, gain
-            if cost is None:
-                break
+                if known is None:
+                    break  # it is tried
         return best
 
     def saw_step(self, size: BatchSize, width: int, n_accepted: int, seconds: float) -> None:
@@ -250,9 +249,10 @@ class DraftGate:
         self.costs.saw(size, width, seconds)
         gain = CREDIT_SHARE
         if width > 1 and plain is not None:
-            gain += 1 + n_accepted / size.n_rows - seconds / plain
-        # No lower: one slow step, as when kernels are compiled, would keep drafts off for long.
-        self._credit = max(-MAX_DEBT, min(MAX_CREDIT, self._credit + gain))
+            # At most a plain step for each token: the first step of a shape may take as long as
+            # ten on CUDA, and would keep drafts off for long.
+            gain += 1 + n_accepted / size.n_rows - min(width, seconds / plain)
+        self._credit = min(MAX_CREDIT, self._credit + gain)
 
     def saw_end_ahead(self, size: BatchSize, now: float, is_undisturbed: bool) -> None:
         """The same of a plain one that the device still computes."""

@@ -760,7 +760,8 @@ class Scheduler:
         if lane.gate is None:
             return None
         can_draft = batch.can_draft and len(batch.rows) <= MAX_DRAFTED_ROWS
-        if can_draft and lane.sharing.allowed:
+        trials = lane.model.trials  # while some are left, steps do not cost what they will
+        if can_draft and lane.sharing.allowed and not (trials and trials.n_left):
             return lane.gate
         if can_draft:
             self._untried = lane.sharing
