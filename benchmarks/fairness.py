@@ -303,14 +303,15 @@ class Models:
         )
         return cls(*made)
 
-    def settings(self, *, has_both: bool) -> dict[str, str]:
-        if not has_both:
-            return {}
+    def options(self, *, has_both: bool) -> list[str]:
+        own, other = (f"{path.name}={path}" for path in (self.own, self.other))
+        return ["--model", own, *(("--model", other) if has_both else ())]
+
+    @property
+    def weights_bytes(self) -> int:
+        """Enough for one of them."""
         n_bytes = sum(path.stat().st_size for path in self.own.glob("*.safetensors"))
-        return {
-            "KEEPWARM_MORE_MODELS": f"{OTHER_MODEL}={self.other}",
-            "KEEPWARM_WEIGHTS_BYTES": str(n_bytes * 3 // 2),
-        }
+        return n_bytes * 3 // 2
 
 
 @contextmanager
@@ -319,12 +320,12 @@ def serving(models: Models, *, has_both: bool) -> Iterator[int]:
         port = free_port()
         environ = {
             **os.environ,
-            **models.settings(has_both=has_both),
+            "KEEPWARM_WEIGHTS_BYTES": str(models.weights_bytes),
             "KEEPWARM_API_KEYS": f"{VICTIM},{ATTACKER}",
             "KEEPWARM_HOME": home,
             "KEEPWARM_LOG_LEVEL": "warning",
         }
-        options = ["--port", str(port), "--model", str(models.own)]
+        options = ["--port", str(port), *models.options(has_both=has_both)]
         process = subprocess.Popen(
             [sys.executable, "-m", "keepwarm", "serve", *options],
             env=environ,

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from keepwarm.engine.scheduler import MAX_OWN_ROWS
+from keepwarm.engine.scheduler import MAX_OWN_ROWS, NEXT_REQUEST_S
 from keepwarm.errors import Cancelled
 from keepwarm.prefix.policy import Policy
 from tests.kit.devices import CPU, DEVICES, H200, M1, M4_MAX, Device, Simulation, p95, simulated
@@ -109,6 +109,21 @@ def test_answers_of_a_key_go_on_beside_the_prompts_of_another(sim, device):
     gaps = mine.gaps(began, sim.clock.now)
     assert sum(gaps) / len(gaps) <= 3.1 * device.step_seconds(1)
     assert other.first_s <= 1.5 * LATER[device][0] * alone
+
+
+def test_between_its_answers_a_key_meets_no_long_slice_of_another(sim, device):
+    """For a second; its own answers leave a key the slices that it has alone."""
+    sim.clock.now += 2 * NEXT_REQUEST_S  # after the answers of other tests
+    sim.send(LONG, 4, tenant="other")
+    longest = {}
+    for tenant in ("other", "mine"):
+        answered = sim.send(16, 1, Policy.NO_STORE, tenant=tenant)
+        sim.run_until(lambda: answered.job.ended)  # noqa: B023
+        sim.module.fed.clear()
+        sim.scheduler.step()
+        longest[tenant] = device.slice_seconds(max(sim.module.fed), 0)
+    assert longest["mine"] <= longest_wait(device, 1)
+    assert longest["other"] > longest_wait(device, 1) or device in (H200, M4_MAX)
 
 
 def test_a_key_does_not_hold_every_place(sim):

@@ -1,7 +1,9 @@
 """One key's requests cannot keep another's from being prepared."""
 
+import asyncio
 import json
 import socket
+import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -11,7 +13,7 @@ import pytest
 
 from keepwarm import config
 from keepwarm.models.load import load
-from keepwarm.server.http.permits import LONG_BODY, PATHS
+from keepwarm.server.http.permits import LONG_BODY, PATHS, PrepareLimiter, prepare_threads
 from tests.kit.checkpoints import CHATML, write_checkpoint
 from tests.kit.waiting import wait_until
 from tests.server.conftest import serve
@@ -83,6 +85,54 @@ def test_endless_requests_of_one_key_keep_no_other_waiting(live):
         assert ask(live, "the fox", "attacker").status_code == 200  # short, so it does not wait
         assert forks(live)
     wait_until(lambda: not forks(live))
+
+
+WORK_S = 0.02
+
+
+def work():
+    end = time.thread_time() + WORK_S
+    while time.thread_time() < end:
+        pass
+
+
+@pytest.mark.parametrize("on_loop", [True, False])
+def test_beside_another_key_a_key_rests_after_a_long_body(on_loop):
+    """For longer than it has kept the interpreter, on a thread or on the event loop."""
+    began, ended = [], []
+
+    async def app(scope, receive, send):
+        if scope["state"]["owner"] == "victim":
+            await asyncio.Event().wait()
+        began.append(time.monotonic())
+        await asyncio.sleep(0)
+        work() if on_loop else await scope["state"]["slot"].build(work)
+        ended.append(time.monotonic())
+
+    async def ask(limiter, owner, n_bytes):
+        bodies = [b" " * n_bytes]
+
+        async def receive():
+            if not bodies:
+                await asyncio.Event().wait()
+            return {"type": "http.request", "body": bodies.pop()}
+
+        scope = {"type": "http", "method": "POST", "path": CHAT, "state": {"owner": owner}}
+        await limiter(scope, receive, None)
+
+    async def scenario():
+        with prepare_threads() as threads:
+            limiter = PrepareLimiter(app, config.load({}), threads)
+            victim = asyncio.create_task(ask(limiter, "victim", 2))
+            for _ in range(3):
+                await ask(limiter, "attacker", LONG_BODY + 1)
+            victim.cancel()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert all(
+        after - before >= 2 * WORK_S for before, after in zip(ended, began[1:], strict=False)
+    )
+    assert len(began) == 3
 
 
 def test_every_path_that_takes_turns_is_a_route():

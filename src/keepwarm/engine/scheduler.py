@@ -11,6 +11,7 @@ Everything here belongs to the engine's thread. One step:
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
@@ -48,6 +49,7 @@ MAX_OWN_PREFILLS, MAX_OWN_ROWS = 6, 48  # of one API key
 MAX_TENANTS = 1024  # that are remembered
 MAX_DRAFTED_ROWS = 16  # looking up drafts for more takes longer than they could spare
 PER_ANSWER_S = 2  # seconds for prompts of a key, for each of another key's answers beside them
+NEXT_REQUEST_S = 1.0  # after an answer: a client's next request should not meet a long slice
 MAX_FAILURES = 2  # failed batches before a sequence is taken to be the cause
 
 
@@ -94,20 +96,26 @@ class StepResult(NamedTuple):
 class KeyRotation:
     """API keys are served in rotation: the one that was served longest ago goes first."""
 
-    def __init__(self) -> None:
-        self._last: dict[str, int] = {}  # by tenant, the latest last
-        self._numbers = count(1)
+    def __init__(self, now: Clock | None = None) -> None:
+        """`now`: what is noted of each; else a number."""
+        self._last: dict[str, float] = {}  # by tenant, the latest last
+        self._now = now or count(1).__next__
 
     def serve(self, job: Job) -> None:
         tenant = job.request.tenant
         self._last.pop(tenant, None)
-        self._last[tenant] = next(self._numbers)
+        self._last[tenant] = self._now()
         if len(self._last) > MAX_TENANTS:
             del self._last[next(iter(self._last))]
 
-    def last(self, job: Job) -> int:
-        """When its key was last served, as a number; 0 if it never was."""
+    def last(self, job: Job) -> float:
+        """When its key was last served; 0 if it never was."""
         return self._last.get(job.request.tenant, 0)
+
+    def last_of_others(self, job: Job) -> float:
+        """When another key was last served."""
+        found = reversed(self._last.items())
+        return next((when for tenant, when in found if tenant != job.request.tenant), -math.inf)
 
     def order(self, jobs: Iterable[Job]) -> list[Job]:
         """By priority, then by when their keys were last served, then as they were."""
@@ -442,7 +450,7 @@ class Scheduler:
         self._untried: RowSharing | None = None  # of rows that could have been fed drafts
         self._is_undisturbed = False  # nothing but one batch ran since the step before
         self._open: dict[Job, None] = {}  # jobs not computed yet; other threads read it
-        self._starts, self._slices = KeyRotation(), KeyRotation()
+        self._starts, self._slices, self._ends = KeyRotation(), KeyRotation(), KeyRotation(clock)
         self._end_durably = end_durably
         self._keeper = Keeper(ledger, on_kept)
         self._clock = clock
@@ -502,7 +510,11 @@ class Scheduler:
         n_tokens = 0
         if task is not None:
             n_done = task.prefill.n_done
-            n_tokens = self._slice_tokens(task.lane, n_done, len(task.tokens) - n_done)
+            others_ended_s = self._clock() - self._ends.last_of_others(task.job)
+            n_tokens = self._slice_tokens(
+                *(task.lane, n_done, len(task.tokens) - n_done),
+                is_awaited=others_ended_s < NEXT_REQUEST_S,
+            )
         return Schedule(started, task, n_tokens, len(self.rows), trial)
 
     def run(self, schedule: Schedule) -> StepResult:
@@ -628,9 +640,9 @@ class Scheduler:
             self._untried = None
         return None if self._open else self._untried
 
-    def _slice_tokens(self, lane: Lane, context: int, rest: int) -> int:
+    def _slice_tokens(self, lane: Lane, context: int, rest: int, is_awaited: bool = False) -> int:
         costs, waited_for = lane.restorer.rates.slices, bool(self._batches) or self._others_wait()
-        return self.slice_sizer.slice_tokens(costs, context, waited_for, rest)
+        return self.slice_sizer.slice_tokens(costs, context, waited_for or is_awaited, rest)
 
     def _next_task(self) -> PrefillTask | None:
         """The highest priority, that of waiting jobs included. Of equal ones keys are served in
@@ -650,7 +662,7 @@ class Scheduler:
         own, rows = task.job.request, (row.job.request for row in self.rows)
         return any(row.tenant != own.tenant and row.priority >= own.priority for row in rows)
 
-    def _rank(self, task: PrefillTask) -> tuple[int, bool, int]:
+    def _rank(self, task: PrefillTask) -> tuple[int, bool, float]:
         waiters = [job.request.priority for job in self.jobs if job.waits_for is task]
         priority = max([task.job.request.priority, *waiters])
         return priority, task.is_at_last_token, -self._slices.last(task.job)
@@ -861,6 +873,7 @@ class Scheduler:
         """Send a job's last event. Every job ends here; a second call has no effect."""
         self._assert_thread()
         self._open.pop(job, None)
+        self._ends.serve(job)
         job.end(error)
 
     def _end_computed(self, job: Job) -> None:

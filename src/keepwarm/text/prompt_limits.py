@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 from tokenizers.pre_tokenizers import ByteLevel
 
 from keepwarm.errors import BadInput, ContextTooLong
@@ -80,8 +81,7 @@ class PromptLimits:
             return
         longest, dropped, n_words = self._reach
         if not any(character in text for text in texts for character in dropped):
-            n_given = sum(len(text.encode(errors="replace").split()) for text in texts)
-            least = -(-n_given // n_words)
+            least = -(-count_words(texts) // n_words)
             self._check_least(least, "The prompt is at least {:,} tokens long")
         if total > longest * self._n_context:
             total -= sum(text.count(character) for text in texts for character in dropped)
@@ -99,6 +99,13 @@ class PromptLimits:
                 f"{self._n_context - 1:,} tokens; shorten it.",
                 *(n_tokens, self._n_context - 1),
             )
+
+
+def count_words(texts: Sequence[str]) -> int:
+    """Between blanks of ASCII; with NumPy, which needs no interpreter for it."""
+    found = np.frombuffer(f" {' '.join(texts)}".encode(errors="replace"), np.uint8)
+    is_blank = (found == ord(" ")) | ((found >= ord("\t")) & (found <= ord("\r")))
+    return int(np.count_nonzero(is_blank[:-1] & ~is_blank[1:]))
 
 
 def check_counts(request: Request) -> None:

@@ -96,6 +96,24 @@ def test_fair_semaphore_deals_a_permit_of_a_cancelled_waiter_to_the_next():
     run(scenario)
 
 
+def test_a_key_that_rests_gets_no_permit_and_keeps_no_other_waiting():
+    async def scenario():
+        rests = {"a"}
+        semaphore = FairSemaphore(at_once=3, each=1, rests=rests.__contains__)
+        for owner, worked_s in (("a", 1e6), ("b", 1e6), ("c", 0.01)):
+            await semaphore.acquire(owner)
+            semaphore.release(owner, worked_s)
+            rests.add("c")
+        resting = asyncio.create_task(semaphore.acquire("a"))
+        await let_others_run()
+        await semaphore.acquire("b")  # which was alone
+        await semaphore.acquire("c")  # once it has rested
+        assert not resting.done()
+        resting.cancel()
+
+    run(scenario)
+
+
 # Requests that are cancelled
 
 

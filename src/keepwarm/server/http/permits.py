@@ -2,20 +2,23 @@
 
 A slot begins when the body has come and ends when the engine has the request. In it the body is
 parsed and checked, and the prompt is rendered and tokenised. Short bodies do not wait for long
-ones. A client that goes away ends its slot.
+ones. Beside requests of other keys, a key rests after a long body: all share one interpreter. A
+client that goes away ends its slot.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
+from types import coroutine
 from typing import Any, Protocol, Self, TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -32,6 +35,7 @@ from keepwarm.text.sandbox.deadline import PrepareDeadline
 T = TypeVar("T")
 
 LONG_BODY = 64 << 10  # bytes
+REST = 3  # times as long as a long body has kept the interpreter, beside other keys' requests
 MANAGEMENT_THREADS, MANAGEMENT_OF_ONE_KEY = 16, 2  # these share one interpreter with all answers
 UNMANAGED = UNTIMED | {METRICS_PATH, "/v1/cache/verify"}
 PATHS = frozenset(
@@ -54,13 +58,17 @@ OF_AGENT = re.compile(r"/v1/agents/[^/]+/((chat/)?completions|(v1/)?messages|com
 class FairSemaphore:
     """At most `at_once` permits at a time, `each` of one key; waiting keys take turns.
 
-    For one event loop.
+    A key rests after its work if `rests` says so. For one event loop.
     """
 
-    def __init__(self, at_once: int, each: int) -> None:
+    def __init__(
+        self, at_once: int, each: int, rests: Callable[[str], bool] = lambda _: False
+    ) -> None:
         self._at_once = at_once
         self._each = each
+        self._rests = rests
         self._held: Counter[str] = Counter()
+        self._resting: dict[str, float] = {}  # until when
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     @property
@@ -84,14 +92,28 @@ class FairSemaphore:
                 self.release(owner)
             raise
 
-    def release(self, owner: str) -> None:
+    def release(self, owner: str, worked_s: float = 0.0) -> None:
         self._held[owner] -= 1
         if not self._held[owner]:
             del self._held[owner]
+        if worked_s and self._rests(owner):
+            self._rest(owner, REST * worked_s)
+        self._deal()
+
+    def _rest(self, owner: str, seconds: float) -> None:
+        """Also after the rest that it has before it, if it had several permits."""
+        loop = asyncio.get_running_loop()
+        self._resting[owner] = max(self._resting.get(owner, 0.0), loop.time()) + seconds
+        loop.call_at(self._resting[owner], self._end_rest, owner)
+
+    def _end_rest(self, owner: str) -> None:
+        if self._resting.get(owner, math.inf) <= asyncio.get_running_loop().time():
+            del self._resting[owner]
         self._deal()
 
     def _may_start(self, owner: str) -> bool:
-        return self._held.total() < self._at_once and self._held[owner] < self._each
+        has_room = self._held.total() < self._at_once and self._held[owner] < self._each
+        return has_room and owner not in self._resting
 
     def _deal(self) -> None:
         """Start what may start; a key that has got a permit goes to the end of the line."""
@@ -113,6 +135,7 @@ class Permit:
     def __init__(self, semaphore: FairSemaphore, owner: str) -> None:
         self._semaphore = semaphore
         self.owner = owner
+        self.worked_s = 0.0  # since it was acquired: of the interpreter's time
         self._is_held = False
 
     async def __aenter__(self) -> Self:
@@ -129,7 +152,34 @@ class Permit:
     def release(self) -> None:
         if self._is_held:
             self._is_held = False
-            self._semaphore.release(self.owner)
+            self._semaphore.release(self.owner, self.worked_s)
+            self.worked_s = 0.0
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Counts the time that a thread works inside."""
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            self.worked_s += time.thread_time() - began
+
+    @coroutine
+    def counted(self, answer: Awaitable[T]) -> Generator[Any, Any, T]:
+        """Awaits `answer`, and counts what its steps take on the event loop."""
+        steps = answer.__await__()
+        go_on: Callable[[], Any] = partial(steps.send, None)
+        while True:
+            try:
+                with self.working():
+                    awaited = go_on()
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            try:
+                go_on = partial(steps.send, (yield awaited))
+            except BaseException as error:  # a cancellation
+                go_on = partial(steps.throw, error)
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
@@ -180,7 +230,12 @@ class PrepareSlot:
 
     async def on_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         """`work(*arguments)` on a thread that only requests use; also after the slot has ended."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+        def counted() -> T:
+            with self._permit.working():
+                return work(*arguments)
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, counted)
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
         """`work(*arguments, deadline)` on a thread; it ends with the client."""
@@ -222,7 +277,9 @@ class PrepareLimiter:
         self._threads = threads
         self._timeout_s = settings.prepare_timeout_s
         at_once, each = _n_at_once(), max(1, (os.cpu_count() or 2) // 2)
-        self._short, self._long = FairSemaphore(at_once, each), FairSemaphore(at_once, each)
+        self._asking: Counter[str] = Counter()  # requests in progress, by key
+        self._short = FairSemaphore(at_once, each)
+        self._long = FairSemaphore(at_once, each, rests=self._is_beside_others)
         self._managing = FairSemaphore(MANAGEMENT_THREADS, MANAGEMENT_OF_ONE_KEY)
 
     @property
@@ -265,6 +322,8 @@ class PrepareLimiter:
         is_long = len(body) > LONG_BODY
         permit = (self._long if is_long else self._short).permit(owner)
         async with _watched(receive) as watcher, AsyncExitStack() as held:
+            self._asking[owner] += 1
+            held.callback(self._asking.subtract, [owner])
             if not await self._entered(held, permit, watcher):
                 return
             deadline = PrepareDeadline(self._timeout_s)
@@ -273,7 +332,11 @@ class PrepareLimiter:
             scope["state"] |= {"slot": slot, "release": slot.end}
             with slot.held:
                 await slot.build(partial(check_structure, body))
-                await self._app(scope, _replay(body, receive), send)
+                answer = self._app(scope, _replay(body, receive), send)
+                await (permit.counted(answer) if is_long else answer)
+
+    def _is_beside_others(self, owner: str) -> bool:
+        return any(n for other, n in self._asking.items() if other != owner)
 
     async def _entered(
         self, held: AsyncExitStack, permit: Permit, watcher: asyncio.Task[None]
