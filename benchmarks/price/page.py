@@ -106,7 +106,7 @@ def _stored(stored: Mapping[str, Any]) -> Iterator[str]:
 def _first_token(codecs: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
     ways = {"cold": "from disk", "warm": "from the page cache"}
     rows = [[name, *(f"{found[way]:.2f}" for way in ways)] for name, found in codecs.items()]
-    title = "SmolLM2 in fp32: seconds until a conversation of 7,936 restored tokens goes on"
+    title = "SmolLM2 in fp32, seconds until a conversation of 7,936 restored tokens goes on"
     yield from _table(title, ["records", *ways.values()], rows)
 
 
