@@ -6,7 +6,7 @@ With `--scripted` it says what the transcript says, and its steps cost what they
 the small trained model of the repository, which copies as large models do.
 
 Time is what a client sees of a turn whose prompt is warm. Every answer is compared: a draft must
-not change it.
+not change it. None is kept: the second of the two would be drafted from the first.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import keepwarm
 from benchmarks.gate import HERE, KINDS, TRANSCRIPTS, read
 from keepwarm import blas, config
 from keepwarm.models.load import Model, load
+from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import Message, Request, Result, Sampling
 
 MODEL = HERE / "models" / "attention"
@@ -117,11 +118,14 @@ class Compared:
         for one in self.on:
             counts.update(one.result.receipt.speculation or {})
         pairs = list(zip(self.off, self.on, strict=True))
+        ratios = sorted(a.cpu_seconds / max(1e-9, b.cpu_seconds) for a, b in pairs)
         return {
             "times": _ratio([m.seconds for m in self.off], [m.seconds for m in self.on]),
             "times, CPU": _ratio(
                 [m.cpu_seconds for m in self.off], [m.cpu_seconds for m in self.on]
             ),
+            "lowest": round(ratios[0], 2),  # of one turn
+            "highest": round(ratios[-1], 2),
             "tokens a step": round(1 + counts["accepted"] / max(1, counts["steps"]), 2),
             "drafted": counts["drafted"],
             "right": round(counts["accepted"] / max(1, counts["drafted"]), 2),
@@ -145,7 +149,7 @@ class Trial:
 
     def request(self, turn: Turn) -> Request:
         sampling = Sampling(max_tokens=self.n_tokens, temperature=self.temperature, seed=7)
-        return Request(messages=turn.messages, sampling=sampling)
+        return Request(messages=turn.messages, sampling=sampling, policy=Policy.READ_ONLY)
 
 
 def compare(model: Model, trial: Trial, asked: Sequence[Turn]) -> dict[str, dict[str, float]]:
@@ -160,8 +164,8 @@ def compare(model: Model, trial: Trial, asked: Sequence[Turn]) -> dict[str, dict
                 prompt = engine.prepare(on).tokens
                 script.tokens = [*prompt, *model.tokenizer.encode(turn.answer), 0]
             both = [on, replace(on, speculation=False)]
-            prompt_only = replace(on.sampling, max_tokens=1)
-            engine.submit(replace(both[1], sampling=prompt_only)).result()  # warm from here on
+            prompt_only = replace(both[1], sampling=replace(on.sampling, max_tokens=1))
+            engine.submit(replace(prompt_only, policy=Policy.READ_WRITE)).result()  # warm from now
             compared = found.setdefault(turn.kind, Compared())
             is_odd = len(compared.on) % 2
             measured = [measure(engine, request) for request in both[:: 1 if is_odd else -1]]

@@ -19,6 +19,12 @@ def test_answers_of_a_tiny_model_are_the_same_with_drafts(scripted, tmp_path):
     assert {kind: figures["answers"] for kind, figures in found.items()} == {"tool": 2, "prose": 1}
     assert all(figures["different"] == 0 for figures in found.values())
     assert found["tool"]["tokens"] == 24
+    assert found["tool"]["lowest"] <= found["tool"]["times, CPU"] <= found["tool"]["highest"]
+
+
+def test_an_answer_is_not_kept_as_a_draft_of_the_same_one():
+    (turn,) = turns("tool", 1, 200)
+    assert not Trial().request(turn).policy.writes
 
 
 @pytest.mark.soak

@@ -215,12 +215,6 @@ class RowsKVCache:
         """The arrays, to be evaluated."""
         return [] if self.keys is None else [self.keys, self.values, self.offset]
 
-    @property
-    def nbytes(self) -> int:
-        buffers = [b for b in (self.keys, self.values) if b is not None]
-        arrays = [[b] if isinstance(b, mx.array) else b for b in buffers]
-        return sum(int(x.nbytes) for each in arrays for x in each)
-
 
 class RowsQuantKVCache(RowsKVCache):
     """The same, quantised."""
