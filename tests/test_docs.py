@@ -33,6 +33,10 @@ SOURCE = ROOT / "src" / "keepwarm"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 DEFAULT = 'keepwarm.load("smollm2")'
 ADDRESS = "http://127.0.0.1:8181"  # as pages say it; the suite has a server elsewhere
+READ_FIRST = [
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("quickstart", "serving", "sharing")),
+]  # whose shell `tests/test_newcomer.py` runs, in a fresh clone
 LANGUAGES = {"python", "sh", "json", "toml", "yaml", "text"}  # the last is not code
 FILES = ("LICENSE", "deploy", "docs", "examples")  # what the code of a page finds beside it
 
@@ -61,9 +65,9 @@ def code_of(page: Path, language: str) -> list[Block]:
     return [block for block in found if block.language == language and block.why_not_run is None]
 
 
-def holding(language: str) -> pytest.MarkDecorator:
+def holding(language: str, pages: list[Path] = PAGES) -> pytest.MarkDecorator:
     """Every page that has code in this language to run."""
-    pages = [page for page in PAGES if code_of(page, language)]
+    pages = [page for page in pages if code_of(page, language)]
     return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -105,7 +109,7 @@ def test_python_runs(page, checkpoint, server):
     execute(page, checkpoint, server[0])
 
 
-@holding("sh")
+@holding("sh", [page for page in PAGES if page not in READ_FIRST])
 @pytest.mark.usefixtures("_own_home")
 def test_shell_runs(page, checkpoint, server, tmp_path):
     """All blocks of a page in one shell, which stops at the first command that fails."""
