@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-
 from benchmarks.requests.targets import free_port
+
 from tests.kit.checkpoints import write_checkpoint
 from tests.test_docs import ADDRESS, READ_FIRST, ROOT, blocks
 
@@ -89,15 +89,22 @@ def bare(folder: Path, address: str) -> dict[str, str]:
     client.parent.mkdir()
     client.write_text(CLIENT)
     client.chmod(0o755)
-    replaced = {"GIT_CONFIG_KEY_0": f"url.{ROOT}.insteadOf", "GIT_CONFIG_VALUE_0": "https://REPOSITORY"}
-    return kept | replaced | {
-        "GIT_CONFIG_COUNT": "1",
-        "PATH": ":".join([str(client.parent), *places]),
-        "HOME": str(folder),
-        "ADDRESS": address,
-        "KEEPWARM_HOME": str(folder / "home"),
-        "KEEPWARM_PORT": address.rpartition(":")[2],
+    replaced = {
+        "GIT_CONFIG_KEY_0": f"url.{ROOT}.insteadOf",
+        "GIT_CONFIG_VALUE_0": "https://REPOSITORY",
     }
+    return (
+        kept
+        | replaced
+        | {
+            "GIT_CONFIG_COUNT": "1",
+            "PATH": ":".join([str(client.parent), *places]),
+            "HOME": str(folder),
+            "ADDRESS": address,
+            "KEEPWARM_HOME": str(folder / "home"),
+            "KEEPWARM_PORT": address.rpartition(":")[2],
+        }
+    )
 
 
 def follow(folder: Path, address: str, code: str, environ: dict[str, str]) -> str:

@@ -4,12 +4,17 @@
 """
 
 import json
+import os
 import re
 import shutil
+import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from benchmarks.requests.targets import free_port
 from tokenizers import Tokenizer
 
 from keepwarm import config
@@ -17,7 +22,16 @@ from keepwarm.models.load import load
 from tests.clients.coders.journeys import KINDS, Journey
 from tests.clients.coders.model import FILE
 from tests.clients.coders.page import ENDS, JOURNEY, clients, goes_on, page
-from tests.clients.coders.programs import CODEX, EVERY, PROGRAMS, QUIET, Place, install
+from tests.clients.coders.programs import (
+    ALONE,
+    CODEX,
+    EVERY,
+    PATIENCE_S,
+    PROGRAMS,
+    QUIET,
+    Place,
+    install,
+)
 from tests.clients.coders.sessions import KINDS as SESSION_KINDS
 from tests.clients.coders.sessions import KINDS_OF_SUBAGENTS, write_project
 from tests.clients.coders.walk import Walk
@@ -132,6 +146,8 @@ def programs(folder):
     return install(folder, EVERY.values())
 
 
+CLIENTS_OF_NPM = ("claude", "codex", "opencode", "qwen")
+LAUNCHED = "It is four indeed."
 NOTES = "The oak has four leaves."
 ANSWER = '{"ok": true}'
 OUTPUT_SCHEMA = {
@@ -170,6 +186,37 @@ def test_codex_reads_a_file_before_it_answers_by_a_schema(folder):
     asked = [str(each.json) for each in seen if each.path == "/v1/responses"]
     assert [NOTES in each for each in asked] == [False, True]
     assert (project / "last.txt").read_text() == ANSWER
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", CLIENTS_OF_NPM)
+def test_launch_starts_a_server_and_a_published_client_and_leaves_nothing(folder, name):
+    """As printed, with the model of a test; its answer reaches the client's standard output."""
+    program, place = EVERY[name], folder / f"launched-{name}"
+    programs = install(folder / "programs", [program])
+    model = write_scripted(
+        place / "model", [LAUNCHED], n_context=N_CONTEXT, tokenizer=plain_tokenizer()
+    )
+    project = write_project(place / "project")
+    port = str(free_port())
+    environ = {"PATH": f"{programs}:{os.environ['PATH']}", "HOME": str(place)}
+    environ |= {"KEEPWARM_HOME": str(place / "home"), "KEEPWARM_PORT": port}
+    command = (sys.executable, "-m", "keepwarm", "launch", name, "--model", str(model), "--")
+    ended = subprocess.run(
+        [*command, *program.ask, "Is it four?"],
+        cwd=project,
+        env=ALONE | environ,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert LAUNCHED in ended.stdout
+    assert (place / "home" / "launch.log").read_text().count("Serving ") == 1
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(port)))
 
 
 @pytest.mark.soak
