@@ -97,9 +97,11 @@ class ServerProcess:
         log: Path,
         store: Path | None = None,
         environ: Mapping[str, str] | None = None,
+        model: str = "default_model",
     ) -> None:
         self.name, self.about, self.store = name, about, store
         self.is_ours = store is not None
+        self._model = model  # as requests name it
         self._command, self._health, self._log = command, health, log
         self.environ = {**os.environ, "HF_HUB_OFFLINE": "1", **(environ or {})}  # of the next start
         self.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # bytecode, as an installed one has
@@ -112,11 +114,15 @@ class ServerProcess:
         port = free_port()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*self._command, "--port", str(port)], env=self.environ, stdout=log, stderr=log
+                [*self._command, "--port", str(port)],
+                env=self.environ,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C reaches the bench alone, which ends its servers
             )
         self._address = f"http://127.0.0.1:{port}"
         self._wait_for(f"{self._address}{self._health}")
-        self._client = HttpClient(f"{self._address}/v1")
+        self._client = HttpClient(f"{self._address}/v1", model=self._model)
 
     def start(self) -> float:
         began = time.perf_counter()
