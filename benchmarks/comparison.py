@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).parent
 OURS, REFERENCE = "keepwarm", "mlx-lm"
-SIZES = Sizes(first_turn=2048, next_turn=150, turns=6, n_agents=8, shared=2048, own=32, samples=3)
+SIZES = Sizes(first_turn=1024, next_turn=100, turns=6, n_agents=8, shared=1000, own=16, samples=3)
 N_SAID = 24  # tokens of answers that are compared
 NAME = "default_model"  # of the model, as requests have it
 PAYLOAD = 16 << 10  # files of fewer bytes are an index, and left alone
@@ -326,8 +326,8 @@ def same_blas() -> dict[str, str]:
     return {"LD_PRELOAD": ":".join(libraries), **threads}
 
 
-def measure(names: Sequence[str], place: Path, source: Path, sizes: Sizes) -> Figures:
-    """Samples and findings by server."""
+def measure(names: Sequence[str], place: Path, source: Path, sizes: Sizes) -> Iterator[Figures]:
+    """Samples and findings by server, so far; some refuse `logit_bias`, so all may end early."""
     with tempfile.TemporaryDirectory(prefix="keepwarm-bench-") as temporary:
         folder = Path(temporary)
         model = files.full_precision(source, folder / "model")
@@ -335,7 +335,7 @@ def measure(names: Sequence[str], place: Path, source: Path, sizes: Sizes) -> Fi
         make_run = run_factory(model, folder, sizes)
         runs = [make_run("comparison", server, lambda _: None) for server in servers]
         try:
-            return _found(runs)
+            yield from _found([replace(run, stop_tokens=()) for run in runs])
         finally:
             for server in servers:
                 server.close()
@@ -349,14 +349,19 @@ def _server(name: str, model: Path, folder: Path, place: Path) -> ServerProcess:
     return RivalServer(name, RIVALS[name], model, folder, place)
 
 
-def _found(runs: Sequence[WorkloadRun]) -> Figures:
+def _found(runs: Sequence[WorkloadRun]) -> Iterator[Figures]:
     visits = [Visit(run, {"version": version(run.target.name), "samples": []}) for run in runs]
+    found = {each.name: each.found for each in visits}
     restart(visits)
-    for number in range(runs[0].sizes.samples):
-        sample(visits, number)
+    sample(visits, 0)
+    yield found
     flipped(visits)
     changed(visits)
-    return {each.name: each.found for each in visits}
+    yield found
+    for number in range(1, runs[0].sizes.samples):
+        restart(visits)
+        sample(visits, number)
+        yield found
 
 
 # The page.
@@ -411,16 +416,13 @@ def main() -> None:
     asked = parser.parse_args()
     names = asked.only or [OURS, REFERENCE, *RIVALS]
     sizes = replace(SIZES, samples=asked.samples)
-    machine = describe_machine()
-    found = measure(names, asked.folder, Path(asked.model), sizes)
-    command = f"python -m benchmarks.comparison FOLDER --samples {asked.samples}"
     today = datetime.now(UTC).date().isoformat()
-    model = Path(asked.model).name
-    results = {"command": command, "date": today, "model": model, "machine": machine}
-    results["servers"] = found
+    results = {"date": today, "model": Path(asked.model).name, "machine": describe_machine()}
+    for found in measure(names, asked.folder, Path(asked.model), sizes):
+        results["servers"] = found
+        if asked.json is not None:
+            asked.json.write_text(json.dumps(results, indent=1) + "\n")
     print(table(results))
-    if asked.json is not None:
-        asked.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
