@@ -101,6 +101,10 @@ class Step(NamedTuple):
     n_prompt: int
     n_cached: int
 
+    @property
+    def n_computed(self) -> int:
+        return self.n_prompt - self.n_cached
+
 
 def step_of(replies: Sequence[TimedReply], seconds: float) -> Step:
     n_prompt = sum(reply.prompt_tokens for reply in replies)
@@ -248,10 +252,16 @@ def flip(store: Path | None) -> int:
     found = [] if store is None else [path for path in store.rglob("*") if _is_payload(path)]
     for path in found:
         content = bytearray(path.read_bytes())
-        for place in range(len(content) // 4, len(content), EVERY):
+        for place in range(_header_bytes(path, content), len(content), EVERY):
             content[place] ^= 0x40
         path.write_bytes(content)
     return len(found)
+
+
+def _header_bytes(path: Path, content: bytes) -> int:
+    if path.suffix == ".safetensors":
+        return 8 + int.from_bytes(content[:8], "little")
+    return len(content) // 4
 
 
 def _is_payload(path: Path) -> bool:
@@ -368,39 +378,28 @@ def _found(runs: Sequence[WorkloadRun]) -> Iterator[Figures]:
 
 
 def table(results: Figures) -> str:
-    """Each situation as a part of the server's own cold prompt, with the tokens it reused."""
-    heads = ["server", "cold, s", *list(STEPS)[1:], "bytes flipped", "other weights"]
-    rows = [heads, ["---", *["--:"] * len(STEPS), "---", "---"]]
+    """Each situation as a part of the server's own cold prompt, with the tokens it computed."""
+    rows = [["server", *list(STEPS)[1:]], ["---", *["--:"] * (len(STEPS) - 1)]]
     for name, server in results["servers"].items():
-        if server["samples"]:
+        if server["samples"] and "failure" not in server:
             rows.append([f"{name} {server['version']}", *_cells(server)])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def _cells(server: Figures) -> list[str]:
-    samples = server["samples"]
-    cold = [sample[COLD][0] for sample in samples]
-    cells = [spread(cold)]
+def _cells(server: Figures) -> Iterator[str]:
+    samples = [sample for sample in server["samples"] if len(sample) == len(STEPS)]
+    reports = any(Step(*step).n_cached for sample in samples for step in sample.values())
     for what in list(STEPS)[1:]:
-        parts = [sample[what][0] / sample[COLD][0] for sample in samples]
-        n_computed = {sample[what][1] - sample[what][2] for sample in samples}
-        cells.append(f"{spread(parts)} ({max(n_computed):,})")
-    return [*cells, _verdict(server.get("flipped")), _verdict(server.get("weights"))]
-
-
-def _verdict(found: Figures | None) -> str:
-    if found is None:
-        return ""
-    if found.get("files") == 0:
-        return "nothing stored"
-    reused = f", {found['cached']:,} tokens reused" if found["cached"] else ""
-    return ("right" if found["same"] else "**wrong**") + reused
+        parts = [Step(*sample[what]).first_s / Step(*sample[COLD]).first_s for sample in samples]
+        computed = [Step(*sample[what]).n_computed for sample in samples]
+        yield spread(parts) + (f" ({statistics.median(computed):,.0f})" if reports else "")
 
 
 def spread(samples: Sequence[float]) -> str:
-    """The median, or the range where samples are more than 10 % from it."""
-    middle = statistics.median(samples)
-    low, high = min(samples), max(samples)
+    """The median, or the range where samples are more than 10 % from it; of one a single digit."""
+    middle, low, high = statistics.median(samples), min(samples), max(samples)
+    if len(samples) == 1:
+        return f"{float(f'{middle:.1g}'):g}"
     if low >= 0.9 * middle and high <= 1.1 * middle:
         return f"{middle:.2g}"
     return f"{low:.2g} to {high:.2g}"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import typer.main
+from benchmarks.comparison import table as compared_table
 from benchmarks.day.page import tables as day_tables
 from benchmarks.price.page import markdown as price_tables
 from benchmarks.requests.report import tables
@@ -62,6 +63,12 @@ DAY_TABLES = re.compile(
 PRICE, PRICE_RESULTS = (DOCS / "results" / f"price.{kind}" for kind in ("md", "json"))
 PRICE_TABLES = re.compile(
     r"(?<=<!-- measured, from docs/results/price.json -->\n).*?(?=<!-- end -->)", re.DOTALL
+)
+COMPARISON, COMPARISON_RESULTS = (
+    DOCS / "results" / f"comparison.{kind}" for kind in ("md", "json")
+)
+COMPARED = re.compile(
+    r"(?<=<!-- measured, from docs/results/comparison.json -->\n).*?(?=<!-- end -->)", re.DOTALL
 )
 JOURNEYS, SESSIONS = (DOCS / "results" / f"{name}.json" for name in ("journeys", "sessions"))
 FROM_CODE = re.compile(r"(?<=<!-- )([a-z ]+)(, from the code -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -240,8 +247,13 @@ def _conditions(results: Results) -> str:
 
 
 def readme(page: str) -> str:
-    """The page with the generated table."""
-    return MEASURED.sub(lambda _: measured_table(Results.read(BASELINE)), page)
+    """The page with the generated tables."""
+    return compared(MEASURED.sub(lambda _: measured_table(Results.read(BASELINE)), page))
+
+
+def compared(page: str) -> str:
+    """The page with the table of all servers."""
+    return COMPARED.sub(lambda _: compared_table(json.loads(COMPARISON_RESULTS.read_text())), page)
 
 
 def day(page: str) -> str:
@@ -285,6 +297,7 @@ if __name__ == "__main__":
     asked = json.loads(CODERS.with_suffix(".json").read_text())
     CODERS.with_suffix(".md").write_text(coders.page(asked))
     DAY.write_text(day(DAY.read_text()))
+    COMPARISON.write_text(compared(COMPARISON.read_text()))
     PRICE.write_text(price(PRICE.read_text()))
     FOREIGN.with_suffix(".md").write_text(foreign_page(json.loads(FOREIGN.read_text())))
     journeys, begun = (json.loads(path.read_text()) for path in (JOURNEYS, SESSIONS))
