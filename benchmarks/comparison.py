@@ -193,13 +193,14 @@ def sample(visits: Sequence[Visit], number: int) -> None:
 
 def restart(visits: Sequence[Visit], between: Callable[[Visit], object] | None = None) -> None:
     """All at once: most of a start is imports."""
-    for each in visits:
+    going = [each for each in visits if "failure" not in each.found]
+    for each in going:
         each.run.target.settle()
         each.run.target.kill()
         if between is not None:
             between(each)
     with ThreadPoolExecutor(len(visits)) as pool:
-        list(pool.map(lambda each: each.attempt("start", each.run.target.start), visits))
+        list(pool.map(lambda each: each.attempt("start", each.run.target.start), going))
 
 
 # What a damaged or outdated cache does to an answer.
