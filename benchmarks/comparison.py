@@ -259,7 +259,7 @@ def flip(store: Path | None) -> int:
     return len(found)
 
 
-def _header_bytes(path: Path, content: bytes) -> int:
+def _header_bytes(path: Path, content: bytearray) -> int:
     if path.suffix == ".safetensors":
         return 8 + int.from_bytes(content[:8], "little")
     return len(content) // 4
