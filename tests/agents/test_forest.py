@@ -50,6 +50,17 @@ def test_a_conversation_is_one_run():
     assert (run.tiers, run.oldest, run.used) == (frozenset({"disk"}), 1.0, 6.0)
 
 
+def test_what_a_running_prompt_will_have_is_in_no_tier():
+    """Its whole blocks; the open one will be another when the answer is there."""
+    tokens = prompt(1, 3) + tokens_of(7, seed=9)
+    forest = build_forest({"disk": blocks(COMMON)}, [agent("a", tokens)], [agent("", tokens).head])
+    stored, planned = forest.runs
+    assert (stored.n_blocks, stored.tiers, stored.agents) == (4, {"disk"}, ("a",))
+    assert (planned.number, planned.n_blocks, planned.n_bytes) == (4, 3, 0)
+    assert (planned.tiers, planned.parent, planned.ends) == (frozenset(), stored.key, ("a",))
+    assert (forest.n_blocks, forest.left_out) == (4, 0)
+
+
 def test_a_fork_splits_and_says_who_shares():
     """The common part is there once, and is both agents'."""
     a, b = prompt(1), prompt(2, 3)

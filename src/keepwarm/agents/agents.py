@@ -128,6 +128,13 @@ class Agents:
                 if agent_id != file.name and agent_id.startswith(prefix) and agent_id > after:
                     yield agent_id
 
+    def version(self, agent_id: str) -> tuple[int, int] | None:
+        """Another one when its file was written again; None if it has none."""
+        with suppress(FileNotFoundError):
+            file = self._path(agent_id).stat()
+            return file.st_ino, file.st_mtime_ns
+        return None
+
     def show(self, agent_id: str) -> Agent:
         path = self._path(agent_id)
         if (ephemeral := self._ephemeral.get(agent_id)) is not None:

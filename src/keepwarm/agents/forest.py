@@ -6,13 +6,14 @@ thousands of them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
 
-from keepwarm.agents.agent import Agent
-from keepwarm.prefix.blocks import BlockKey, Namespace
+from keepwarm.agents.agent import Agent, Branch
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace
 from keepwarm.store.tier import StoredBlock
 
 MAX_BLOCKS = 10_000
@@ -54,7 +55,7 @@ class BlockRun(NamedTuple):
     n_bytes: int
     oldest: float  # least recent use of its blocks
     used: float  # most recent use
-    tiers: frozenset[str]
+    tiers: frozenset[str]  # none: it is still to be computed
     pinned: bool
     agents: tuple[str, ...]
     ends: tuple[str, ...]  # of these agents, those that end here
@@ -70,15 +71,21 @@ class Forest:
 def build_forest(
     tiers: Mapping[str, Iterable[StoredBlock]],
     agents: Iterable[Agent] = (),
+    prompts: Iterable[Branch] = (),
     max_blocks: int = MAX_BLOCKS,
 ) -> Forest:
-    """The forest of all blocks in these tiers, labelled with these agents."""
+    """The forest of all blocks in these tiers, labelled with these agents, and of those that these
+    prompts will have."""
     everything = _nodes(tiers)
+    n_stored = len(everything)
+    for prompt in prompts:
+        _plan(everything, prompt)
     nodes = _latest(everything, max_blocks)
     ends = _add_agents(nodes, agents)
     _pin_ancestors(nodes)
     runs = tuple(_runs(nodes, ends))
-    return Forest(runs, len(nodes), len(everything) - len(nodes))
+    n_blocks = sum(1 for node in nodes.values() if node.tiers)
+    return Forest(runs, n_blocks, n_stored - n_blocks)
 
 
 def _nodes(tiers: Mapping[str, Iterable[StoredBlock]]) -> dict[BlockKey, Node]:
@@ -88,6 +95,16 @@ def _nodes(tiers: Mapping[str, Iterable[StoredBlock]]) -> dict[BlockKey, Node]:
         for block in blocks:
             nodes.setdefault(block.key, Node(block)).add(block, tier)
     return nodes
+
+
+def _plan(nodes: dict[BlockKey, Node], prompt: Branch) -> None:
+    """Adds the whole blocks that are in no tier yet; an open one will be another."""
+    for number, (key, parent, n_tokens) in enumerate(prompt.sized_blocks):
+        if n_tokens == BLOCK_TOKENS:
+            block = StoredBlock(
+                key, parent, prompt.namespace, number, n_tokens, {}, time.time(), pinned=False
+            )
+            nodes.setdefault(key, Node(block, used=block.used))
 
 
 def _latest(nodes: Mapping[BlockKey, Node], max_blocks: int) -> dict[BlockKey, Node]:

@@ -242,11 +242,10 @@ def _model_options(
 def _chosen(settings: config.Settings, first_prompt: int, url: str) -> str:
     """The largest model that fits with the client's first prompt and an answer; asks before it is
     downloaded."""
-    from keepwarm.cli.models import fitting_here
     from keepwarm.models.catalog import find
-    from keepwarm.models.choices import all_choices
+    from keepwarm.models.choices import Machine, all_choices
 
-    best = next(iter(fitting_here(first_prompt * 4 // 3)), None)
+    best = next(iter(Machine.here().fitting(first_prompt * 4 // 3)), None)
     if best and find(best.id, settings):
         return best.id
     if best is None or not sys.stdin.isatty():

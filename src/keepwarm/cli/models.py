@@ -101,10 +101,10 @@ def _row(model: ModelEntry) -> tuple[str, ...]:
 
 
 def _print_fitting(memory: str | None, as_json: bool) -> None:
-    from keepwarm.models.choices import all_choices
+    from keepwarm.models.choices import Machine, all_choices
 
-    n_bytes, on_cpu = (_parsed(memory), False) if memory else _this_machine()
-    fitting, n_choices = _fitting_in(n_bytes, on_cpu), len(all_choices())
+    machine = Machine(_parsed(memory), on_cpu=False) if memory else Machine.here()
+    fitting, n_bytes = machine.fitting(), machine.n_bytes
     if as_json:
         rows = [choice._asdict() | {"n_tokens": choice.n_tokens(n_bytes)} for choice in fitting]
         print(dumps(rows))
@@ -114,24 +114,12 @@ def _print_fitting(memory: str | None, as_json: bool) -> None:
     )
     if not sys.stdout.isatty():
         return
-    computed = "in fp32, as on every CPU" if on_cpu else "on a GPU"
-    share = f"{len(fitting)} of {n_choices} models fit"
+    computed = "in fp32, as on every CPU" if machine.on_cpu else "on a GPU"
+    share = f"{len(fitting)} of {len(all_choices())} models fit"
     print(f"\n{share} into {format_bytes(n_bytes)} of memory, computed {computed}.")
     print("Tokens: what fits beside the weights, of the model's context.")
     print("* Not loaded by us: computed from public configs (docs/models.md).")
     print("To download one: keepwarm pull MODEL")
-
-
-def fitting_here(n_tokens: int) -> list[ModelChoice]:
-    """Models that fit into this machine's memory with so many tokens, the largest first."""
-    return _fitting_in(*_this_machine(), n_tokens)
-
-
-def _fitting_in(n_bytes: int, on_cpu: bool, n_tokens: int = 0) -> list[ModelChoice]:
-    from keepwarm.models.choices import all_choices
-
-    choices = [choice.in_fp32() if on_cpu else choice for choice in all_choices()]
-    return [choice for choice in reversed(choices) if choice.fits(n_bytes, n_tokens)]
 
 
 def _parsed(memory: str) -> int:
@@ -139,13 +127,6 @@ def _parsed(memory: str) -> int:
         return parse_bytes(memory)
     except ValueError as error:
         raise BadInput(f"--memory is {memory!r}; it must be a size, such as 32G.") from error
-
-
-def _this_machine() -> tuple[int, bool]:
-    """Bytes of memory that weights and caches share, and whether MLX computes on the CPU."""
-    from keepwarm.device.memory import gpu_memory, host_memory, on_cpu
-
-    return gpu_memory() or host_memory().total_bytes, on_cpu()
 
 
 def _fitting(choice: ModelChoice, n_bytes: int) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from keepwarm import blas
+from keepwarm.agents.agent import Branch
 from keepwarm.cache.store import Store
 from keepwarm.concurrency import DeviceLock
 from keepwarm.config import Settings
@@ -271,6 +272,15 @@ class Engine:
     def running(self) -> list[RequestRecord]:
         """Requests that wait or run."""
         return [record_of(job) for job in self._client_jobs]
+
+    def prompts(self) -> dict[int, Branch]:
+        """The prompts of those requests, by their numbers."""
+        return {
+            job.number: Branch.of(
+                job.lane.restorer.namespace, job.tokens, model=job.lane.model.name
+            )
+            for job in self._client_jobs
+        }
 
     def cancel(self, number: int) -> bool:
         """Stop a request, by its number among `requests`; whether it was waiting or running."""

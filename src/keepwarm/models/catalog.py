@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,17 @@ CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_
 CONTEXTS = {"gemma3": 131_072}  # of types that are published without: the default of transformers
 
 
-def locate(name: str, settings: Settings, *, refresh: bool = False) -> Path:
+def locate(
+    name: str,
+    settings: Settings,
+    *,
+    refresh: bool = False,
+    announce: Callable[[int], None] = lambda _: None,
+) -> Path:
     """The path of the model on this machine; downloads it if missing.
 
     A model in the hub's cache, or LM Studio's, is used as it is; `refresh` asks the hub for a newer
-    one.
+    one. `announce` is told the bytes of what is downloaded from it.
     """
     if name in builtin.BUILTINS:
         return builtin.fetch(builtin.BUILTINS[name], settings)
@@ -29,7 +36,7 @@ def locate(name: str, settings: Settings, *, refresh: bool = False) -> Path:
         return path
     if hub.is_id(name):
         here = None if refresh else hub.cached(name) or lmstudio.find(name)
-        return here or hub.fetch(name)
+        return here or hub.fetch(name, announce)
     if path := find_gguf(name):
         return path
     raise _unknown(name)

@@ -49,6 +49,24 @@ class ModelChoice(NamedTuple):
         return self.n_tokens(memory_bytes) >= max(n_tokens, min(LEAST_TOKENS, self.n_context))
 
 
+class Machine(NamedTuple):
+    """What models are computed with."""
+
+    n_bytes: int  # of memory that weights and caches share
+    on_cpu: bool
+
+    @classmethod
+    def here(cls) -> Machine:
+        from keepwarm.device.memory import gpu_memory, host_memory, on_cpu  # loads MLX
+
+        return cls(gpu_memory() or host_memory().total_bytes, on_cpu())
+
+    def fitting(self, n_tokens: int = 0) -> list[ModelChoice]:
+        """Models that fit with so many tokens, the largest first."""
+        choices = [choice.in_fp32() if self.on_cpu else choice for choice in all_choices()]
+        return [choice for choice in reversed(choices) if choice.fits(self.n_bytes, n_tokens)]
+
+
 def all_choices() -> list[ModelChoice]:
     """Every model of the file that has a source, the smallest first."""
     rows = json.loads(FILE.read_text(encoding="utf-8"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,6 +24,7 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
+from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import filter_repo_objects
 
 from keepwarm.device.space import require_disk
@@ -68,11 +69,25 @@ def revision_of(path: Path) -> str:
     return path.name if path.parent.name == "snapshots" else ""
 
 
-def fetch(name: str) -> Path:
-    """The newest snapshot; downloads the files that are missing."""
+def fetch(name: str, announce: Callable[[int], None] = lambda _: None) -> Path:
+    """The newest snapshot; downloads the files that are missing. `announce` is told what
+    `n_bytes_here` will be then.
+    """
     with _as_keepwarm_errors(name):
-        require_disk(name, _n_bytes_missing(name), Path(HF_HUB_CACHE))
+        n_missing = _n_bytes_missing(name)
+        require_disk(name, n_missing, Path(HF_HUB_CACHE))
+        announce(n_bytes_here(name) + n_missing)
         return Path(snapshot_download(name, allow_patterns=FILES))
+
+
+def n_bytes_here(name: str) -> int:
+    """Of a model's files in the cache, whole or not."""
+    folder = Path(HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), "blobs")
+    n_bytes = 0
+    for file in folder.glob("*"):
+        with suppress(FileNotFoundError):  # it was renamed: it is whole
+            n_bytes += file.stat().st_size
+    return n_bytes
 
 
 def all_cached() -> dict[str, Path]:

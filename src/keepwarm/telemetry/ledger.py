@@ -193,6 +193,7 @@ class Ledger:
         self._candidates: deque[MissCandidate] = deque(maxlen=MAX_CANDIDATES)
         self._misses: deque[PrefixMiss] = deque(maxlen=MAX_MISSES)
         self._n_forgotten = 0  # how often texts were forgotten
+        self._titles: dict[str, tuple[object, str]] = {}  # of agents, each with its file's version
 
     def count(self, **amounts: float) -> None:
         """Add to counts that are not those of a request's end."""
@@ -283,10 +284,22 @@ class Ledger:
                 self._misses.extend(found)
             return list(self._misses)[::-1]
 
+    def title_of(self, agent: str, version: object, read: Callable[[], str]) -> str:
+        """What an agent is called, read again when its file has another version."""
+        known, n_forgotten = self._titles.get(agent), self._n_forgotten
+        if known is not None and known[0] == version:
+            return known[1]
+        title = read()
+        with self._lock:
+            if n_forgotten == self._n_forgotten:
+                self._titles[agent] = version, title
+        return title
+
     def forget_texts(self) -> None:
-        """Parts of prompts, by which misses are shown."""
+        """Parts of prompts, by which misses and agents are shown."""
         with self._lock:
             self._n_forgotten += 1
+            self._titles.clear()
             self._candidates.clear()
             self._misses.clear()
 

@@ -43,6 +43,7 @@ def watched(browser: Any, url: str, allowed: str = "", **options: Any) -> Iterat
     page.set_default_timeout(30_000)
     yield page
     context.close()
-    assert [error for error in errors if not allowed or allowed not in error] == []
+    unexpected = [error for error in errors if not allowed or allowed not in error]
+    assert unexpected == [], unexpected
     assert [one for one in asked if not one.startswith((url, f"blob:{url}"))] == []
     assert asked

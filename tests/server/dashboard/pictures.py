@@ -136,7 +136,7 @@ def prefilling(live: Live) -> Iterator[None]:
 
 
 KEPT = ("overview", "requests", "forest", "misses", "agents")  # that the page of docs shows
-VIEWS = (*KEPT, "health", "connect")
+VIEWS = (*KEPT, "models", "health", "connect")
 ACTIVE = ("overview", "requests")  # that are taken while answers are streamed
 MOST_MS = 120_000
 SIZES = {"wide": (1280, 640), "narrow": (390, 844)}

@@ -12,7 +12,7 @@ from tests.server.admin.test_verify import slow_drive
 from tests.server.dashboard.browsers import watched
 from tests.server.dashboard.test_dashboard import LONG, A, B, ask
 
-VIEWS = ["Overview", "Requests", "Forest", "Misses", "Agents", "Health", "Connect"]
+VIEWS = ["Overview", "Requests", "Forest", "Misses", "Agents", "Models", "Health", "Connect"]
 SIZES = [(1280, 900), (390, 844)]
 WHY = "These totals cover all keys; the admin key is needed to see them."
 UUID = "3f0c6f0e-8a5e-4c1e-9b59-2f3d0c1a7b71"  # as coding agents name themselves
@@ -210,11 +210,13 @@ def test_ages_are_written_anew_on_an_idle_page(browser, own):
 
 
 @contextmanager
-def settled(browser, live, view):
-    """A page whose clock only `beat` moves, and what it asks for once speeds and lists rest."""
+def settled(browser, live, view, script="() => {}", **options):
+    """A page whose clock only `beat` moves, and what it asks for once speeds and lists rest; the
+    script runs before its own."""
     asked = []
-    with watched(browser, live.url) as page:
+    with watched(browser, live.url, **options) as page:
         page.clock.install()
+        page.add_init_script(f"({script})()")
         page.goto(f"{live.url}/dashboard#{view}")
         page.get_by_text("Live", exact=True).wait_for()
         now = datetime.fromtimestamp(page.evaluate("Date.now()") / 1000, UTC)
@@ -438,6 +440,7 @@ FILLED = {
     "Forest": "#forest-legend li",
     "Misses": "#missed li",
     "Agents": "#agent-list button",
+    "Models": "#fitting table",
     "Health": "#health-list dt",
     "Connect": "pre",
 }

@@ -51,7 +51,7 @@ def test_the_page_needs_no_key_and_holds_no_data(two):
         assert answer.headers["x-content-type-options"] == "nosniff"
     moved = two.get("/", Accept="text/html,application/xhtml+xml")
     assert (moved.status_code, moved.headers["location"]) == (307, "/dashboard")
-    paths = "now saved forest misses requests agents connect settings"
+    paths = "now saved forest misses requests agents models connect settings"
     for what in paths.split():
         assert two.get(f"/v1/dashboard/{what}").status_code == 401
 

@@ -6,7 +6,9 @@ from keepwarm.agents.agent import Branch
 from keepwarm.prefix.blocks import BLOCK_TOKENS, chain
 from tests.kit.waiting import wait_until
 from tests.server.dashboard.browsers import watched
-from tests.server.dashboard.test_dashboard import LONG, ask
+from tests.server.dashboard.test_browser import beat, settled
+from tests.server.dashboard.test_dashboard import LONG, A, B, ask, show
+from tests.server.dashboard.test_views import started
 from tests.store.kit import record
 
 
@@ -133,3 +135,72 @@ def test_runs_of_no_agent_can_be_left_out(browser, serving):
             page.get_by_label("Unnamed runs").uncheck()
             page.locator("#trees[data-rows='1']").wait_for()
             assert "folded" in page.locator("#forest-sum").inner_text()
+
+
+RUNNING = """() => {
+  const fetched = window.fetch;
+  const run = {tokens: 0, bytes: 0, oldest: 0, used: 0, pinned: false, namespace: ""};
+  const trunk = {...run, id: "a", parent: null, first_block: 0, blocks: 4, memory: true};
+  const branch = {...run, id: "b", parent: 0, first_block: 4, blocks: 4};
+  const named = (id) => ({id, title: "", model: "m", key: null});
+  const forest = {agents: [named("new"), named("old")], blocks: 4, omitted_blocks: 0,
+    other_blocks: 0, requests: [{number: 1, agent: 0}],
+    runs: [{...trunk, agents: [0, 1], ends: [1]}, {...branch, agents: [0], ends: [0]}]};
+  const request = {number: 1, state: "prefilling", seconds: 1, answer_tokens: 0, ended: null,
+    prompt_tokens: 2048, ttft_ms: null, agent: "new", receipt: null};
+  const made = (data) => new Response(JSON.stringify(data));
+  window.processed = 0;
+  window.fetch = async (path, options) => {
+    const answer = await fetched(path, options);
+    if (path.endsWith("/forest")) return made(forest);
+    const running = [{...request, processed: window.processed}];
+    return path.endsWith("/now") ? made({...await answer.json(), running}) : answer;
+  };
+}"""
+
+
+def test_bars_grow_and_light_up_while_a_prompt_is_computed(browser, own):
+    """From the trunk on, within 250 ms of the page's clock, and without asking for all blocks."""
+    with settled(browser, own, "forest", RUNNING, reduced_motion="reduce") as (page, asked):
+        page.locator("#trees[data-lit='0'][data-rows='2']").wait_for()
+        for n_blocks in (2, 4, 7):
+            page.evaluate(f"window.processed = {256 * n_blocks + 9}")
+            beat(page, 0.25)
+            assert page.locator("#trees").get_attribute("data-lit") == str(n_blocks)
+        assert set(asked) == {"/v1/dashboard/now"}
+        assert "to be computed" in page.locator("#forest-legend").inner_text()
+        page.get_by_role("button", name="Table").click()
+        assert "not computed yet" in page.get_by_role("region", name="Runs of blocks").inner_text()
+
+
+STEADY = """async (ranks) => {
+  const { steady } = await import('/dashboard/trees.js');
+  const runs = [["r", null], ["x", 0], ["x1", 1], ["y", 0], ["z", 0]];
+  const given = runs.map(([id, parent]) => ({ id, parent }));
+  return steady(given, new Map(ranks)).map(({ id, parent }) => [id, parent]);
+}"""
+
+
+def test_rows_stay_where_they_are_and_new_ones_come_last(page):
+    ranks = [["r", 0], ["y", 1], ["x", 2], ["x1", 3]]
+    placed = [["r", None], ["y", 0], ["x", 0], ["x1", 2], ["z", 0]]
+    assert page.evaluate(STEADY, ranks) == placed
+
+
+def test_a_running_request_is_in_the_forest(serving):
+    """With the blocks that it will have, for its own key alone."""
+    with serving(api_keys="a,b", admin_key="admin") as live:
+        ask(live, LONG, "old", **A)
+        thread, _ = started(live, "new", A, LONG + "And now. " * 60)
+        found = show(live, "forest", **A)
+        (request,) = found["requests"]
+        assert found["agents"][request["agent"]]["id"] == "new"
+        (end,) = [run for run in found["runs"] if request["agent"] in run["ends"]]
+        assert found["runs"][0]["agents"] == [0, 1]
+        assert end["parent"] is not None
+        assert show(live, "forest", **B)["requests"] == []
+        number = show(live, "now", **A)["running"][0]["number"]
+        assert number == request["number"]
+        live.post(f"/v1/dashboard/requests/{number}/cancel", {}, **A)
+        thread.join(300)
+        assert show(live, "forest", **A)["requests"] == []

@@ -53,11 +53,11 @@ def test_a_prompt_is_seen_being_prefilled(live, monkeypatch):
     assert (ended.state, ended.processed_tokens) == ("done", ended.prompt_tokens)
 
 
-def started(live, agent, headers):
+def started(live, agent, headers, text="Count."):
     """A thread that reads an endless answer, once that has begun."""
     ends = live.host.engine.model.tokenizer.eos_token_ids
     body = {
-        "messages": [{"role": "user", "content": "Count."}],
+        "messages": [{"role": "user", "content": text}],
         "max_tokens": 8000,
         "logit_bias": {str(end): -100 for end in ends},
     }

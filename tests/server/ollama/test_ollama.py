@@ -53,7 +53,7 @@ def small(served_model, fetched, tmp_path_factory):
     settings = config.load({"KEEPWARM_HOME": home}, on_demand="org/*,/*,*oak")
 
     def replace_hub(app):
-        app.state.pulls = Pulls(fetched.append)
+        app.state.pulls = Pulls(lambda name, announce: fetched.append(name))
 
     with serve(replace(served_model, n_context=400), settings, around=replace_hub) as server:
         yield server
@@ -269,15 +269,19 @@ def test_download_is_of_what_requests_may_name(small, fetched):
 def test_second_download_waits_for_the_first_or_is_refused():
     gate = threading.Event()
 
-    def fetch(name):
+    def fetch(name, announce):
+        announce(100)
         assert gate.wait(300)
         raise Unreachable(f"The hub does not answer for {name}; retry.")
 
     async def said(pulling):
-        return [json.loads(each) async for each in progress("org/oak", pulling)]
+        return [json.loads(each) async for each in progress(pulls, pulling)]
 
     pulls = Pulls(fetch)
+    assert pulls.so_far() is None
     first = pulls.start("org/oak")
+    wait_until(lambda: pulls.so_far()["total"] == 100)
+    assert pulls.so_far() == {"status": "pulling org/oak", "total": 100, "completed": 0}
     assert pulls.start("org/oak") is first
     with pytest.raises(Busy, match="org/oak is being downloaded"):
         pulls.start("org/elm")

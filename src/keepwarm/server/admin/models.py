@@ -41,6 +41,9 @@ class NamedUnloadBody(UnloadBody):
 
 class LoadBody(UnloadBody):
     model: str = Field(min_length=1, description="Built-in name, or hub id of a downloaded model.")
+    pinned: bool | None = Field(
+        default=None, description="Whether it stays loaded; if given, a loaded one is not replaced."
+    )
 
 
 class ResidentOut(TypedDict):
@@ -64,17 +67,22 @@ class ResidentModel:
         self._slots = models.slots
         self._settings = settings
 
-    def load(self, name: str, drain_s: float | None) -> ResidentOut:
+    def load(self, name: str, drain_s: float | None, pinned: bool | None = None) -> ResidentOut:
         """Load one of the server's models; any other replaces the first one.
 
         If that cannot be loaded, the previous one is loaded again.
         """
+        default = self._models.default
         with self._exclusive():
-            slot = self._models.known(name)
-            if slot is not None and slot is not self._models.default:
+            slot = self._models.known(name) or default
+            stays = pinned is not None and name in slot.names and slot.host.loaded is not None
+            if slot is default and not stays:
+                out = self._replace(self._locate(name), drain_s)
+            else:
                 self._load(slot)
-                return _out(name, None)
-            return self._replace(self._locate(name), drain_s)
+                out = _out(name, None)
+            slot.pinned = slot.pinned if pinned is None else pinned
+            return out
 
     def unload(self, drain_s: float | None, name: str | None = None) -> ResidentOut:
         """Free a model, the first one by default; its blocks stay on disk."""
@@ -158,7 +166,7 @@ def load_model(body: LoadBody, resident: Resident) -> ResidentOut:
 
     If the new model cannot be loaded, the old one is loaded again and the error is returned.
     """
-    return resident.load(body.model, body.drain_s)
+    return resident.load(body.model, body.drain_s, body.pinned)
 
 
 @router.post("/unload")

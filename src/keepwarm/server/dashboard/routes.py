@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import math
 import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -24,13 +25,15 @@ from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse
 from starlette.concurrency import run_in_threadpool
 
 from keepwarm import __version__
-from keepwarm.agents.agent import Agent
+from keepwarm.agents.agent import Agent, Branch
 from keepwarm.agents.agent_store import AgentStore
 from keepwarm.agents.forest import BlockRun, build_forest
-from keepwarm.cache.store import Store
 from keepwarm.config import SECRETS, Settings
+from keepwarm.device.memory import most_weights
 from keepwarm.engine.stats import MemoryUse, Stats
 from keepwarm.errors import BadInput, UnknownRequest
+from keepwarm.models import hub
+from keepwarm.models.choices import Machine, ModelChoice, all_choices
 from keepwarm.prefix.blocks import BlockKey, Namespace
 from keepwarm.prefix.fingerprint import tenant_of
 from keepwarm.server.admin.agents import agent_out
@@ -46,7 +49,8 @@ from keepwarm.server.http.logs import RecentLines
 from keepwarm.server.http.request_fields import Config
 from keepwarm.server.http.sse import receipt_dict
 from keepwarm.server.models.calls import Served
-from keepwarm.server.models.models import Models
+from keepwarm.server.models.models import ListedModel, Models
+from keepwarm.server.ollama.models import ModelFacts
 from keepwarm.store.counts import ALL_TIERS, TIERS, PromptCounts
 from keepwarm.store.tier import SharedStats, StoredBlock
 from keepwarm.telemetry.ledger import (
@@ -202,12 +206,19 @@ class Titles:
 
     def __init__(self, models: Models, viewer: Viewer) -> None:
         self._agents = models.store.on_disk.agents
+        self._ledger = models.ledger
         self._viewer = viewer
         self.of = cache(self._of)
 
     def _of(self, agent: str | None, tenant: str) -> str:
         if agent is None or not self._viewer.may_read(tenant):
             return ""
+        version = self._agents.version(agent)
+        if version is None:
+            return self._read(agent)
+        return self._ledger.title_of(agent, version, lambda: self._read(agent))
+
+    def _read(self, agent: str) -> str:
         try:
             return self._agents.show(agent).title
         except BadInput:  # its first turn has not ended, or it was deleted
@@ -430,13 +441,14 @@ class NamespaceOwners:
             return None
 
 
-def forest_out(store: Store, viewer: Viewer) -> JsonObject:
+def forest_out(models: Models, viewer: Viewer) -> JsonObject:
     """Reads the index of every tier; call it in a thread."""
-    disk_store = store.on_disk
-    owners = NamespaceOwners(disk_store, viewer)
-    agents = [agent for agent in disk_store.agents.all() if owners.sees(agent)]
+    store = models.store
+    owners = NamespaceOwners(store.on_disk, viewer)
+    heads = _running_heads(models, viewer)
+    agents = _with_heads((a for a in store.on_disk.agents.all() if owners.sees(a)), heads)
     visible = {name: owners.visible(blocks) for name, blocks in store.blocks().items()}
-    forest = build_forest(visible, agents)
+    forest = build_forest(visible, agents, [head for _, head in heads.values()])
     positions = {agent.id: position for position, agent in enumerate(agents)}
     rows = {run.key: row for row, run in enumerate(forest.runs)}
     named = [
@@ -452,10 +464,33 @@ def forest_out(store: Store, viewer: Viewer) -> JsonObject:
         "object": "dashboard.forest",
         "agents": named,
         "runs": [_run(run, rows, positions) for run in forest.runs],
+        "requests": [
+            {"number": number, "agent": positions[agent]} for number, (agent, _) in heads.items()
+        ],
         "blocks": forest.n_blocks,
         "omitted_blocks": forest.left_out,
         "other_blocks": len(owners.hidden),
     }
+
+
+def _running_heads(models: Models, viewer: Viewer) -> dict[int, tuple[str, Branch]]:
+    """By number of request: its agent, and its prompt."""
+    prompts = {number: head for each in models.engines for number, head in each.prompts().items()}
+    return {
+        entry.number: (entry.agent or f"#{entry.number}", prompts[entry.number])
+        for entry in _running(models)
+        if entry.number in prompts and viewer.may_see(entry.tenant)
+    }
+
+
+def _with_heads(agents: Iterable[Agent], heads: dict[int, tuple[str, Branch]]) -> list[Agent]:
+    """An agent with a running request ends where the prompt does; its own end is a side."""
+    found = {agent.id: agent for agent in agents}
+    for name, head in heads.values():
+        known = found.get(name)
+        sides = known.branches if known else ()
+        found[name] = replace(known or Agent(name, head), head=head, sides=sides)
+    return list(found.values())
 
 
 def _run(run: BlockRun, rows: dict[BlockKey, int], positions: dict[str, int]) -> JsonObject:
@@ -479,8 +514,10 @@ def _run(run: BlockRun, rows: dict[BlockKey, int], positions: dict[str, int]) ->
 
 @router.get("/forest")
 def show_forest(models: Served, viewer: CurrentViewer) -> JsonObject:
-    """The stored blocks, up to 10,000, as runs of consecutive blocks."""
-    return forest_out(models.store, viewer)
+    """The stored blocks, up to 10,000, as runs of consecutive blocks, and those that running
+    requests will have: in no tier yet.
+    """
+    return forest_out(models, viewer)
 
 
 @router.get("/agents")
@@ -495,6 +532,53 @@ def list_agents(models: Served, viewer: CurrentViewer) -> JsonObject:
             listed = agent_out(models.store, agent, tenant or "", viewer.may_read(tenant))
             found.append({**listed, "key": viewer.key_label(tenant)})
     return {"object": "list", "data": found}
+
+
+@router.get("/models")
+def show_models(
+    request: Request, models: Served, viewer: CurrentViewer, settings: Config
+) -> JsonObject:
+    """The models of this server with what they take, and those that fit into its memory."""
+    machine, pulls = Machine.here(), request.app.state.pulls
+    weights = sum(slot.n_bytes for slot in list(models.slots.all))
+    limit = settings.weights_bytes or most_weights()
+    return {
+        "object": "dashboard.models",
+        "data": [_model(models, listed) for listed in models.listed()],
+        "weights": _budget("weights", weights, limit) if viewer.may_see_totals else None,
+        "pulling": pulls.so_far(),
+        "machine_bytes": machine.n_bytes,
+        "on_cpu": machine.on_cpu,
+        "fitting": [_choice(models, each, machine) for each in machine.fitting()],
+        "n_choices": len(all_choices()),
+    }
+
+
+def _model(models: Models, listed: ListedModel) -> JsonObject:
+    slot = models.known(listed.name)
+    until = models.slots.kept_until(slot) if slot else math.inf
+    return {
+        "name": listed.name,
+        "loaded": listed.is_loaded,
+        "loading": slot.host.progress if slot and slot.host.is_loading else None,
+        "pinned": slot is not None and slot.pinned,
+        "n_bytes": slot.n_bytes if slot else 0,
+        "file_bytes": ModelFacts.of(models, listed).size,
+        "n_context": listed.n_context,
+        "idle_s": None if math.isinf(until) else max(0.0, until - time.monotonic()),
+    }
+
+
+def _choice(models: Models, choice: ModelChoice, machine: Machine) -> JsonObject:
+    return {
+        "id": choice.id,
+        "licence": choice.licence,
+        "weights_bytes": choice.weights_bytes,
+        "n_tokens": choice.n_tokens(machine.n_bytes),
+        "n_context": choice.n_context,
+        "here": hub.cached(choice.id) is not None,
+        "may_load": models.may_load(choice.id),
+    }
 
 
 @router.get("/connect")

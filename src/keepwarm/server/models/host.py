@@ -173,6 +173,10 @@ class EngineHost:
         return self._loading or "waiting for its turn"
 
     @property
+    def is_loading(self) -> bool:
+        return bool(self._loading)
+
+    @property
     def is_draining(self) -> bool:
         return self._draining
 

@@ -297,6 +297,8 @@ class Slots:
 
     def unload(self, slot: Slot, drain_s: float = 0.0) -> None:
         """Free a model; its blocks stay on disk. The caller holds `changing`."""
+        if slot.host.loaded is not None:
+            self.on_close(slot.host.loaded)  # the server has figures while it ends, too
         engine = slot.host.take()
         if engine is not None:
             engine.drain(drain_s)

@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from starlette.concurrency import run_in_threadpool
+
 from keepwarm.concurrency import in_background
 from keepwarm.config import Settings
 from keepwarm.errors import BadInput, Busy, Forbidden, KeepwarmError
@@ -234,19 +236,36 @@ class Pulls:
     """What is being downloaded. A client that goes away does not end it, nor does it hold up the
     server's end: the hub's files are complete or missing."""
 
-    def __init__(self, fetch: Callable[[str], object]) -> None:
+    def __init__(self, fetch: Callable[..., object]) -> None:
+        """`fetch` is given a name, and `announce` to say how many bytes it has."""
         self._fetch = fetch
         self._name = ""  # of the latest
+        self._n_bytes = 0  # 0: not known
         self._pulling: Future[object] | None = None
 
     def start(self, name: str) -> Future[object]:
         """For the event loop: done when the model is here; a second client waits for the same."""
         if self._pulling is None or self._pulling.done():
-            self._name = name
-            self._pulling = in_background(partial(self._fetch, name), "keepwarm-pull")
+            self._name, self._n_bytes = name, 0
+            fetch = partial(self._fetch, name, announce=self._announce)
+            self._pulling = in_background(fetch, "keepwarm-pull")
         elif self._name != name:
             raise Busy(f"{self._name} is being downloaded; retry when that is done.")
         return self._pulling
+
+    def _announce(self, n_bytes: int) -> None:
+        self._n_bytes = n_bytes
+
+    def so_far(self) -> Fields | None:
+        """What is being downloaded, and how many of its bytes are here. Reads files."""
+        if self._pulling is None or self._pulling.done():
+            return None
+        n_here = min(self._n_bytes, hub.n_bytes_here(self._name))
+        return {
+            "status": f"pulling {self._name}",
+            "total": self._n_bytes,  # 0: not known yet
+            "completed": n_here,
+        }
 
 
 def checked_name(models: Models, name: str) -> str:
@@ -265,11 +284,12 @@ def checked_name(models: Models, name: str) -> str:
     return name
 
 
-async def progress(name: str, pulling: Future[object]) -> AsyncIterator[bytes]:
+async def progress(pulls: Pulls, pulling: Future[object]) -> AsyncIterator[bytes]:
     """A line a second, so that the client knows that it goes on."""
     waiting = asyncio.wrap_future(pulling)
     yield line({"status": "pulling manifest"})
     while not (await asyncio.wait({waiting}, timeout=BEAT_S))[0]:
-        yield line({"status": f"pulling {name}"})
+        if found := await run_in_threadpool(pulls.so_far):
+            yield line(found)
     error = waiting.exception()
     yield line({"status": "success"} if error is None else ollama_body(problem_of(error)))

@@ -378,7 +378,7 @@ async def pull(body: OllamaPullRequest, request: Request, models: Served) -> Res
         return JSONResponse({"status": "success"})
     media_type = LineStream.media_type
     return StreamingResponse(
-        catalog.progress(name, pulling), headers=STREAM_HEADERS, media_type=media_type
+        catalog.progress(pulls, pulling), headers=STREAM_HEADERS, media_type=media_type
     )
 
 

@@ -3,7 +3,7 @@
 import { file, patch, post, remove } from "./api.js";
 import * as chat from "./chat.js";
 import { agentName, byId, details, empty, h, pages, put, say, slice, table } from "./dom.js";
-import { ago, bytes, count, middle, plural } from "./format.js";
+import { ago, bytes, count, middle, modelName, plural } from "./format.js";
 
 const PAGE = 25;
 const COLUMNS = [
@@ -62,9 +62,6 @@ function row(agent) {
   return [name, h("span", { class: "model", title: agent.model }, modelName(agent.model)), ago(agent.used), count(agent.n_tokens), count(agent.turns.length), branches, bytes(agent.n_bytes),
     agent.key ? h("span", { class: "quiet" }, "with its own key") : h("div", { class: "actions" }, actions(agent))];
 }
-
-// A model may be a directory, or have an organisation before its name.
-const modelName = (model) => model.split("/").at(-1);
 
 function showBranches(agent) {
   const rows = agent.branches.toSorted((a, b) => a.number - b.number).map((branch) => [

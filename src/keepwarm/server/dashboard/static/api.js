@@ -22,7 +22,7 @@ async function ask(path, options = {}) {
   }
   if (answer.ok) return answer;
   const problem = await answer.json().catch(() => null);
-  const message = problem?.error?.message ?? `The server returned status ${answer.status}.`;
+  const message = problem?.error?.message ?? problem?.error ?? `The server returned status ${answer.status}.`;
   throw answer.status === 401 ? new Refused(message) : new Failed(message);
 }
 

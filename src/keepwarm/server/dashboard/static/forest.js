@@ -1,9 +1,9 @@
 // The forest of blocks: a drawing that can be moved, zoomed, folded and searched, and a table.
 
-import { byId, h, pages, put, say, slice, table } from "./dom.js";
+import { byId, h, hide, pages, put, say, slice, table } from "./dom.js";
 import { draw, drawMap, LEGENDS, ROW } from "./forest_draw.js";
-import { ago, bytes, count, isShort, middle, plural } from "./format.js";
-import { arrange, matches, neighbour } from "./trees.js";
+import { ago, bytes, count, isShort, middle, modelName, plural } from "./format.js";
+import { arrange, BLOCK, lit, matches, neighbour, steady } from "./trees.js";
 
 const PADDING = 16;
 const HEIGHTS = [220, 600]; // of the drawing, minimum and maximum
@@ -21,22 +21,58 @@ const state = {
   chosen: false, // whether the reader has decided about runs of no agent
   found: null,
   selected: null,
+  running: [], // requests
+  reached: new Map(), // tokens of prompts that are drawn as computed, by number of request
+  ranks: new Map(), // rows stay in this order
   view: { x: 0, y: 0, sx: 1, sy: ROW },
   fitted: true,
   page: 0,
 };
+const NEAR = 8; // tokens: what is drawn follows what is true until it is so near
+const still = matchMedia("(prefers-reduced-motion: reduce)");
 const canvas = byId("trees");
 const map = byId("minimap");
 
 export function show(data) {
   const id = state.data?.runs[state.selected]?.id;
-  state.data = data;
+  const runs = steady(data.runs, state.ranks);
+  state.data = { ...data, runs };
+  state.ranks = new Map(runs.map((run, index) => [run.id, index]));
+  state.reached = new Map(data.requests.map(({ number }) => [number, state.reached.get(number) ?? 0]));
+  showModels();
   if (!state.chosen) byId("unused").checked = arrange(data.runs).rows <= FEW_ROWS || !data.agents.length;
   layOut();
   const at = state.tree.shown.find((one) => one.run.id === id);
   state.selected = at?.index ?? null;
   search();
   resume();
+}
+
+// Requests as they are now. While a prompt is computed, its bars grow.
+export function running(requests) {
+  state.running = requests;
+  if (state.data && !byId("forest").hidden) follow();
+}
+
+export const isGrowing = () => state.running.some(({ state: at }) => at === "waiting" || at === "prefilling");
+
+// Whether requests have come or gone that the drawing does not know.
+export function isBehind() {
+  const drawn = new Set(state.data?.requests.map(({ number }) => number));
+  return drawn.size !== state.running.length || state.running.some(({ number }) => !drawn.has(number));
+}
+
+function follow() {
+  let near = true;
+  for (const { number, processed } of state.running) {
+    const at = state.reached.get(number) ?? 0;
+    const isNear = still.matches || Math.abs(processed - at) <= NEAR;
+    state.reached.set(number, isNear ? processed : at + (processed - at) / 3);
+    near &&= isNear;
+  }
+  render();
+  cancelAnimationFrame(follow.frame);
+  if (!near) follow.frame = requestAnimationFrame(follow);
 }
 
 // Called when the view is opened: a hidden canvas has no size.
@@ -49,7 +85,9 @@ export function resume() {
 
 function layOut() {
   const withUnused = byId("unused").checked;
-  const isLeftOut = (run) => !withUnused && run.agents.length === 0;
+  const model = byId("forest-model").value;
+  const isOther = (run) => model && !run.agents.some((agent) => state.data.agents[agent].model === model);
+  const isLeftOut = (run) => (!withUnused && run.agents.length === 0) || isOther(run);
   state.tree = arrange(state.data.runs, (run) => state.folded.has(run.id), isLeftOut);
 }
 
@@ -65,6 +103,7 @@ export function start() {
   byId("zoom-out").addEventListener("click", () => zoom(1 / 1.5));
   byId("zoom-fit").addEventListener("click", () => { fit(); render(); });
   byId("colour").addEventListener("change", render);
+  byId("forest-model").addEventListener("change", renew);
   byId("unused").addEventListener("change", () => { state.chosen = true; renew(); });
   byId("find").addEventListener("input", () => { state.page = 0; search(); render(); });
   byId("find").addEventListener("keydown", (event) => event.key === "Enter" && jump());
@@ -161,9 +200,17 @@ function words(run) {
 const names = (indexes) => indexes.map((index) => {
   const { id, title, key, model } = state.data.agents[index];
   const name = isShort(id) || !title ? middle(id, 32) : `${title} (${middle(id)})`;
-  const more = [key && `key ${key}`, severalModels() && model.split("/").at(-1)].filter(Boolean);
+  const more = [key && `key ${key}`, severalModels() && modelName(model)].filter(Boolean);
   return more.length ? `${name} (${more.join(", ")})` : name;
 });
+
+function showModels() {
+  const models = [...new Set(state.data.agents.map(({ model }) => model))].sort();
+  const [choice, chosen] = [byId("forest-model"), byId("forest-model").value];
+  hide(choice.parentElement, models.length < 2);
+  put(choice, h("option", { value: "" }, "any"), models.map((model) => h("option", { value: model }, modelName(model))));
+  choice.value = models.length > 1 && models.includes(chosen) ? chosen : "";
+}
 
 const severalModels = () => new Set(state.data.agents.map(({ model }) => model)).size > 1;
 
@@ -172,8 +219,8 @@ function listed(all) {
 }
 
 function tiersOf(run) {
-  const tiers = [run.memory && "in memory", run.disk && "on disk", run.pinned && "pinned"];
-  return tiers.filter(Boolean).join(", ");
+  const tiers = [run.memory && "in memory", run.disk && "on disk", run.pinned && "pinned"].filter(Boolean);
+  return tiers.join(", ") || "not computed yet";
 }
 
 function reveal(run, row) {
@@ -294,7 +341,7 @@ function hover(event) {
   if (!hit) return;
   const [{ run, inside }, block] = [hit, blockAt(event.offsetX)];
   const who = run.agents.length ? `used by ${listed(names(run.agents))}` : "used by no agent";
-  put(tip, h("strong", {}, `Block ${block}`), ` of ${run.first_block} to ${run.first_block + run.blocks - 1}, tokens from ${count(block * 256)} on`,
+  put(tip, h("strong", {}, `Block ${block}`), ` of ${run.first_block} to ${run.first_block + run.blocks - 1}, tokens from ${count(block * BLOCK)} on`,
     h("div", {}, who), h("div", {}, `${tiersOf(run)}; last used ${ago(run.used)}`),
     inside ? h("div", {}, `${plural(inside, "run")} folded behind it; double-click to unfold`) : "");
   tip.style.left = `${Math.max(0, Math.min(event.offsetX + 14, size()[0] - tip.offsetWidth))}px`;
@@ -311,11 +358,15 @@ function render() {
   canvas.dataset.scale = state.view.sx.toFixed(2); // pixels per block
   canvas.dataset.rows = state.tree.rows;
   const colour = byId("colour").value;
+  const reached = state.data.requests.map(({ number, agent }) => [agent, state.reached.get(number) ?? 0]);
+  const glows = lit(state.data.runs, reached);
+  canvas.dataset.lit = [...glows.values()].reduce((n, blocks) => n + Math.floor(blocks), 0);
   const nameOf = (run) => listed(names(run.ends.length ? run.ends : run.agents));
-  canvas.dataset.names = draw(canvas, { ...state, colour, nameOf, labels: labels() });
+  canvas.dataset.names = draw(canvas, { ...state, colour, nameOf, glows, labels: labels() });
   if (!map.hidden) drawMap(map, canvas, { ...state, colour });
   const items = LEGENDS[colour].map(([name, text]) => h("li", {}, h("span", { class: `key fill ${name}` }), text));
-  put("forest-legend", ...items, h("li", {}, h("span", { class: "key ring" }), "pinned"));
+  put("forest-legend", ...items, h("li", {}, h("span", { class: "key ring" }), "pinned"),
+    h("li", {}, h("span", { class: "key fill lit" }), "in a running request"), h("li", {}, h("span", { class: "key planned" }), "to be computed"));
 }
 
 function renderTable() {

@@ -65,20 +65,32 @@ function connect({ pen, tint }, { view, tree }, { run, row, parent }) {
   pen.stroke();
 }
 
-function bar({ pen, tint, now, width }, { view, found, selected, colour }, { run, row, index }) {
+function bar({ pen, tint, now, width }, { view, found, selected, colour, glows }, { run, row, index }) {
   const x = run.first_block * view.sx + view.x;
   const y = row * view.sy + view.y - THICK / 2;
   const long = Math.max(1.5, run.blocks * view.sx - (view.sx > 4 ? 1.5 : 0));
   if (x > width || x + long < 0) return;
   pen.globalAlpha = found && !found.has(index) ? 0.2 : 1;
-  pen.fillStyle = tint(kind(run, colour, now));
-  pen.beginPath();
-  pen.roundRect(x, y, long, THICK, 3);
-  pen.fill();
+  if (run.memory || run.disk) fill(pen, x, y, long, tint(kind(run, colour, now)));
+  else outline(pen, x + 0.5, y + 0.5, long - 1, THICK - 1, tint("line"), 1);
+  if (glows.get(index)) glow(pen, x, y, Math.min(long, glows.get(index) * view.sx), tint("lit"));
   if (view.sx > 6) divide(pen, view, run, x, y, tint("card"));
   if (run.pinned) outline(pen, x, y, long, THICK, tint("pinned"), 1.5);
   pen.globalAlpha = 1;
   if (index === selected) outline(pen, x - 2, y - 2, long + 4, THICK + 4, tint("focus"), 2);
+}
+
+function fill(pen, x, y, long, colour) {
+  pen.fillStyle = colour;
+  pen.beginPath();
+  pen.roundRect(x, y, long, THICK, 3);
+  pen.fill();
+}
+
+function glow(pen, x, y, long, colour) {
+  [pen.shadowColor, pen.shadowBlur] = [colour, 12];
+  fill(pen, x, y, long, colour);
+  pen.shadowBlur = 0;
 }
 
 function divide(pen, view, run, x, y, colour) {

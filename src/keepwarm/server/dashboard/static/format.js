@@ -14,6 +14,9 @@ export function short(n) {
   return new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 }).format(n);
 }
 
+// A model may be a directory, or have an organisation before its name.
+export const modelName = (model) => model.split("/").at(-1);
+
 const MOST = 16; // characters of a name that is shown whole
 export const isShort = (name) => name.length <= MOST;
 

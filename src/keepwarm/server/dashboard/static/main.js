@@ -1,6 +1,6 @@
 // Shows one view at a time, by the hash of the address, and keeps it up to date.
 //
-// `now` is asked for every second while requests run, else every three or five. It carries a revision: what a
+// `now` is asked for every second while requests run, else every three or five; where bars grow, five times a second. It carries a revision: what a
 // view shows is asked for again only if that has changed. Nothing is asked for while hidden.
 
 import * as agents from "./agents.js";
@@ -11,15 +11,18 @@ import { byId, closeButtons, hide } from "./dom.js";
 import * as forest from "./forest.js";
 import * as health from "./health.js";
 import * as misses from "./misses.js";
+import * as models from "./models.js";
 import * as now from "./now.js";
 import * as overview from "./overview.js";
 import * as requests from "./requests.js";
 
 const SECOND = 1000;
+const GROWING = SECOND / 5;
 const BUSY = SECOND;
 const IDLE = 3 * SECOND; // an idle page costs its browser a third of a per cent of a core
 const LONG_IDLE = 5 * SECOND; // after `MANY` answers without a change
 const MANY = 20;
+const MODEST = 4; // times as long as an answer took, until it is asked for again
 const PAUSE = 30 * SECOND; // after the key dialog was cancelled
 const AGES = 30 * SECOND; // after which "5 min ago" is written anew
 const OLD_NAMES = { now: "overview", saved: "overview" };
@@ -41,9 +44,10 @@ const saved = source({ least: 5, most: 60, sums: true, path: () => `/v1/dashboar
 const VIEWS = {
   overview: [saved],
   requests: [source({ least: 1, path: () => "/v1/dashboard/requests", show: requests.show })],
-  forest: [source({ least: 5, path: () => "/v1/dashboard/forest", show: forest.show })],
+  forest: [source({ least: 5, urgent: forest.isBehind, path: () => "/v1/dashboard/forest", show: forest.show })],
   misses: [source({ least: 3, path: () => "/v1/dashboard/misses", show: misses.show })],
   agents: [source({ least: 3, path: () => "/v1/dashboard/agents", show: showAgents })],
+  models: [source({ least: 1, most: 2, path: () => "/v1/dashboard/models", show: models.show })],
   health: [saved,
     source({ least: 300, sums: true, path: () => "/v1/dashboard/settings", show: health.settings })],
   connect: [source({ least: 300, path: () => `/v1/dashboard/connect${connect.query()}`, show: connect.show })],
@@ -51,13 +55,15 @@ const VIEWS = {
 let view = "";
 
 function source(options) {
-  return { least: 0, most: Infinity, revision: null, data: null, text: "", asked: -Infinity, shown: 0, ...options };
+  return { least: 0, most: Infinity, urgent: () => false, took: 0, revision: null, data: null, text: "", asked: -Infinity, shown: 0, ...options };
 }
 
 function showNow(data) {
   now.show(data);
   requests.running(data);
+  forest.running(data.running);
   health.allow(data.viewer.admin);
+  models.allow(data.viewer);
   overview.condition(data.condition);
   sums = data.viewer.sums;
   needsKey = data.viewer.key_needed;
@@ -120,13 +126,14 @@ async function beat() {
   if (await load(first) && !document.hidden) await Promise.all(VIEWS[view].filter(isDue).map(load));
   for (const each of VIEWS[view]) if (each.data !== null && isOld(each)) draw(each);
   beating = false;
-  timer = setTimeout(beat, refused ? PAUSE : busy ? BUSY : unchanged < MANY ? IDLE : LONG_IDLE);
+  timer = setTimeout(beat, refused ? PAUSE : view === "forest" && forest.isGrowing() ? GROWING : busy || models.isBusy() ? BUSY : unchanged < MANY ? IDLE : LONG_IDLE);
   if (VIEWS[view].some((each) => each.revision === null && (sums || !each.sums))) setTimeout(beat, 0);
 }
 
 function isDue(each) {
   if (each.sums && !sums) return false;
   const age = (performance.now() - each.asked) / SECOND;
+  if (each.urgent() && age >= MODEST * each.took) return true;
   return each.revision === null || age >= each.most || (each.revision !== revision && age >= each.least);
 }
 
@@ -136,6 +143,7 @@ async function load(each) {
   try {
     const asked = refreshes;
     const data = await get(each.path());
+    each.took = (performance.now() - each.asked) / SECOND;
     if (refreshes === asked) render(each, data); // else it is older than the change, or another key's
     refused = false;
     if (each === first) {
@@ -218,5 +226,6 @@ chat.start(refresh);
 connect.start(refresh);
 forest.start();
 health.start();
+models.start(refresh);
 requests.start(refresh);
 open(false);

@@ -3,7 +3,7 @@
 import { byId, h, put, tile } from "./dom.js";
 import { bytes, count, plural, short, sum } from "./format.js";
 
-const MEMORY = { live: "Live caches", memory: "Blocks in memory", batch: "Running requests", buffers: "MLX buffers", disk: "Blocks on disk" };
+const MEMORY = { live: "Live caches", memory: "Blocks in memory", batch: "Running requests", buffers: "MLX buffers", disk: "Blocks on disk", weights: "Weights of all loaded models" };
 const WINDOW_S = 6; // that speed is measured over
 
 const snapshots = [];

@@ -2,6 +2,8 @@
 // where conversations diverge, later branches get rows below. A run in which an agent ends, ends its
 // row, so that there is room for the name.
 
+export const BLOCK = 256; // tokens
+
 // `isFolded(run)`: what follows is not shown. `isLeftOut(run)`: neither is the run itself.
 export function arrange(runs, isFolded = () => false, isLeftOut = () => false) {
   const placed = runs.map((run, index) => ({ run, index, row: null, parent: run.parent, children: [], inside: 0, hidden: false }));
@@ -20,6 +22,37 @@ export function arrange(runs, isFolded = () => false, isLeftOut = () => false) {
     width = Math.max(width, one.run.first_block + one.run.blocks);
   }
   return { placed, shown: placed.filter((one) => !one.hidden), rows: rows + 1, width: Math.max(width, 1) };
+}
+
+// The same runs with siblings in the order of `ranks`, by id, so that rows stay where they are while
+// the latest use of their blocks changes; new ones come last.
+export function steady(runs, ranks) {
+  const rank = (index) => ranks.get(runs[index].id) ?? Infinity;
+  const below = Map.groupBy(runs.keys(), (index) => runs[index].parent);
+  const order = [];
+  const add = (parent) => {
+    for (const index of (below.get(parent) ?? []).sort((a, b) => rank(a) - rank(b) || a - b)) {
+      order.push(index);
+      add(index);
+    }
+  };
+  add(null);
+  const place = new Map(order.map((index, at) => [index, at]));
+  return order.map((index) => ({ ...runs[index], parent: place.get(runs[index].parent) ?? null }));
+}
+
+// How many blocks of each run, by index, prompts have reached: `reached` has [agent, tokens] of each.
+export function lit(runs, reached) {
+  const found = new Map();
+  for (const [agent, tokens] of reached) {
+    let index = runs.findIndex((run) => run.ends.includes(agent));
+    for (; index >= 0 && index !== null; index = runs[index].parent) {
+      const { first_block: first, blocks } = runs[index];
+      const part = Math.max(0, Math.min(blocks, tokens / BLOCK - first));
+      found.set(index, Math.max(part, found.get(index) ?? 0));
+    }
+  }
+  return found;
 }
 
 // Adds a hidden run to the last one above it that is shown.
