@@ -35,7 +35,8 @@ TEAMS = {
 MANUAL = "docs/operations.md"
 N_MANUAL, N_RULES, N_TASK = 3600, 1800, 1500  # characters; the model has a token for each or two
 LASTS_S = 12.0
-SIZE = {"width": 900, "height": 640}
+SIZE = {"width": 860, "height": 640}
+MOST_FRAMES = 70
 END_S = 3.0  # that the end is shown
 PATIENCE_MS = 600_000
 
@@ -73,15 +74,14 @@ def record(live: Live, page: Any) -> Iterator[Frame]:
     began = time.monotonic()
     threads = [start(live, *prompt) for prompt in prompts()]
     while any(thread.is_alive() for thread in threads):
-        print(f"{time.monotonic() - began:.1f} s", flush=True)
-        yield Frame(time.monotonic() - began, page.locator("#forest .card").screenshot())
-    live.host.engine.wait_until_saved()
-    page.locator("#trees[data-lit='0']").wait_for()
-    yield Frame(time.monotonic() - began, page.locator("#forest .card").screenshot())
+        yield Frame(time.monotonic() - began, page.locator("#trees").screenshot())
+    page.locator("#trees[data-lit='0'][data-names='10']").wait_for()
+    yield Frame(time.monotonic() - began, page.locator("#trees").screenshot())
 
 
 def write(frames: Sequence[Frame], file: Path) -> None:
-    """One animated picture; frames are as high as the highest."""
+    """One animated picture, as high as the highest frame."""
+    frames = [*frames[: -1 : -(-len(frames) // MOST_FRAMES)], frames[-1]]
     pictures = [Image.open(io.BytesIO(frame.picture)).convert("RGB") for frame in frames]
     size = max(picture.size for picture in pictures)
     pages = [Image.new("RGB", size, picture.getpixel((2, 2))) for picture in pictures]
@@ -90,7 +90,7 @@ def write(frames: Sequence[Frame], file: Path) -> None:
     shown = [1000 * LASTS_S * frame.at_s / frames[-1].at_s for frame in frames]
     lasting = [round(b - a) for a, b in itertools.pairwise(shown)]
     first, *others = pages
-    options = {"duration": [*lasting, round(1000 * END_S)], "loop": 0, "quality": 75, "method": 6}
+    options = {"duration": [*lasting, round(1000 * END_S)], "loop": 0, "quality": 60, "method": 4}
     first.save(file, save_all=True, append_images=others, **options)
 
 
