@@ -88,6 +88,15 @@ def test_it_loads_from_its_own_server_only(page):
     page.locator("#settings").get_by_role("row", name="disk_bytes").wait_for()
 
 
+def test_the_time_shown_can_begin_with_the_server(page):
+    page.locator("#hit-chart rect.fill").first.wait_for()
+    page.get_by_role("button", name="Since start").click()
+    page.locator("[aria-pressed=true]", has_text="Since start").wait_for()
+    n_points = page.locator("#hit-chart rect.hover").count()
+    assert 0 < n_points < 60  # minutes: the server is younger than an hour
+    assert page.locator("#hit-chart rect.fill").count() > 0
+
+
 def test_every_view_has_an_address(page, own):
     """By keyboard alone; one view is shown, and it is the one of the address."""
     for name in VIEWS:

@@ -273,6 +273,23 @@ def test_text_is_for_its_owner_alone(two):
     assert not any("at nine." in str(show(two, view, **ADMIN)) for view in quoting)
 
 
+def test_a_title_is_read_again_only_when_the_agent_has_changed(serving, monkeypatch):
+    with serving() as live:
+        ask(live, "Mend the bicycle.", "bike")
+        agents, reads = live.models.store.on_disk.agents, []
+        show_agent = agents.show
+        monkeypatch.setattr(agents, "show", lambda name: reads.append(name) or show_agent(name))
+        shown = [show(live, "requests")["data"][0]["title"] for _ in range(3)]
+        assert "bicycle" in shown[0]
+        assert len(set(shown)) == len(reads) == 1
+        live.patch("/v1/agents/bike", {"metadata": {"title": "Bicycle"}}).raise_for_status()
+        assert show(live, "requests")["data"][0]["title"] == "Bicycle"
+        live.models.ledger.forget_texts()
+        reads.clear()
+        assert show(live, "requests")["data"][0]["title"] == "Bicycle"
+        assert reads == ["bike"], "what is deleted is in no memory"
+
+
 def test_no_text_is_shown_where_keys_share_a_cache(serving):
     """A title that was given is no prompt."""
     with serving(api_keys="a,b", share_cache=True) as live:

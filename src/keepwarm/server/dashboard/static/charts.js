@@ -84,7 +84,7 @@ function mark(y, text, kind = "") {
 }
 
 function times(points) {
-  const every = points.length / (NARROW.matches ? 3 : 6);
+  const every = Math.ceil(points.length / (NARROW.matches ? 3 : 6));
   return points.filter((_, index) => index % every === 0).map((point, index) =>
     svg("text", { x: LEFT + index * every * step(points), y: HEIGHT - 5 }, clock(point.at)));
 }

@@ -8,6 +8,7 @@ import { arrange, BLOCK, lit, matches, neighbour, steady } from "./trees.js";
 const PADDING = 16;
 const HEIGHTS = [220, 600]; // of the drawing, minimum and maximum
 const FEW_ROWS = 60; // with more, runs of no agent are left out at first
+const LABEL = 60; // characters
 const PAGE = 100; // rows of the table
 const COLUMNS = [
   { name: "Run" }, { name: "Agents" }, { name: "Blocks", number: true }, { name: "Tokens", number: true },
@@ -218,6 +219,9 @@ function listed(all) {
   return all.length > 6 ? `${all.slice(0, 5).join(", ")} and ${all.length - 5} more` : all.join(", ");
 }
 
+// In one line, so that how many there are is not what is cut.
+const brief = (all) => (all.join(", ").length <= LABEL ? all.join(", ") : `${middle(all[0], LABEL)}${all.length > 1 ? ` and ${all.length - 1} more` : ""}`);
+
 function tiersOf(run) {
   const tiers = [run.memory && "in memory", run.disk && "on disk", run.pinned && "pinned"].filter(Boolean);
   return tiers.join(", ") || "not computed yet";
@@ -361,7 +365,7 @@ function render() {
   const reached = state.data.requests.map(({ number, agent }) => [agent, state.reached.get(number) ?? 0]);
   const glows = lit(state.data.runs, reached);
   canvas.dataset.lit = [...glows.values()].reduce((n, blocks) => n + Math.floor(blocks), 0);
-  const nameOf = (run) => listed(names(run.ends.length ? run.ends : run.agents));
+  const nameOf = (run) => brief(names(run.ends.length ? run.ends : run.agents));
   canvas.dataset.names = draw(canvas, { ...state, colour, nameOf, glows, labels: labels() });
   if (!map.hidden) drawMap(map, canvas, { ...state, colour });
   const items = LEGENDS[colour].map(([name, text]) => h("li", {}, h("span", { class: `key fill ${name}` }), text));

@@ -40,7 +40,7 @@ let refreshes = 0;
 
 // `least`: seconds between two requests; `most`: seconds after which it is asked for in any case
 const first = source({ path: () => "/v1/dashboard/now", show: showNow });
-const saved = source({ least: 5, most: 60, sums: true, path: () => `/v1/dashboard/saved?hours=${hours}`, show: showSaved });
+const saved = source({ least: 5, most: 60, sums: true, path: () => `/v1/dashboard/saved?hours=${hours === overview.SINCE ? overview.hoursSince(saved.data) : hours}`, show: showSaved });
 const VIEWS = {
   overview: [saved],
   requests: [source({ least: 1, path: () => "/v1/dashboard/requests", show: requests.show })],
@@ -73,7 +73,7 @@ function showNow(data) {
 }
 
 function showSaved(data) {
-  overview.show(data, choose, needsKey);
+  overview.show(data, hours, choose, needsKey);
   health.counts(data);
 }
 

@@ -66,7 +66,7 @@ function row(model) {
 }
 
 function choice({ id, weights_bytes: weights, n_tokens: tokens, n_context: context, licence, here, may_load: may }) {
-  return [named(id), bytes(weights), `${count(tokens / 1024)}k of ${count(context / 1024)}k`, licence,
+  return [named(id), bytes(weights), `${count(Math.floor(tokens / 1024))}k of ${count(Math.floor(context / 1024))}k`, licence,
     here ? h("span", { class: "quiet" }, "on this machine") : may ? button("Pull", id, !state.manages, () => pull(id)) : ""];
 }
 

@@ -9,7 +9,8 @@ import { meter } from "./now.js";
 const KEY = '-H "Authorization: Bearer $KEEPWARM_API_KEY" ';
 const first = (needsKey) => `curl ${location.origin}/v1/chat/completions -H 'Content-Type: application/json' \\
   ${needsKey ? KEY : ""}-d '{"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}'`;
-const HOURS = [{ value: 1, name: "1 h" }, { value: 6, name: "6 h" }, { value: 24, name: "24 h" }];
+export const SINCE = "start"; // of the server, up to a day ago
+const HOURS = [{ value: 1, name: "1 h" }, { value: 6, name: "6 h" }, { value: 24, name: "24 h" }, { value: SINCE, name: "Since start" }];
 const of = (name) => (point) => point[name];
 const SOURCES = [["live", "live caches"], ["memory", "memory"], ["disk", "disk"], ["shared", "other machines"], ["computed", "computed"]]
   .map(([kind, name]) => ({ kind, name, value: of(kind) }));
@@ -30,10 +31,13 @@ export function condition(found) {
   put("reasons", (found?.reasons ?? []).map((reason) => h("li", {}, reason)));
 }
 
-export function show(saved, choose, needsKey) {
-  choice("hours", HOURS, saved.hours, choose);
+export const hoursSince = ({ started }) => Math.max(1, Math.min(24, Math.ceil((Date.now() / 1000 - started) / 3600)));
+
+export function show(saved, chosen, choose, needsKey) {
+  choice("hours", HOURS, chosen, choose);
   put("saved-tiles", tiles(saved));
-  const { points, hours } = saved;
+  const { hours } = saved;
+  const points = saved.points.filter(({ at }) => chosen !== SINCE || at + 60 * hours > saved.started);
   const isNew = saved.hit_rate === null && !points.some(answers);
   put("first-request", isNew ? card({ title: "Send a first request", notes: [] }, first(needsKey)) : "");
   for (const part of document.querySelectorAll("#overview .halves")) hide(part, isNew);
