@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 LINK = re.compile(r"(?<=\]\()(?!https?://|#)([^)\s]+)")
-PICTURES = (".png", ".svg", ".gif")
+PICTURES = (".png", ".svg", ".webp")
 URLS = """
 [project.urls]
 Homepage = "{url}"

@@ -37,6 +37,7 @@ N_MANUAL, N_RULES, N_TASK = 3600, 1800, 1500  # characters; the model has a toke
 LASTS_S = 12.0
 SIZE = {"width": 860, "height": 640}
 MOST_FRAMES = 70
+CORNER = (20, 5)  # a pixel where nothing is drawn
 END_S = 3.0  # that the end is shown
 PATIENCE_MS = 600_000
 
@@ -84,14 +85,14 @@ def write(frames: Sequence[Frame], file: Path) -> None:
     frames = [*frames[: -1 : -(-len(frames) // MOST_FRAMES)], frames[-1]]
     pictures = [Image.open(io.BytesIO(frame.picture)).convert("RGB") for frame in frames]
     size = max(picture.size for picture in pictures)
-    pages = [Image.new("RGB", size, picture.getpixel((2, 2))) for picture in pictures]
+    pages = [Image.new("RGB", size, picture.getpixel(CORNER)) for picture in pictures]
     for page, picture in zip(pages, pictures, strict=True):
         page.paste(picture)
     shown = [1000 * LASTS_S * frame.at_s / frames[-1].at_s for frame in frames]
     lasting = [round(b - a) for a, b in itertools.pairwise(shown)]
     first, *others = pages
-    options = {"duration": [*lasting, round(1000 * END_S)], "loop": 0, "quality": 60, "method": 4}
-    first.save(file, save_all=True, append_images=others, **options)
+    duration = [*lasting, round(1000 * END_S)]
+    first.save(file, save_all=True, append_images=others, duration=duration, loop=0, quality=60)
 
 
 def main(file: Path) -> None:

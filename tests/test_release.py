@@ -91,7 +91,10 @@ def test_a_release_has_absolute_links(released):
     for old, new in zip(before, after, strict=True):
         if not old.startswith(("http", "#")):
             kind, _, path = new.removeprefix(f"{URL}/").partition("/v1.2.3/")
-            assert (kind, path) == ("raw" if old.endswith((".png", ".svg")) else "blob", old)
+            assert (kind, path) == (
+                "raw" if old.endswith((".png", ".svg", ".webp")) else "blob",
+                old,
+            )
     urls = tomllib.loads((released / "pyproject.toml").read_text())["project"]["urls"]
     assert set(urls) == {"Homepage", "Documentation", "Changelog", "Issues"}
     assert all(url.startswith(URL) for url in urls.values())

@@ -88,9 +88,11 @@ class Live:
     def get(self, path: str, **headers: str) -> httpx.Response:
         return self._send("GET", path, headers)
 
-    def _send(self, method: str, path: str, headers: Any, content: bytes | None = None) -> Any:
+    def _send(
+        self, method: str, path: str, headers: Any, content: bytes | None = None
+    ) -> httpx.Response:
         """Without certificates, which take 50 ms to load."""
-        options = {"headers": headers, "timeout": 300, "verify": False}
+        options: Any = {"headers": headers, "timeout": 300, "verify": False}
         return httpx.request(method, f"{self.url}{path}", content=content, **options)
 
 

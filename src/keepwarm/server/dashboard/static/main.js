@@ -44,7 +44,7 @@ const saved = source({ least: 5, most: 60, sums: true, path: () => `/v1/dashboar
 const VIEWS = {
   overview: [saved],
   requests: [source({ least: 1, path: () => "/v1/dashboard/requests", show: requests.show })],
-  forest: [source({ least: 5, urgent: forest.isBehind, path: () => "/v1/dashboard/forest", show: forest.show })],
+  forest: [source({ least: 1, urgent: forest.isBehind, path: () => "/v1/dashboard/forest", show: forest.show })],
   misses: [source({ least: 3, path: () => "/v1/dashboard/misses", show: misses.show })],
   agents: [source({ least: 3, path: () => "/v1/dashboard/agents", show: showAgents })],
   models: [source({ least: 1, most: 2, path: () => "/v1/dashboard/models", show: models.show })],
@@ -133,8 +133,9 @@ async function beat() {
 function isDue(each) {
   if (each.sums && !sums) return false;
   const age = (performance.now() - each.asked) / SECOND;
-  if (each.urgent() && age >= MODEST * each.took) return true;
-  return each.revision === null || age >= each.most || (each.revision !== revision && age >= each.least);
+  const least = MODEST * each.took;
+  if (each.urgent() && age >= least) return true;
+  return each.revision === null || age >= each.most || (each.revision !== revision && age >= Math.max(least, each.least));
 }
 
 async function load(each) {
