@@ -336,13 +336,13 @@ def test_it_asks_for_the_key_and_shows_no_more_than_it_opens(browser, serving):
             page.goto(f"{live.url}/dashboard#health")
             page.reload()
             verify = page.get_by_role("button", name="Verify every record")
-            page.get_by_text("Needs the admin key").wait_for()
+            page.locator("#verify-why").wait_for()
             assert verify.is_disabled()
             page.get_by_role("button", name="API key…").click()
             give(dialog, "admin")
             verify.click()
             page.get_by_text("are intact").wait_for()
-            assert page.get_by_text("Needs the admin key").is_hidden()
+            assert page.locator("#verify-why").is_hidden()
             page.goto(f"{live.url}/dashboard#agents")
             page.locator("#agent-list tr", has_text="bob").get_by_text(
                 "with its own key"

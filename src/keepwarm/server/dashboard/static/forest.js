@@ -52,7 +52,7 @@ export function show(data) {
 // Requests as they are now. While a prompt is computed, its bars grow.
 export function running(requests) {
   state.running = requests;
-  if (state.data && !byId("forest").hidden) follow();
+  if (state.data?.requests.length && !byId("forest").hidden) follow();
 }
 
 export const isGrowing = () => state.running.some(({ state: at }) => at === "waiting" || at === "prefilling");
