@@ -243,9 +243,9 @@ def _chosen(settings: config.Settings, first_prompt: int, url: str) -> str:
     """The largest model that fits with the client's first prompt and an answer; asks before it is
     downloaded."""
     from keepwarm.models.catalog import find
-    from keepwarm.models.choices import Machine, all_choices
+    from keepwarm.models.choices import ModelMemory, all_choices
 
-    best = next(iter(Machine.here().fitting(first_prompt * 4 // 3)), None)
+    best = next(iter(ModelMemory.here().fitting(first_prompt * 4 // 3)), None)
     if best and find(best.id, settings):
         return best.id
     if best is None or not sys.stdin.isatty():

@@ -101,9 +101,9 @@ def _row(model: ModelEntry) -> tuple[str, ...]:
 
 
 def _print_fitting(memory: str | None, as_json: bool) -> None:
-    from keepwarm.models.choices import Machine, all_choices
+    from keepwarm.models.choices import ModelMemory, all_choices
 
-    machine = Machine(_parsed(memory), on_cpu=False) if memory else Machine.here()
+    machine = ModelMemory(_parsed(memory), on_cpu=False) if memory else ModelMemory.here()
     fitting, n_bytes = machine.fitting(), machine.n_bytes
     if as_json:
         rows = [choice._asdict() | {"n_tokens": choice.n_tokens(n_bytes)} for choice in fitting]

@@ -49,14 +49,14 @@ class ModelChoice(NamedTuple):
         return self.n_tokens(memory_bytes) >= max(n_tokens, min(LEAST_TOKENS, self.n_context))
 
 
-class Machine(NamedTuple):
-    """What models are computed with."""
+class ModelMemory(NamedTuple):
+    """The memory that models are to fit into."""
 
     n_bytes: int  # of memory that weights and caches share
     on_cpu: bool
 
     @classmethod
-    def here(cls) -> Machine:
+    def here(cls) -> ModelMemory:
         from keepwarm.device.memory import gpu_memory, host_memory, on_cpu  # loads MLX
 
         return cls(gpu_memory() or host_memory().total_bytes, on_cpu())

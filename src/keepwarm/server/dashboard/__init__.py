@@ -1,5 +1,5 @@
 """The dashboard: its page, and the JSON it shows.
 
-Imports `agents`, `cache`, `engine`, `prefix`, `server.admin`, `server.http`,
-`server.models`, `store`, `telemetry`, `text`.
+Imports `agents`, `device`, `engine`, `models`, `prefix`, `server.admin`, `server.http`,
+`server.models`, `server.ollama`, `store`, `telemetry`, `text`.
 """

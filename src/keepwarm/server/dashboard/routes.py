@@ -33,7 +33,7 @@ from keepwarm.device.memory import most_weights
 from keepwarm.engine.stats import MemoryUse, Stats
 from keepwarm.errors import BadInput, UnknownRequest
 from keepwarm.models import hub
-from keepwarm.models.choices import Machine, ModelChoice, all_choices
+from keepwarm.models.choices import ModelChoice, ModelMemory, all_choices
 from keepwarm.prefix.blocks import BlockKey, Namespace
 from keepwarm.prefix.fingerprint import tenant_of
 from keepwarm.server.admin.agents import agent_out
@@ -539,7 +539,7 @@ def show_models(
     request: Request, models: Served, viewer: CurrentViewer, settings: Config
 ) -> JsonObject:
     """The models of this server with what they take, and those that fit into its memory."""
-    machine, pulls = Machine.here(), request.app.state.pulls
+    machine, pulls = ModelMemory.here(), request.app.state.pulls
     weights = sum(slot.n_bytes for slot in list(models.slots.all))
     limit = settings.weights_bytes or most_weights()
     return {
@@ -569,7 +569,7 @@ def _model(models: Models, listed: ListedModel) -> JsonObject:
     }
 
 
-def _choice(models: Models, choice: ModelChoice, machine: Machine) -> JsonObject:
+def _choice(models: Models, choice: ModelChoice, machine: ModelMemory) -> JsonObject:
     return {
         "id": choice.id,
         "licence": choice.licence,

@@ -24,7 +24,7 @@ export function start(onChange) {
   });
 }
 
-// Who has no key to manage a server with keys sees what he could do with one.
+// Without the key that it takes, buttons are shown but not enabled.
 export function allow({ admin, keys }) {
   const before = [state.admin, state.manages];
   [state.admin, state.manages] = [admin, admin || !keys];
