@@ -19,7 +19,7 @@ export function start(onChange) {
   byId("pull").addEventListener("submit", (event) => {
     event.preventDefault();
     const name = byId("pull-name").value.trim();
-    if (name) pull(name);
+    if (name) run(name, () => pull(name));
     else say("Type the name of a model, as org/name.");
   });
 }
@@ -83,11 +83,9 @@ async function unload(name) {
 }
 
 // Its progress is in what the server tells everybody, so that it is seen after a reload too.
-function pull(name) {
-  run(name, async () => {
-    await post("/api/pull", { model: name, stream: false });
-    say(`${name} is on this machine.`);
-  });
+async function pull(name) {
+  await post("/api/pull", { model: name, stream: false });
+  say(`${name} is on this machine.`);
 }
 
 async function run(name, act) {
