@@ -257,6 +257,8 @@ def measure(
         try:
             for name in names:
                 yield name, MEASURES[name](runs)
+                for server in servers:
+                    server.kill()  # the next measure starts its own
         finally:
             for server in servers:
                 server.close()
