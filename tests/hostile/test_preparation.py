@@ -543,13 +543,16 @@ KILLED = """
 import os
 from keepwarm.text.sandbox import deadline, process
 from tests.kit import tasks
-process.SandboxProcess().give(tasks.Nothing()).wait_until_ready(deadline.PrepareDeadline())
+started = process.SandboxProcess().give(tasks.Slow(0.5)).start()
+{}
 os.kill(os.getpid(), 9)
 """
 
 
-def test_it_ends_without_a_word_when_its_server_is_killed():
-    command, environ = [sys.executable, "-c", KILLED], {**os.environ, "PYTHONPATH": str(Path.cwd())}
+@pytest.mark.parametrize("first", ["", "started.wait_until_ready(deadline.PrepareDeadline())"])
+def test_it_ends_without_a_word_when_its_server_is_killed(first):
+    command = [sys.executable, "-c", KILLED.format(first)]
+    environ = {**os.environ, "PYTHONPATH": str(Path.cwd())}
     ended = subprocess.run(command, check=False, capture_output=True, timeout=300, env=environ)
     assert (ended.returncode, ended.stderr) == (-signal.SIGKILL, b"")
 

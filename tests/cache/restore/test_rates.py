@@ -117,3 +117,20 @@ def test_what_seemed_too_slow_to_load_is_tried_again():
     for _ in range(400):
         rates.declined_load()
     assert rates.load_bytes_per_s > 1e9
+
+
+class DisturbedSeconds(float):
+    """While they are looked at, the engine measures another slice."""
+
+    def __sub__(self, other):
+        self.costs.add(64, 0, 0.1)
+        return float(self) - other
+
+
+def test_costs_are_read_while_the_engine_adds_to_them():
+    costs = SliceCosts([(64, 0, 0.1)])
+    seconds = DisturbedSeconds(0.1)
+    seconds.costs = costs
+    costs.add(64, 0, seconds)
+    assert costs.seconds(64) == 0.1
+    assert len(costs.slices) > 2, "it was disturbed"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -47,7 +46,7 @@ class SliceCosts:
     """
 
     def __init__(self, slices: Iterable[Sequence[float]] = ()) -> None:
-        self._latest: dict[int, deque[TimedSlice]] = {}  # by power of two
+        self._latest: dict[int, tuple[TimedSlice, ...]] = {}  # by power of two
         self._numbers = count()
         self._curve: list[CurvePoint] | None = None  # None: not drawn
         self._context_s = 0.0
@@ -72,8 +71,11 @@ class SliceCosts:
         return round(log2(n_tokens)) in self._latest
 
     def add(self, n_tokens: int, context: int, seconds: float) -> None:
-        latest = self._latest.setdefault(round(log2(n_tokens)), deque(maxlen=LATEST))
-        latest.append(TimedSlice(n_tokens, context, seconds, next(self._numbers)))
+        """On the engine's thread; others, which look at costs meanwhile, keep what they have."""
+        power = round(log2(n_tokens))
+        timed = TimedSlice(n_tokens, context, seconds, next(self._numbers))
+        latest = (*self._latest.get(power, ()), timed)[-LATEST:]
+        self._latest = {**self._latest, power: latest}
         self._curve = None
 
     def seconds(self, n_tokens: int, context: int = 0) -> float:
@@ -90,11 +92,12 @@ class SliceCosts:
         return without_context + self._context_s * n_tokens * before
 
     def _drawn(self) -> list[CurvePoint]:
-        if self._curve is None:
+        curve = self._curve
+        if curve is None:
             self._context_s = _context_s(self._latest.values())
             points = [_point(latest, self._context_s) for latest in self._latest.values()]
-            self._curve = _corrected(sorted(points))
-        return self._curve
+            self._curve = curve = _corrected(sorted(points))
+        return curve
 
 
 def _context_s(groups: Iterable[Iterable[TimedSlice]]) -> float:

@@ -128,7 +128,8 @@ def _serve(control: socket.socket, tools: Any) -> None:
     signal.set_wakeup_fd(wake.fileno())
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: _end(children))
-    control.send(READY)
+    with suppress(BrokenPipeError):  # the parent is gone: there will be nothing to read
+        control.send(READY)
     while True:
         ready, _, _ = select.select([control, woken], [], [])
         if woken in ready:
