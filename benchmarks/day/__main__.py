@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def command(self) -> str:
-        words = [f"--model {self.model} --shape {self.shape}"] * bool(self.shape)
+        words = [f"--model {self.model}", *[f"--shape {self.shape}"] * bool(self.shape)]
         words += [f"--scale {self.scale}", f"--turns {self.turns}", f"--samples {self.samples}"]
         words += ["--one-by-one"] * self.one_by_one + [f"--only {name}" for name in self.only]
         words += [f"--rival {each.partition('=')[0]}=…" for each in self.rivals]
