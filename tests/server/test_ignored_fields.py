@@ -204,7 +204,6 @@ def test_what_has_no_effect_beside_the_rest_is_named(path, fields, named):
     [
         ("stop_token_ids", [7], []),
         ("min_tokens", 5, 0),
-        ("ignore_eos", True, False),
         ("bad_words", ["no"], None),
         ("chat_template", "{{ messages }}", ""),
         ("documents", [{"text": "An oak."}], []),

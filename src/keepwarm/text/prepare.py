@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -210,6 +210,9 @@ class Preparer:
         sampling = request.sampling
         if _forbids_calls(request):
             sampling = _without_calls(sampling, self.markup)
+        if sampling.ignore_eos:
+            known = (token for token in self._stop_tokens if token < self._n_vocab)
+            sampling = _forbid(sampling, known)
         return PreparedRequest(
             request,
             prompt,
@@ -454,8 +457,11 @@ def _forbids_calls(request: Request) -> bool:
 def _without_calls(sampling: Sampling, markup: Markup) -> Sampling:
     """Forbid the token that starts a call; where the start is text, a grammar does."""
     start = markup.tokenizer.get_added_vocab().get(markup.tool_format.start)
-    forbidden = {} if start is None else {start: -100.0}
-    return replace(sampling, logit_bias={**sampling.logit_bias, **forbidden})
+    return sampling if start is None else _forbid(sampling, [start])
+
+
+def _forbid(sampling: Sampling, tokens: Iterable[int]) -> Sampling:
+    return replace(sampling, logit_bias={**sampling.logit_bias, **dict.fromkeys(tokens, -100.0)})
 
 
 class LatestAnswers:

@@ -52,6 +52,7 @@ class Sampling:
     seed: int | None = None  # None: a random one
     top_logprobs: int | None = None  # None: no logprobs; 0: the chosen token's only
     stop: tuple[str, ...] = ()  # stop strings; the answer ends before the first that matches
+    ignore_eos: bool = False  # tokens that end an answer are not drawn
 
 
 @dataclass(frozen=True)

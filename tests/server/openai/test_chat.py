@@ -110,6 +110,13 @@ def test_logit_bias_and_top_p_of_zero_decide_the_token(live, client):
     assert likeliest.choices[0].message == ask(client, max_tokens=4).choices[0].message
 
 
+def test_ignore_eos_goes_on_up_to_the_limit(live, client):
+    ends = dict.fromkeys(map(str, live.host.engine.model.tokenizer.eos_token_ids), 100)
+    assert ask(client, logit_bias=ends, max_tokens=5).choices[0].finish_reason == "stop"
+    answer = ask(client, logit_bias=ends, max_tokens=5, extra_body={"ignore_eos": True})
+    assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 5)
+
+
 def test_choices_stream_beside_each_other():
     encoder = ChatStream(META, 2, True, None)
     events = [

@@ -246,6 +246,7 @@ def _sampling(body: MessagesRequest) -> Sampling:
         top_p=body.top_p,
         top_k=body.top_k,
         repetition_penalty=body.repetition_penalty,
+        ignore_eos=bool(body.ignore_eos),
         stop=tuple(filter(None, body.stop_sequences or ())),
     )
 

@@ -28,7 +28,6 @@ class UnsupportedFields(JsonInput):
 
     stop_token_ids: Refused = None
     min_tokens: Refused = None
-    ignore_eos: Refused = None
     bad_words: Refused = None
     chat_template: Refused = None
     documents: Refused = None
@@ -47,6 +46,9 @@ class SamplingFields(JsonInput):
     top_p: TopP | None = None
     repetition_penalty: float | None = Field(
         default=None, gt=0, le=10, validation_alias=REPETITION_PENALTY
+    )
+    ignore_eos: bool | None = Field(
+        default=None, description="The answer goes on up to its limit, as benchmarks want it."
     )
 
 

@@ -52,6 +52,7 @@ def sampling_of(
         temperature=body.temperature,
         top_p=body.top_p,
         repetition_penalty=body.repetition_penalty,
+        ignore_eos=bool(body.ignore_eos),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         top_logprobs=top_logprobs,
