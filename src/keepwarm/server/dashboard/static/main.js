@@ -84,6 +84,7 @@ function showAgents(data) {
 
 function choose(value) {
   hours = value;
+  saved.text = ""; // the same figures are drawn otherwise
   refresh();
 }
 
