@@ -12,20 +12,12 @@ from keepwarm import kv
 from keepwarm.cache.restore.records import block_of, records_of
 from keepwarm.errors import BadRecord, CacheMismatch, CorruptBlock
 from keepwarm.kv import slices
-from keepwarm.kv.assembly import (
-    PIECE_BYTES,
-    Assembly,
-    Destination,
-    DeviceRows,
-    Staging,
-    create_cache_from_state,
-)
+from keepwarm.kv.assembly import PIECE_BYTES, Destination, DeviceRows, Staging
 from keepwarm.kv.buffers import FileArray, HostArray
-from keepwarm.kv.kinds import Kind
-from keepwarm.kv.layout import LayerSpec, Layout, TensorSpec
+from keepwarm.kv.layout import TensorSpec
 from keepwarm.kv.slabs import Place, SlabArray, aligned
 from keepwarm.kv.slices import cut_blocks, offload_blocks
-from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, chain
+from keepwarm.prefix.blocks import Namespace, chain
 from keepwarm.records.record import Part, ReadBuffer, encode_record
 from keepwarm.store.memory import MemoryTier
 from tests.kit.models import CACHE_KINDS
@@ -321,28 +313,3 @@ def assembled(layout, n_tokens, records, pool):
         assembly.add(block_of(record))
         assembly.advance(is_complete=False)
     return assembly.finish()
-
-
-@pytest.mark.parametrize("n_first", [1, 4])
-@pytest.mark.parametrize("staged", [False, True])
-def test_first_blocks_may_come_from_caches_that_have_computed_them(staged, n_first, pool):
-    n_tokens = 5 * BLOCK_TOKENS + 100
-    keys, values = (rows_of(n_tokens, seed).to_mx() for seed in (1, 2))
-    layout = Layout((LayerSpec("0", Kind.DELTA, "KVCache", {}, {"keys": SPEC, "values": SPEC}),))
-    assembly = Assembly(layout, n_tokens, pool if staged else None)
-    late = assembly._leaves["0"].buffers["keys"]
-    for block in cut_blocks([create_cache_from_state(keys, values)], first_block=n_first):
-        rows = {
-            name: HostArray(np.array(array), array.dtype) for name, array in block.delta.items()
-        }
-        assembly.add(replace(block, delta=rows))
-    n_computed = n_first * BLOCK_TOKENS
-    first = create_cache_from_state(keys[..., :n_computed, :], values[..., :n_computed, :])
-    assembly.put_first([first], n_first)
-    if not staged:
-        late.write(0, rows_of(n_computed, 3))  # by a thread that nobody waited for
-    (restored,) = assembly.finish()
-    assert restored.offset == n_tokens
-    assert mx.array_equal(restored.keys[..., :n_tokens, :], keys)
-    assert mx.array_equal(restored.values[..., :n_tokens, :], values)
-    assert not np.asarray(restored.keys)[..., n_tokens:, :].any()

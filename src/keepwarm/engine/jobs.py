@@ -27,7 +27,6 @@ from keepwarm.engine.answer import Answer
 from keepwarm.engine.batch import Row
 from keepwarm.engine.drafts import DRAFT_COUNTS, Proposal, RowDrafts
 from keepwarm.engine.lane import Lane, WarmPrefix
-from keepwarm.engine.meeting import Meeting
 from keepwarm.engine.prefill import Clock, Prefill
 from keepwarm.engine.sampling import Sampler
 from keepwarm.errors import KeepwarmError, TimedOut
@@ -241,7 +240,6 @@ class Job:
     first_token: float | None = None
     last_token: float | None = None
     loading: Loading | None = None  # blocks that are loaded while other requests run
-    meeting: Meeting | None = None  # blocks that are loaded while it is prefilled
     waits_for: PrefillTask | None = None
     wait_until: int = 0  # tokens that `waits_for` must have prefilled
     n_uncached: int | None = None  # tokens that were not cached at the first look-up
@@ -428,11 +426,9 @@ class Job:
         """Give back its memory lease and stop loading blocks."""
         if self.loading is not None:
             self.loading.abandon()
-        if self.meeting is not None:
-            self.meeting.abandon()
         if self.lease is not None:
             self.lease.release()
-        self.loading = self.meeting = self.lease = None
+        self.loading = self.lease = None
 
     def _call_on_end(self, error: KeepwarmError | None) -> None:
         """If the callback fails, the answer ends all the same."""
@@ -478,7 +474,7 @@ def make_receipt(job: Job, warm: WarmPrefix, load_s: float) -> Receipt:
     return Receipt(
         prompt_tokens=n_tokens,
         reused=warm.reused,
-        recomputed=n_tokens - sum(warm.reused.values()),
+        recomputed=n_tokens - n_known,
         saved_ms=None if took_s is None else _ms(max(0.0, took_s - load_s)),
         inexact=job.lane.inexact(n_known, n_tokens),
         lossy_tokens=warm.n_lossy or None,

@@ -45,7 +45,6 @@ class WarmPrefix(NamedTuple):
     n_kept: int  # tokens that this lane already stores, and that need not be put again
     fault: Fault | None = None  # why more, which was planned, could not be restored
     n_lossy: int = 0  # tokens that were rounded at rest
-    behind: Loading | None = None  # goes on loading, from the back, while the front is computed
 
 
 @dataclass
@@ -151,26 +150,17 @@ class Lane:
         try:
             return self.restorer.begin(tokens, policy, self._n_least(tokens), others_wait=True)
         except Exception:
-            log_failure()
+            _log_failure()
             return None
 
     def restore(
-        self,
-        tokens: list[int],
-        policy: Policy,
-        loading: Loading | None = None,
-        may_meet: bool = False,
+        self, tokens: list[int], policy: Policy, loading: Loading | None = None
     ) -> WarmPrefix:
         """The longest known prefix of a prompt; empty caches if none is known.
 
-        `loading` is what `begin_loading` returned for this prompt; `may_meet`: a slow load need not
-        be waited for.
+        `loading` is what `begin_loading` returned for this prompt.
         """
-        try:
-            found = self._restore(tokens, policy, loading, may_meet)
-        except Exception:  # a restore that fails counts as a miss
-            log_failure()
-            found = self._cold("error")
+        found = self._restore_or_fail(tokens, policy, loading) if policy.reads else self._cold()
         if self.exact_lane is None or found.n_tokens:
             return found
         policy = Policy.READ_ONLY if policy.reads else policy  # its live caches stay
@@ -192,7 +182,7 @@ class Lane:
         try:
             copied = copy_without(caches, n_excess)
         except Exception:
-            log_failure()
+            _log_failure()
             return None
         n_kept = self.restorer.n_saved(tokens, policy)
         n_lossy = min(n_lossy, len(tokens))
@@ -239,21 +229,22 @@ class Lane:
     def _cold(self, fault: Fault | None = None) -> WarmPrefix:
         return WarmPrefix(self.make_caches(), 0, {}, 0, fault)
 
-    def _restore(
-        self, tokens: list[int], policy: Policy, loading: Loading | None, may_meet: bool
+    def _restore_or_fail(
+        self, tokens: list[int], policy: Policy, loading: Loading | None = None
     ) -> WarmPrefix:
-        if not policy.reads:
-            return self._cold()
+        """A restore that fails counts as a miss."""
+        try:
+            return self._restore(tokens, policy, loading)
+        except Exception:
+            _log_failure()
+            return self._cold("error")
+
+    def _restore(self, tokens: list[int], policy: Policy, loading: Loading | None) -> WarmPrefix:
         n_live = self._n_least(tokens)
-        # Until both have met there are caches twice: a lease has that, for the batch to be joined.
-        may_meet = may_meet and not n_live and self.options.kv_bits is None and self.can_batch
-        may_meet = may_meet and self.restorer.reader.slabs is None  # not measured on CUDA yet
         if loading is not None and loading.in_background and self._is_stale(loading):
             loading.abandon()
             loading = None
-        loading = loading or self.restorer.begin(tokens, policy, n_live, may_meet=may_meet)
-        if may_meet and loading is not None and self.restorer.is_slow(loading):
-            return self._cold()._replace(behind=loading)
+        loading = loading or self.restorer.begin(tokens, policy, beyond=n_live)
         stored = EMPTY
         if loading is not None and loading.point.n_tokens > n_live:
             stored = self.restorer.finish(loading, beyond=n_live)
@@ -278,7 +269,7 @@ class Lane:
         return n_known >= loading.point.n_tokens + MIN_SHARED_TOKENS
 
 
-def log_failure() -> None:
+def _log_failure() -> None:
     LOG.exception("a restore failed; the prompt is prefilled")
 
 

@@ -29,7 +29,6 @@ from keepwarm.engine.batch import Batch
 from keepwarm.engine.drafts import BatchSize, DraftGate
 from keepwarm.engine.jobs import Job, JobStatus, PrefillTask, RunningSequence, make_receipt
 from keepwarm.engine.lane import MIN_SHARED_TOKENS, Lane, WarmPrefix
-from keepwarm.engine.meeting import Meeting
 from keepwarm.engine.padding import RowSharing
 from keepwarm.engine.prefill import Clock, SliceSizer, Stopwatch
 from keepwarm.engine.sampling import PromptScores
@@ -251,43 +250,21 @@ class Intake:
         """Restore the known prefix and send the receipt; the task prefills the rest."""
         watch = Stopwatch(self._clock)
         loading, job.loading = job.loading, None
-        copied, policy = None if loading else _copied(job, tasks), job.request.policy
-        warm = copied or job.lane.restore(job.tokens, policy, loading, may_meet=True)
+        copied = None if loading else _copied(job, tasks)
+        warm = copied or job.lane.restore(job.tokens, job.request.policy, loading)
         load_s = max(watch.seconds(), loading.seconds if loading else 0.0)
+        job.restored = self._clock()
+        job.lane.restorer.failures.add(warm.fault)
         job.times = job.lane.prefill_times(job.tokens, warm.n_tokens)
+        job.receipt = make_receipt(job, warm, load_s)
         job.sequences = [RunningSequence(job, choice) for choice in range(job.n_answers)]
-        if warm.behind is None:
-            self._tell(job, warm, load_s)
+        job.answer.put(Started(job.receipt))
+        job.on_start(job)
         job.advance(JobStatus.PREFILLING)
         task = PrefillTask.open(job, job.tokens, warm, job.sequences, self._clock)
-        if warm.behind is not None:
-            job.meeting = Meeting(job.lane, warm.behind, task.prefill)
         if job.request.score_prompt:
             task.prefill.scores = PromptScores(job.tokens[0], job.request.sampling.top_logprobs)
         return task
-
-    def _tell(self, job: Job, warm: WarmPrefix, load_s: float) -> None:
-        """Send the receipt."""
-        job.restored = self._clock()
-        job.lane.restorer.failures.add(warm.fault)
-        job.receipt = make_receipt(job, warm, load_s)
-        job.answer.put(Started(job.receipt))
-        job.on_start(job)
-
-    def meet(self, task: PrefillTask) -> None:
-        """Go on behind what is loaded, once it is computed up to there."""
-        job, prefill = task.job, task.prefill
-        warm = job.meeting.join() if job.meeting is not None else None
-        if warm is None:
-            return
-        job.meeting = None
-        if warm.n_tokens > prefill.n_done:
-            known = job.tokens[: warm.n_tokens]
-            times = job.lane.prefill_times(job.tokens, warm.n_tokens)
-            job.times.add(warm.n_tokens, times.seconds(prefill.n_done, warm.n_tokens))
-            prefill.caches, prefill.n_done = warm.caches, warm.n_tokens
-            task.capture.start_at(job.lane.restorer.n_saved(known, job.request.policy))
-        self._tell(job, warm, self._clock() - (job.admitted or job.arrived))
 
     def restart(self, sequence: RunningSequence) -> PrefillTask:
         """Restore a sequence whose batch failed, from its blocks."""
@@ -538,8 +515,6 @@ class Scheduler:
                 *(task.lane, n_done, len(task.tokens) - n_done),
                 is_awaited=others_ended_s < NEXT_REQUEST_S,
             )
-            if task.job.meeting is not None:
-                n_tokens = min(n_tokens, task.job.meeting.most_tokens)
         return Schedule(started, task, n_tokens, len(self.rows), trial)
 
     def run(self, schedule: Schedule) -> StepResult:
@@ -644,7 +619,6 @@ class Scheduler:
             self._fail(task.job, error)
             return
         self._count_slice(task, n_before, watch.seconds() - prefill.waited_s)
-        self._intake.meet(task)
         if logits is not None:
             self._end_prefill(task)
             task.job.prefilled = task.job.prefilled or self._clock()

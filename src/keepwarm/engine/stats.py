@@ -130,6 +130,6 @@ def _state(job: Job, error: KeepwarmError | None) -> RequestState:
         return "cancelled"
     if job.ended:
         return "done" if error is None else "failed"
-    if job.is_waiting:
+    if job.receipt is None:
         return "waiting"
     return "prefilling" if job.first_token is None else "decoding"

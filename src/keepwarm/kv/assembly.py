@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from keepwarm.errors import CorruptBlock
@@ -22,8 +21,8 @@ from keepwarm.kv.buffers import (
     uninitialized_arrays,
     word_of,
 )
-from keepwarm.kv.codec import LAYER_ARRAYS, EncodedCache, Tensors, decode, rows_in_order
-from keepwarm.kv.kinds import Cache, Caches, Kind, leaves
+from keepwarm.kv.codec import LAYER_ARRAYS, EncodedCache, decode
+from keepwarm.kv.kinds import Cache, Caches, Kind
 from keepwarm.kv.layout import ROWS, LayerSpec, Layout, TensorSpec
 from keepwarm.kv.rounded import RoundedArray, dequantized
 from keepwarm.kv.slabs import Place, Slab, SlabArray, SlabPlan, SlabPool, aligned
@@ -44,23 +43,14 @@ class RowBuffer:
     def __init__(self, spec: TensorSpec, n_rows: int, writable: WritableArray) -> None:
         self.spec = spec
         self._n_rows = n_rows
-        self.array, memory = writable  # complete once all rows are written
-        self._memory: np.ndarray[Any, Any] | None = memory  # None: nothing more is to be written
+        self.array, self._memory = writable  # complete once all rows are written
 
     def write(self, at: int, rows: Rows) -> None:
-        if (memory := self._memory) is None:
-            return
         host = rows if isinstance(rows, HostArray) else HostArray(host_view(rows), rows.dtype)
         end = at + rows.shape[ROWS]
-        host.write_to(memory[..., at:end, :])
+        host.write_to(self._memory[..., at:end, :])
         if end == self._n_rows:  # zero the spare rows: the memory is uninitialized
-            memory[..., end:, :] = 0
-
-    def put_first(self, rows: mx.array) -> None:
-        """In a new array: a thread may still be writing the same rows of this one."""
-        others = self.array[..., rows.shape[ROWS] :, :]
-        self.array, self._memory = mx.concatenate([rows, others], axis=ROWS), None
-        mx.eval(self.array)
+            self._memory[..., end:, :] = 0
 
 
 class RowAllocation(NamedTuple):
@@ -110,9 +100,6 @@ class DeviceRows:
             self._staging.add(self, at, rows)
         else:
             self.array[..., at : at + rows.shape[ROWS], :] = rows
-
-    def put_first(self, rows: mx.array) -> None:
-        self.write(0, rows)
 
 
 class Destination(NamedTuple):
@@ -301,11 +288,6 @@ class _LayerAssembly:
         elif block.delta:
             self._add_rows(block, block.delta, first_row=0)
 
-    def put_first(self, rows: Tensors, n_blocks: int) -> None:
-        for name in self.leaf.tensors:
-            self.buffers[name].put_first(rows[name][..., : n_blocks * BLOCK_TOKENS, :])
-        self.filled_blocks.update(range(n_blocks))
-
     def _add_rows(self, block: Block, tensors: Mapping[str, Rows], first_row: int) -> None:
         held = block.start + first_row
         start, end = max(block.start, self.first), min(block.end, self.n_tokens)
@@ -465,15 +447,6 @@ class Assembly:
         if self._staging is not None:
             self._staging.copy(is_complete)
         return self._staging is None or self._staging.is_empty
-
-    def put_first(self, caches: Caches, n_blocks: int) -> None:
-        """Take the first blocks, rows alone, from caches that have computed them; whoever is still
-        adding one of them is not waited for.
-        """
-        while not self.advance(is_complete=True):
-            continue
-        for path, cache in leaves(caches):
-            self._leaves[path].put_first(rows_in_order(cache), n_blocks)
 
     def abandon(self) -> None:
         """Before its slabs go back to the pool: another engine may write them on its own stream."""

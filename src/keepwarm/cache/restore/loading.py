@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import compress, takewhile
+from itertools import compress
 from time import perf_counter
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
@@ -114,27 +114,10 @@ class PendingReads:
             future.cancel()
         self.prefetch_slots.release(self._n_records)  # wake the prefetch threads
 
-    @property
-    def n_done(self) -> int:
-        return sum(map(Future.done, self.futures))
-
-    @property
-    def n_first(self) -> int:
-        """How many are done before the first that is not."""
-        return sum(1 for _ in takewhile(Future.done, self.futures))
-
-    def wait_for_one(self, timeout_s: float) -> None:
-        wait([one for one in self.futures if not one.done()], timeout_s, FIRST_COMPLETED)
-
-    def outcome(
-        self, meanwhile: Callable[[], object] = lambda: None, n_needed: int | None = None
-    ) -> ReadOutcome:
-        """Wait for all reads, or the first `n_needed`; `meanwhile` is called after each."""
+    def outcome(self, meanwhile: Callable[[], object] = lambda: None) -> ReadOutcome:
+        """Wait for all reads; `meanwhile` is called after each."""
         tiers = []
-        needed = self.futures[:n_needed]
-        for future in self.futures[len(needed) :]:
-            future.cancel()
-        for future in needed:
+        for future in self.futures:
             tiers.append(future.result())
             meanwhile()
         # It refers to what holds these reads: without that cycle, rows are freed with the caches.
@@ -309,7 +292,6 @@ class Loading:
         self.point = point
         self.in_background = in_background
         self._packed = pack(tokens[: point.n_tokens])
-        self.began = perf_counter()
         self.seconds = 0.0  # from first to last read, and for assembling; not waiting for `finish`
         self._reader = reader
         self._saver = saver
@@ -345,35 +327,9 @@ class Loading:
     def keys(self) -> list[BlockKey]:
         return [read.key for read in self.point.reads]
 
-    @property
-    def read_from(self) -> int:
-        """The token from which on all is read, where there are only rows."""
-        n_left = len(self.point.reads) - self._reads.n_first
-        return min(n_left * BLOCK_TOKENS, self.point.n_tokens)
-
-    def is_slow(self, limit_s: float) -> bool:
-        """Wait until all is in place; True as soon as it is certain to take longer than this."""
-        n_reads = len(self.point.reads)
-        while not self.advance():
-            n_begun = self._reads.n_done + self._reader.n_threads
-            left_s = self.began + limit_s * n_begun / n_reads - perf_counter()
-            if left_s <= 0:
-                return True
-            self._reads.wait_for_one(left_s)
-        return False
-
-    def is_read(self, start: int, timeout_s: float) -> bool:
-        """Whether all from a token on is read, now or in this time."""
-        until = perf_counter() + timeout_s
-        while self.read_from > start and perf_counter() < until:
-            self._reads.wait_for_one(until - perf_counter())
-        return self.read_from <= start
-
-    def finish(self, computed: Caches | None = None, n_computed: int = 0) -> LoadResult:
-        """Wait for it; the first blocks, which others have `computed`, are not waited for."""
-        n_needed = len(self.point.reads) - n_computed
+    def finish(self) -> LoadResult:
         try:
-            outcome = self._reads.outcome(lambda: self._assembly.advance(False), n_needed)
+            outcome = self._reads.outcome(lambda: self._assembly.advance(False))
         except Exception:
             self.abandon()
             raise
@@ -381,9 +337,6 @@ class Loading:
             return LoadResult(None, outcome.missed, outcome.fault)
         began = perf_counter()
         try:
-            if computed is not None:
-                self._reads.stop()
-                self._assembly.put_first(computed, n_computed)
             caches = self._assembly.finish()
         except CorruptBlock as error:
             faulty = [read for read in self.point.reads if read.number == error.block]
@@ -391,7 +344,7 @@ class Loading:
             return LoadResult(None, {read.key for read in faulty} or set(self.keys), "layout")
         self.seconds = self._last_read - self._first_read + perf_counter() - began
         n_lossy = sum(map(self._n_tokens, self._lossy))
-        by_tier = self._by_tier(outcome.tiers, self.point.n_tokens - n_computed * BLOCK_TOKENS)
+        by_tier = self._by_tier(outcome.tiers)
         restored = RestoredPrefix(caches, self.point.n_tokens, by_tier, n_lossy=n_lossy)
         return LoadResult(restored, set())
 
@@ -415,15 +368,15 @@ class Loading:
             if CODEC in record.header.extra:
                 self._lossy.add(read.number)
 
-    def _by_tier(self, tiers: Sequence[str], n_tokens: int) -> dict[str, int]:
+    def _by_tier(self, tiers: Sequence[str]) -> dict[str, int]:
         """Each block counts for the tier of its last record, which has its rows, if any has."""
         numbers = [read.number for read in self.point.reads]
-        by_number = dict(zip(numbers[: len(tiers)], tiers, strict=True))
+        by_number = dict(zip(numbers, tiers, strict=True))
         counts: Counter[str] = Counter()
         for number, tier in by_number.items():
             counts[tier] += self._n_tokens(number)
         # Blocks before a window or a state that no layer had to read count for the last tier.
-        counts[tiers[-1]] += n_tokens - counts.total()
+        counts[tiers[-1]] += self.point.n_tokens - counts.total()
         return dict(counts)
 
     def _n_tokens(self, number: int) -> int:

@@ -74,7 +74,7 @@ class Read(NamedTuple):
 
 class Point(NamedTuple):
     """A prefix of `n_tokens` and the records that restore it, those first that are the most likely
-    to be missing: windows and states, then rows from the last block to the first.
+    to be missing.
     """
 
     n_tokens: int
@@ -198,7 +198,7 @@ def _reads(needs: Needs, blocks: KnownBlocks, candidate: Candidate) -> tuple[Rea
         if known is None or Part.STATE not in known.parts:
             return None
         reads.append(Read(key, Part.STATE, windowed.stop - 1))
-    return (*reads, *reversed(rows))
+    return (*reads, *rows)
 
 
 def _windows_held(needs: Needs, blocks: KnownBlocks, candidate: Candidate, windowed: range) -> bool:

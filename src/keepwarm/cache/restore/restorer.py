@@ -171,11 +171,8 @@ def _growing() -> Iterable[int]:
 
 
 SMALL_LOAD_S = 0.02
-SLOW_LOAD_S = 0.1  # a shorter load is never too slow
 MIN_READ_S = 0.05  # that a load from other machines may always take
 MIN_LOAD_SHARE = 0.1  # that a load may always take: on a busy machine no plan is exact
-MEETING_SHARE = 9  # computing and loading at once saves a tenth if neither is 9 times slower
-MIN_MEETING_BLOCKS = 8  # fewer are on their way at once
 WORTH_SAVING = 32  # tokens that a place spares after a restart: less is not worth its records
 
 
@@ -194,14 +191,11 @@ class Plan:
     def n_tokens(self) -> int:
         return self.point.n_tokens
 
-    def is_worth_loading(self, beyond: int = 0, patience: float = 1.0) -> bool:
-        """Whether loading is no slower than computing the tokens after the first `beyond`, or by
-        no more than this factor.
-        """
+    def is_worth_loading(self, beyond: int = 0) -> bool:
+        """Whether loading is no slower than computing the tokens after the first `beyond`."""
         # Below this the measurement is noise, and computing wears the machine more.
         load_s = 0.0 if self.load_s < SMALL_LOAD_S else self.load_s
-        computing_s = self.rates.prefill_s(beyond, self.n_tokens)
-        return self.n_tokens > beyond and load_s <= patience * computing_s
+        return self.n_tokens > beyond and load_s <= self.rates.prefill_s(beyond, self.n_tokens)
 
     def deadline(self, clock: Callable[[], float] = time.monotonic) -> CallDeadline | None:
         """For what machines share: twice the planned time, or a tenth of computing it, but no
@@ -463,20 +457,17 @@ class Restorer:
         *,
         others_wait: bool = False,
         only_here: bool = False,
-        may_meet: bool = False,
     ) -> Loading | None:
         """Start loading the stored blocks of a prompt; None if that is not worth it.
 
-        Where `others_wait`, a long load runs in background; `only_here`: from this machine alone;
-        `may_meet`: the prompt may be computed at the same time.
+        Where `others_wait`, a long load runs in background; `only_here`: from this machine alone.
         """
         if not policy.reads:
             return None
         plan = self.plan(tokens, without, only_here)
         for tier in plan.declined:
             tier.declined()
-        patience = MEETING_SHARE if may_meet and self.can_meet(plan.point) else 1.0
-        if not plan.is_worth_loading(beyond, patience):
+        if not plan.is_worth_loading(beyond):
             if plan.n_tokens > beyond:
                 self.rates.declined_load()
             return None
@@ -514,22 +505,6 @@ class Restorer:
                 loading.tokens, Policy.READ_ONLY, beyond, missed, only_here=current.is_late
             )
         return EMPTY._replace(fault=fault)
-
-    def can_meet(self, point: Point) -> bool:
-        """Whether a prompt can be computed from its front while these records are loaded from the
-        back: rows alone, and as they were computed.
-        """
-        is_exact = not self.needs.points and self.at_rest is None
-        return is_exact and len(point.reads) >= MIN_MEETING_BLOCKS
-
-    def is_slow(self, loading: Loading) -> bool:
-        """Whether computing beside a load saves a tenth, by its expected time; else wait for it, as
-        long as it may not.
-        """
-        point = loading.point
-        limit_s = max(SLOW_LOAD_S, self.rates.prefill_s(0, point.n_tokens) / MEETING_SHARE)
-        expected_s = point.n_bytes / self.rates.load_bytes_per_s
-        return self.can_meet(point) and (expected_s > limit_s or loading.is_slow(limit_s))
 
     def touch(self, tokens: Sequence[int], keys: Collection[BlockKey] = ()) -> None:
         """Note a use of these tokens: of their last block, and of all that it follows.
