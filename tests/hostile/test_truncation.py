@@ -4,7 +4,7 @@ never on the event loop."""
 import asyncio
 import threading
 import tracemalloc
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 
 from starlette.requests import Request as HttpRequest
@@ -83,8 +83,9 @@ class ShortHost:
 @contextmanager
 def slot_of_a_short_body():
     with prepare_threads() as threads:
+        permit = SimpleNamespace(working=nullcontext)
         watcher = SimpleNamespace(cancel=lambda: None)
-        yield PrepareSlot(PrepareDeadline(60), threads, None, watcher, is_long=False)
+        yield PrepareSlot(PrepareDeadline(60), threads, permit, watcher, is_long=False)
 
 
 def test_a_short_body_shortens_a_long_history_off_the_event_loop():
