@@ -61,6 +61,16 @@ def test_what_a_running_prompt_will_have_is_in_no_tier():
     assert (forest.n_blocks, forest.left_out) == (4, 0)
 
 
+def test_what_running_prompts_will_have_takes_the_room_of_nothing_stored():
+    other = tokens_of(6 * BLOCK_TOKENS, seed=2)
+    forest = build_forest({"disk": blocks(COMMON)}, [], [agent("", other).head], max_blocks=4)
+    assert {(run.n_blocks, run.tiers) for run in forest.runs} == {
+        (4, frozenset({"disk"})),
+        (4, frozenset()),
+    }
+    assert forest.left_out == 0
+
+
 def test_a_fork_splits_and_says_who_shares():
     """The common part is there once, and is both agents'."""
     a, b = prompt(1), prompt(2, 3)

@@ -75,17 +75,17 @@ def build_forest(
     max_blocks: int = MAX_BLOCKS,
 ) -> Forest:
     """The forest of all blocks in these tiers, labelled with these agents, and of those that these
-    prompts will have."""
+    prompts will have; at most `max_blocks` of each."""
     everything = _nodes(tiers)
-    n_stored = len(everything)
+    planned: dict[BlockKey, Node] = {}
     for prompt in prompts:
-        _plan(everything, prompt)
-    nodes = _latest(everything, max_blocks)
+        _plan(planned, everything, prompt)
+    nodes = _latest(everything, max_blocks) | _latest(planned, max_blocks)
     ends = _add_agents(nodes, agents)
     _pin_ancestors(nodes)
     runs = tuple(_runs(nodes, ends))
     n_blocks = sum(1 for node in nodes.values() if node.tiers)
-    return Forest(runs, n_blocks, n_stored - n_blocks)
+    return Forest(runs, n_blocks, len(everything) - n_blocks)
 
 
 def _nodes(tiers: Mapping[str, Iterable[StoredBlock]]) -> dict[BlockKey, Node]:
@@ -97,14 +97,14 @@ def _nodes(tiers: Mapping[str, Iterable[StoredBlock]]) -> dict[BlockKey, Node]:
     return nodes
 
 
-def _plan(nodes: dict[BlockKey, Node], prompt: Branch) -> None:
-    """Adds the whole blocks that are in no tier yet; an open one will be another."""
+def _plan(planned: dict[BlockKey, Node], stored: Mapping[BlockKey, Node], prompt: Branch) -> None:
+    """Adds its whole blocks, also those that are in no tier yet; an open one will be another."""
     for number, (key, parent, n_tokens) in enumerate(prompt.sized_blocks):
         if n_tokens == BLOCK_TOKENS:
             block = StoredBlock(
                 key, parent, prompt.namespace, number, n_tokens, {}, time.time(), pinned=False
             )
-            nodes.setdefault(key, Node(block, used=block.used))
+            planned.setdefault(key, stored.get(key) or Node(block, used=block.used))
 
 
 def _latest(nodes: Mapping[BlockKey, Node], max_blocks: int) -> dict[BlockKey, Node]:

@@ -273,13 +273,14 @@ class Engine:
         """Requests that wait or run."""
         return [record_of(job) for job in self._client_jobs]
 
-    def prompts(self) -> dict[int, Branch]:
-        """The prompts of those requests, by their numbers."""
+    def prompts(self, may_see: Callable[[str], bool]) -> dict[int, Branch]:
+        """The prompts of those requests, by their numbers, of tenants that the caller may see."""
         return {
             job.number: Branch.of(
                 job.lane.restorer.namespace, job.tokens, model=job.lane.model.name
             )
             for job in self._client_jobs
+            if may_see(job.request.tenant)
         }
 
     def cancel(self, number: int) -> bool:

@@ -111,6 +111,7 @@ def record_of(job: Job, error: KeepwarmError | None = None) -> RequestRecord:
         usage=job.done().usage if is_done and job.receipt else None,
         is_later_turn=job.is_later_turn,
         asks_for_reuse=job.n_answers > 0 and job.request.policy.reads,
+        is_stored=job.request.policy.writes,
         error="" if error is None else str(error),
         status=None if error is None else error.status,
         ended=time.time() if job.ended else None,

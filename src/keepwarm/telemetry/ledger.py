@@ -58,6 +58,7 @@ COUNTS = (
     "keeping_ms",  # of the engine's thread
 )
 MINUTES_KEPT = 24 * 60
+MAX_TITLES = 10_000
 LATENCY = "ttft_"
 CLASSES_PER_DOUBLING = 4  # a percentile is at most 9 % off
 MIN_MS = 1.0
@@ -83,6 +84,7 @@ class RequestRecord:
     usage: Usage | None = None
     is_later_turn: bool = False
     asks_for_reuse: bool = True  # not an embedding, a warm-up, or one that reads nothing
+    is_stored: bool = True  # what it computes
     error: str = ""
     status: int | None = None  # of HTTP, of one that failed
     ended: float | None = None  # seconds since the epoch
@@ -293,6 +295,8 @@ class Ledger:
         with self._lock:
             if n_forgotten == self._n_forgotten:
                 self._titles[agent] = version, title
+                if len(self._titles) > MAX_TITLES:
+                    del self._titles[next(iter(self._titles))]
         return title
 
     def forget_texts(self) -> None:

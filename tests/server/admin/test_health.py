@@ -30,7 +30,8 @@ def test_it_lives_and_is_ready(live):
 
 
 def test_it_tells_which_kernels_are_still_compiled_in_idle_time(live, monkeypatch):
-    trials = SimpleNamespace(n_left=2, n_all=5)
+    steps = {"run": lambda: (step for step in ()), "save": lambda: None}
+    trials = SimpleNamespace(n_left=2, n_all=5, **steps)
     monkeypatch.setattr(live.host.engine, "idle_work", [trials])
     assert live.get("/health/ready").json() == {"status": "ok", "kernels": "3 of 5"}
     trials.n_left = 0

@@ -199,6 +199,13 @@ def test_a_running_request_is_in_the_forest(serving):
         assert found["runs"][0]["agents"] == [0, 1]
         assert end["parent"] is not None
         assert show(live, "forest", **B)["requests"] == []
+        again, _ = started(live, "new", A, LONG + "And then. " * 60)
+        wait_until(lambda: len(show(live, "now", **A)["running"]) == 2)
+        found = show(live, "forest", **A)
+        names = [found["agents"][each["agent"]]["id"] for each in found["requests"]]
+        assert names == ["new", f"#{found['requests'][1]['number']}"]
+        live.post(f"/v1/dashboard/requests/{found['requests'][1]['number']}/cancel", {}, **A)
+        again.join(300)
         number = show(live, "now", **A)["running"][0]["number"]
         assert number == request["number"]
         live.post(f"/v1/dashboard/requests/{number}/cancel", {}, **A)

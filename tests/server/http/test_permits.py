@@ -13,11 +13,14 @@ from anyio.to_thread import current_default_thread_limiter
 
 from keepwarm import config
 from keepwarm.errors import Stopping
+from keepwarm.server.http import permits
 from keepwarm.server.http.keys import ApiKeys
 from keepwarm.server.http.limits import Limits
 from keepwarm.server.http.permits import (
     LONG_BODY,
     MANAGEMENT_THREADS,
+    MAX_REST_S,
+    REST,
     FairSemaphore,
     PrepareLimiter,
     PrepareSlot,
@@ -112,6 +115,109 @@ def test_a_key_that_rests_gets_no_permit_and_keeps_no_other_waiting():
         resting.cancel()
 
     run(scenario)
+
+
+class EarlyLoop(asyncio.SelectorEventLoop):
+    """Its timers are a little early by its own clock, as where that is rounded."""
+
+    def call_at(self, when, callback, *arguments, context=None):
+        return super().call_at(when - 0.01, callback, *arguments, context=context)
+
+
+def test_a_rest_ends_with_its_timer_whatever_the_clock_says():
+    async def scenario():
+        semaphore = FairSemaphore(at_once=1, each=1, rests=lambda _: True)
+        await semaphore.acquire("a")
+        semaphore.release("a", 0.05 / REST)
+        await asyncio.wait_for(semaphore.acquire("a"), 10)
+
+    with asyncio.Runner(loop_factory=EarlyLoop) as runner:
+        runner.run(scenario())
+
+
+def test_rests_do_not_add_up_without_end(monkeypatch):
+    monkeypatch.setattr(permits, "MAX_REST_S", 0.05)
+
+    async def scenario():
+        semaphore = FairSemaphore(at_once=2, each=2, rests=lambda _: True)
+        for _ in range(2):
+            await semaphore.acquire("a")
+        for _ in range(2):
+            semaphore.release("a", 1e6)
+        await asyncio.wait_for(semaphore.acquire("a"), 10)
+
+    run(scenario)
+
+
+def test_a_rest_ends_with_its_reason_for_all_that_wait():
+    async def scenario():
+        rests = {"a"}
+        semaphore = FairSemaphore(at_once=4, each=2, rests=rests.__contains__)
+        await semaphore.acquire("a")
+        semaphore.release("a", 1e6)
+        waiting = [asyncio.create_task(semaphore.acquire("a")) for _ in range(3)]
+        await let_others_run()
+        assert not any(task.done() for task in waiting)
+        rests.clear()
+        semaphore.deal()
+        await let_others_run()
+        assert [task.done() for task in waiting] == [True, True, False]
+        waiting[2].cancel()
+
+    run(scenario)
+
+
+def test_a_permit_that_is_paused_does_not_rest_before_it_goes_on():
+    async def scenario():
+        semaphore = FairSemaphore(at_once=1, each=1, rests=lambda _: True)
+        async with semaphore.permit("a") as permit:
+            permit.worked_s = 1e6
+            async with asyncio.timeout(1), permit.paused():
+                pass
+            assert permit.worked_s == 1e6
+
+    run(scenario)
+
+
+def test_a_key_rests_no_longer_once_the_other_has_its_answer():
+    async def scenario():
+        may_end = asyncio.Event()
+
+        async def app(scope, receive, send):
+            if scope["state"]["owner"] == "other":
+                await may_end.wait()
+            else:
+                scope["state"]["slot"]._permit.worked_s = 1e6
+            await answer(scope, receive, send)
+
+        limiter = PrepareLimiter(app, config.load({}), prepare_threads())
+        ask = partial(ask_as, limiter)
+        other = asyncio.create_task(ask("other"))
+        await let_others_run()
+        await ask("a")
+        resting = asyncio.create_task(ask("a"))
+        await let_others_run()
+        assert not resting.done()
+        may_end.set()
+        await other
+        await asyncio.wait_for(resting, MAX_REST_S / 2)
+
+    run(scenario)
+
+
+async def ask_as(limiter, owner):
+    """A long body of this key; returns when it has been answered."""
+
+    async def send(message):
+        pass
+
+    bodies = [{"type": "http.request", "body": b" " * (LONG_BODY + 1), "more_body": False}]
+
+    async def receive():
+        return bodies.pop() if bodies else await asyncio.Event().wait()
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "state": {"owner": owner}}
+    await limiter(scope, receive, send)
 
 
 # Requests that are cancelled

@@ -291,6 +291,43 @@ def test_only_what_the_operator_allowed_is_loaded(several, big, small, tmp_path)
         assert refused.status_code == 422
 
 
+ADMIN = {"Authorization": "Bearer admin"}
+
+
+def pin(live, name, pinned=True):
+    return live.post("/v1/admin/load", {"model": name, "pinned": pinned}, **ADMIN)
+
+
+def test_a_pin_replaces_no_model(several, big, small):
+    """Neither of one that no request has named yet, nor of one that is unknown."""
+    with several(f"big={big}", on_demand="/*", admin_key="admin") as live:
+        assert pin(live, str(small)).json()["model"] == str(small)
+        assert loaded(live) == ["big", str(small)]
+        assert live.models.known(str(small)).pinned
+        assert not live.models.default.pinned
+        assert pin(live, "org/name").status_code == 404
+        assert loaded(live) == ["big", str(small)]
+
+
+def test_a_pin_loads_the_first_again_and_an_unpin_nothing(several, big):
+    """It is in the dashboard although no request may use it."""
+    with several(f"big={big}", f"grand={big}", admin_key="admin") as live:
+        assert live.post("/v1/admin/unload", {}, **ADMIN).status_code == 200
+        shown = live.get("/v1/dashboard/models", **ADMIN).json()["data"]
+        assert [(one["name"], one["loaded"], one["offered"]) for one in shown] == [
+            ("big", False, False),
+            ("grand", False, False),
+        ]
+        assert pin(live, "grand", pinned=False).json()["model"] is None
+        assert loaded(live) == []
+        assert pin(live, "grand").json()["model"] == "grand"
+        assert live.models.default.names == ["big", "grand"]
+        assert live.post("/v1/admin/unload", {}, **ADMIN).status_code == 200
+        assert live.post("/v1/admin/load", {"model": "big"}, **ADMIN).status_code == 200
+        chat(live, "grand")
+        assert loaded(live) == ["big"]
+
+
 def test_an_unused_one_is_unloaded(several, big, small):
     with several(f"big={big}", f"small={small}", model_ttl_s=1e6, pinned_models="big") as live:
         slots = live.models.slots

@@ -19,7 +19,7 @@ from keepwarm.config import Settings
 from keepwarm.errors import Busy, KeepwarmError, UnknownModel
 from keepwarm.models.catalog import find, locate, read_config
 from keepwarm.server.http.body import JsonInput, api_router
-from keepwarm.server.models.models import Models
+from keepwarm.server.models.models import Models, plain
 from keepwarm.server.models.slots import Slot
 
 MAX_DRAIN_S = 3600.0
@@ -42,7 +42,7 @@ class NamedUnloadBody(UnloadBody):
 class LoadBody(UnloadBody):
     model: str = Field(min_length=1, description="Built-in name, or hub id of a downloaded model.")
     pinned: bool | None = Field(
-        default=None, description="Whether it stays loaded; if given, a loaded one is not replaced."
+        default=None, description="Whether it stays loaded; if given, no model is replaced."
     )
 
 
@@ -68,21 +68,28 @@ class ResidentModel:
         self._settings = settings
 
     def load(self, name: str, drain_s: float | None, pinned: bool | None = None) -> ResidentOut:
-        """Load one of the server's models; any other replaces the first one.
+        """Load one of the server's models; any other replaces the first one, unless it is pinned.
 
         If that cannot be loaded, the previous one is loaded again.
         """
-        default = self._models.default
         with self._exclusive():
-            slot = self._models.known(name) or default
-            stays = pinned is not None and name in slot.names and slot.host.loaded is not None
-            if slot is default and not stays:
-                out = self._replace(self._locate(name), drain_s)
-            else:
-                self._load(slot)
-                out = _out(name, None)
-            slot.pinned = slot.pinned if pinned is None else pinned
-            return out
+            if pinned is not None:
+                return self._pin(name, pinned)
+            slot = self._models.known(name)
+            if slot is None or (slot is self._models.default and slot.host.loaded is not None):
+                return self._replace(self._locate(name), drain_s)
+            self._load(slot)
+            return _out(name, None)
+
+    def _pin(self, name: str, pinned: bool) -> ResidentOut:
+        """A pinned one is loaded, beside the others."""
+        slot = self._models.known(name) or self._models.find_on_demand(plain(name))
+        if slot is None:
+            raise self._models.unknown(name)
+        if pinned:
+            self._load(slot)
+        slot.pinned = pinned
+        return _out(name if slot.host.loaded else None, None)
 
     def unload(self, drain_s: float | None, name: str | None = None) -> ResidentOut:
         """Free a model, the first one by default; its blocks stay on disk."""

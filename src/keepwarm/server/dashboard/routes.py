@@ -18,7 +18,7 @@ from dataclasses import MISSING, fields, replace
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse
@@ -448,7 +448,8 @@ def forest_out(models: Models, viewer: Viewer) -> JsonObject:
     heads = _running_heads(models, viewer)
     agents = _with_heads((a for a in store.on_disk.agents.all() if owners.sees(a)), heads)
     visible = {name: owners.visible(blocks) for name, blocks in store.blocks().items()}
-    forest = build_forest(visible, agents, [head for _, head in heads.values()])
+    planned = [head.prompt for head in heads.values() if head.is_stored]
+    forest = build_forest(visible, agents, planned)
     positions = {agent.id: position for position, agent in enumerate(agents)}
     rows = {run.key: row for row, run in enumerate(forest.runs)}
     named = [
@@ -465,7 +466,7 @@ def forest_out(models: Models, viewer: Viewer) -> JsonObject:
         "agents": named,
         "runs": [_run(run, rows, positions) for run in forest.runs],
         "requests": [
-            {"number": number, "agent": positions[agent]} for number, (agent, _) in heads.items()
+            {"number": number, "agent": positions[head.name]} for number, head in heads.items()
         ],
         "blocks": forest.n_blocks,
         "omitted_blocks": forest.left_out,
@@ -473,20 +474,33 @@ def forest_out(models: Models, viewer: Viewer) -> JsonObject:
     }
 
 
-def _running_heads(models: Models, viewer: Viewer) -> dict[int, tuple[str, Branch]]:
-    """By number of request: its agent, and its prompt."""
-    prompts = {number: head for each in models.engines for number, head in each.prompts().items()}
-    return {
-        entry.number: (entry.agent or f"#{entry.number}", prompts[entry.number])
-        for entry in _running(models)
-        if entry.number in prompts and viewer.may_see(entry.tenant)
-    }
+class RunningHead(NamedTuple):
+    """Where a running request ends."""
+
+    name: str  # of its agent, or its number if it has none, or none of its own
+    prompt: Branch
+    is_stored: bool
 
 
-def _with_heads(agents: Iterable[Agent], heads: dict[int, tuple[str, Branch]]) -> list[Agent]:
+def _running_heads(models: Models, viewer: Viewer) -> dict[int, RunningHead]:
+    """By number of request."""
+    prompts: dict[int, Branch] = {}
+    for engine in models.engines:
+        prompts |= engine.prompts(viewer.may_see)
+    heads: dict[int, RunningHead] = {}
+    agents: set[str | None] = {None}
+    for entry in _running(models):
+        if entry.number in prompts:
+            own = f"#{entry.number}" if entry.agent in agents else str(entry.agent)
+            heads[entry.number] = RunningHead(own, prompts[entry.number], entry.is_stored)
+            agents.add(entry.agent)
+    return heads
+
+
+def _with_heads(agents: Iterable[Agent], heads: dict[int, RunningHead]) -> list[Agent]:
     """An agent with a running request ends where the prompt does; its own end is a side."""
     found = {agent.id: agent for agent in agents}
-    for name, head in heads.values():
+    for name, head, _ in heads.values():
         known = found.get(name)
         sides = known.branches if known else ()
         found[name] = replace(known or Agent(name, head), head=head, sides=sides)
@@ -544,7 +558,7 @@ def show_models(
     limit = settings.weights_bytes or most_weights()
     return {
         "object": "dashboard.models",
-        "data": [_model(models, listed) for listed in models.listed()],
+        "data": [_model(models, listed) for listed in models.all_listed()],
         "weights": _budget("weights", weights, limit) if viewer.may_see_totals else None,
         "pulling": pulls.so_far(),
         "machine_bytes": machine.n_bytes,
@@ -561,6 +575,7 @@ def _model(models: Models, listed: ListedModel) -> JsonObject:
         "name": listed.name,
         "loaded": listed.is_loaded,
         "loading": slot.host.progress if slot and slot.host.is_loading else None,
+        "offered": slot is None or slot.is_offered,
         "pinned": slot is not None and slot.pinned,
         "n_bytes": slot.n_bytes if slot else 0,
         "file_bytes": ModelFacts.of(models, listed).size,

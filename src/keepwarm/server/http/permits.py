@@ -2,14 +2,13 @@
 
 A slot begins when the body has come and ends when the engine has the request. In it the body is
 parsed and checked, and the prompt is rendered and tokenised. Short bodies do not wait for long
-ones. Beside requests of other keys, a key rests after a long body: all share one interpreter. A
-client that goes away ends its slot.
+ones. Beside requests of other keys, a key rests after a long body, a few seconds at most: all share
+one interpreter. A client that goes away ends its slot.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import re
 import time
@@ -36,6 +35,7 @@ T = TypeVar("T")
 
 LONG_BODY = 64 << 10  # bytes
 REST = 3  # times as long as a long body has kept the interpreter, beside other keys' requests
+MAX_REST_S = 2.0
 MANAGEMENT_THREADS, MANAGEMENT_OF_ONE_KEY = 16, 2  # these share one interpreter with all answers
 UNMANAGED = UNTIMED | {METRICS_PATH, "/v1/cache/verify"}
 PATHS = frozenset(
@@ -58,7 +58,8 @@ OF_AGENT = re.compile(r"/v1/agents/[^/]+/((chat/)?completions|(v1/)?messages|com
 class FairSemaphore:
     """At most `at_once` permits at a time, `each` of one key; waiting keys take turns.
 
-    A key rests after its work if `rests` says so. For one event loop.
+    A key rests after its work while `rests` says so; when that changes, call `deal`. For one event
+    loop.
     """
 
     def __init__(
@@ -98,35 +99,47 @@ class FairSemaphore:
             del self._held[owner]
         if worked_s and self._rests(owner):
             self._rest(owner, REST * worked_s)
-        self._deal()
+        self.deal()
 
     def _rest(self, owner: str, seconds: float) -> None:
         """Also after the rest that it has before it, if it had several permits."""
         loop = asyncio.get_running_loop()
-        self._resting[owner] = max(self._resting.get(owner, 0.0), loop.time()) + seconds
-        loop.call_at(self._resting[owner], self._end_rest, owner)
+        now = loop.time()
+        until = min(max(self._resting.get(owner, 0.0), now) + seconds, now + MAX_REST_S)
+        self._resting[owner] = until
+        loop.call_at(until, self._end_rest, owner, until)
 
-    def _end_rest(self, owner: str) -> None:
-        if self._resting.get(owner, math.inf) <= asyncio.get_running_loop().time():
+    def _end_rest(self, owner: str, until: float) -> None:
+        """Unless it rests longer by now. The clock is not asked: a timer may be early."""
+        if self._resting.get(owner) == until:
             del self._resting[owner]
-        self._deal()
+            self.deal()
 
     def _may_start(self, owner: str) -> bool:
         has_room = self._held.total() < self._at_once and self._held[owner] < self._each
-        return has_room and owner not in self._resting
+        return has_room and not (owner in self._resting and self._rests(owner))
 
-    def _deal(self) -> None:
+    def deal(self) -> None:
         """Start what may start; a key that has got a permit goes to the end of the line."""
-        for owner in list(self._waiting):
-            line = self._waiting[owner]
-            while line and line[0].cancelled():
-                line.popleft()
-            if line and self._may_start(owner):
-                self._held[owner] += 1
-                line.popleft().set_result(None)
-                self._waiting.move_to_end(owner)
-            if not line:
-                del self._waiting[owner]
+        has_started = True
+        while has_started:
+            has_started = False
+            for owner in list(self._waiting):
+                has_started |= self._start_next(owner)
+
+    def _start_next(self, owner: str) -> bool:
+        """The next of one key; False if none may start."""
+        line = self._waiting[owner]
+        while line and line[0].cancelled():
+            line.popleft()
+        may_start = bool(line) and self._may_start(owner)
+        if may_start:
+            self._held[owner] += 1
+            line.popleft().set_result(None)
+            self._waiting.move_to_end(owner)
+        if not line:
+            del self._waiting[owner]
+        return may_start
 
 
 class Permit:
@@ -183,10 +196,12 @@ class Permit:
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """Released inside; after an error it stays so."""
+        """Released inside; after an error it stays so. Its work counts when it ends."""
+        worked_s, self.worked_s = self.worked_s, 0.0
         self.release()
         yield
         await self._acquire()
+        self.worked_s += worked_s
 
 
 class ReportedAnswer(Protocol):
@@ -323,7 +338,7 @@ class PrepareLimiter:
         permit = (self._long if is_long else self._short).permit(owner)
         async with _watched(receive) as watcher, AsyncExitStack() as held:
             self._asking[owner] += 1
-            held.callback(self._asking.subtract, [owner])
+            held.callback(self._end_asking, owner)
             if not await self._entered(held, permit, watcher):
                 return
             deadline = PrepareDeadline(self._timeout_s)
@@ -335,8 +350,14 @@ class PrepareLimiter:
                 answer = self._app(scope, _replay(body, receive), send)
                 await (permit.counted(answer) if is_long else answer)
 
+    def _end_asking(self, owner: str) -> None:
+        self._asking[owner] -= 1
+        if not self._asking[owner]:
+            del self._asking[owner]
+            self._long.deal()  # another key may be alone now, and need not rest
+
     def _is_beside_others(self, owner: str) -> bool:
-        return any(n for other, n in self._asking.items() if other != owner)
+        return any(other != owner for other in self._asking)
 
     async def _entered(
         self, held: AsyncExitStack, permit: Permit, watcher: asyncio.Task[None]

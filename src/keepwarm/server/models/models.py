@@ -41,6 +41,7 @@ from keepwarm.telemetry.ledger import Ledger
 from keepwarm.text.sampling_rules import DrawRules, default_rules
 
 if TYPE_CHECKING:
+    from keepwarm.cache.restore.forgetting import Deletions
     from keepwarm.cache.restore.writing import WriteStats
     from keepwarm.cache.store import Store
     from keepwarm.engine.engine import Engine
@@ -186,6 +187,7 @@ class Models:
         store = engine.store if store is None and engine else store
         if store is not None:
             store.limit(AgentLimits.of(settings))
+            store.add_forget(self._forget_texts)
         self.slots = Slots(settings, store, self.ledger)
         self.slots.on_close = self._note_closed
         self.default = Slot(first, [first.name], settings.model)
@@ -255,7 +257,7 @@ class Models:
         found = self.known(name)
         short = plain(name or "")
         if found is None and self.on_demand.allows(short):
-            found = await on_thread(self._find_on_demand, short)
+            found = await on_thread(self.find_on_demand, short)
         if found is None and name is not None:
             if to_embed:
                 found = await on_thread(self._only_embedder)
@@ -282,6 +284,10 @@ class Models:
         """What requests may name, the default first. Reads files."""
         if not self.ready:
             _ = self.engine  # says why, as while the server starts
+        yield from self.all_listed()
+
+    def all_listed(self) -> Iterator[ListedModel]:
+        """The same, also while none of them is offered."""
         names = []
         for slot in list(self.slots.all):
             names += slot.names
@@ -320,7 +326,8 @@ class Models:
             raise BadInput(f"{slot.host.name} is pinned and stays loaded; see pinned_models.")
         self.slots.keep(slot, seconds)
 
-    def _find_on_demand(self, name: str) -> Slot | None:
+    def find_on_demand(self, name: str) -> Slot | None:
+        """The slot of a model that requests may load, added if need be. Reads files."""
         path = self.on_demand.find(name)
         if path is None:
             return None
@@ -404,6 +411,10 @@ class Models:
             tiers, counters = self.store.tier_stats(), self.ledger.counters()
             found = [replace(self._last, tiers=tiers, counters=counters)]
         return add_up(found or [self.engine.stats()])
+
+    def _forget_texts(self, deletions: Deletions) -> None:  # noqa: ARG002
+        """Also while no model is loaded."""
+        self.ledger.forget_texts()
 
     def _note_closed(self, engine: Engine) -> None:
         stats = engine.stats()

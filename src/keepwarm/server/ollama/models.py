@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import math
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -74,17 +75,23 @@ class ModelFacts(NamedTuple):
 
     @property
     def modified_at(self) -> str:
-        when = max((file.stat().st_mtime for file in self.files), default=self.listed.created)
+        when = max((found.st_mtime for _, found in self._here()), default=self.listed.created)
         return _iso(when)
 
     @property
     def size(self) -> int:
-        return sum(file.stat().st_size for file in self.files)
+        return sum(found.st_size for _, found in self._here())
+
+    def _here(self) -> Iterator[tuple[Path, os.stat_result]]:
+        """The files, without those that were deleted meanwhile."""
+        for file in self.files:
+            with suppress(FileNotFoundError):
+                yield file, file.stat()
 
     @property
     def digest(self) -> str:
         parts = [json.dumps(self.config, sort_keys=True, default=str)]
-        parts += [f"{file.name} {file.stat().st_size}" for file in self.files]
+        parts += [f"{file.name} {found.st_size}" for file, found in self._here()]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     @property

@@ -33,6 +33,13 @@ export async function post(path, body = {}, method = "POST") {
   return (await ask(path, { method, headers, body: JSON.stringify(body) })).json();
 }
 
+// The last line of an answer that comes in lines of JSON.
+export async function last(path, body) {
+  const headers = { "Content-Type": "application/json" };
+  const answer = await ask(path, { method: "POST", headers, body: JSON.stringify(body) });
+  return JSON.parse((await answer.text()).trim().split("\n").at(-1));
+}
+
 export const patch = (path, body) => post(path, body, "PATCH");
 
 // The lines of an event stream as they come.

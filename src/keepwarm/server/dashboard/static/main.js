@@ -127,7 +127,7 @@ async function beat() {
   if (await load(first) && !document.hidden) await Promise.all(VIEWS[view].filter(isDue).map(load));
   for (const each of VIEWS[view]) if (each.data !== null && isOld(each)) draw(each);
   beating = false;
-  timer = setTimeout(beat, refused ? PAUSE : view === "forest" && forest.isGrowing() ? GROWING : busy || models.isBusy() ? BUSY : unchanged < MANY ? IDLE : LONG_IDLE);
+  timer = setTimeout(beat, refused ? PAUSE : view === "forest" && forest.isGrowing() ? GROWING : busy || (view === "models" && models.isBusy()) ? BUSY : unchanged < MANY ? IDLE : LONG_IDLE);
   if (VIEWS[view].some((each) => each.revision === null && (sums || !each.sums))) setTimeout(beat, 0);
 }
 
@@ -136,7 +136,7 @@ function isDue(each) {
   const age = (performance.now() - each.asked) / SECOND;
   const least = MODEST * each.took;
   if (each.urgent() && age >= least) return true;
-  return each.revision === null || age >= each.most || (each.revision !== revision && age >= Math.max(least, each.least));
+  return each.revision === null || age >= Math.max(least, each.most) || (each.revision !== revision && age >= Math.max(least, each.least));
 }
 
 async function load(each) {

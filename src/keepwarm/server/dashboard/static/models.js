@@ -1,6 +1,6 @@
 // Which models are loaded and what they take, loading and unloading them, and which ones fit.
 
-import { post } from "./api.js";
+import { Failed, last, post } from "./api.js";
 import { byId, h, hide, put, say, table } from "./dom.js";
 import { bytes, count, modelName, plural, seconds } from "./format.js";
 import { meter } from "./now.js";
@@ -52,7 +52,7 @@ const named = (name) => h("span", { class: "agent" }, h("strong", { title: name 
   name.includes("/") ? h("span", { class: "quiet", title: name }, name) : "");
 
 function row(model) {
-  const { name, loaded, loading, pinned, n_bytes: weights, file_bytes: files, n_context: context, idle_s: idle } = model;
+  const { name, loaded, loading, offered, pinned, n_bytes: weights, file_bytes: files, n_context: context, idle_s: idle } = model;
   const until = loaded && idle !== null ? h("span", { class: "quiet" }, `unloaded in ${seconds(idle)} if idle`) : "";
   return [
     [named(name), pinned ? h("span", { class: "badge" }, "pinned") : ""],
@@ -60,7 +60,7 @@ function row(model) {
     loaded ? bytes(weights) : h("span", { class: "quiet" }, files ? `${bytes(files)} on disk` : "–"),
     context === null ? "–" : count(context),
     h("div", { class: "actions" },
-      loaded ? button("Unload", name, !state.manages, () => unload(name)) : button("Load", name, Boolean(loading), () => load(name)),
+      loaded ? button("Unload", name, !state.manages, () => unload(name)) : button("Load", name, Boolean(loading) || !(offered || state.admin), () => load(name)),
       button(pinned ? "Unpin" : "Pin", name, !state.admin, () => post("/v1/admin/load", { model: name, pinned: !pinned }))),
   ];
 }
@@ -75,7 +75,11 @@ function button(verb, name, disabled, act) {
   return h("button", { type: "button", "aria-label": `${verb} ${name}`, disabled: disabledNow, onclick: () => run(name, act) }, verb);
 }
 
-const load = (name) => post("/api/generate", { model: name });
+// One that the operator unloaded is loaded for no request.
+function load(name) {
+  const { offered } = state.data.data.find((model) => model.name === name);
+  return post(offered ? "/api/generate" : "/v1/admin/load", { model: name });
+}
 
 async function unload(name) {
   await post("/api/generate", { model: name, keep_alive: 0 });
@@ -84,18 +88,25 @@ async function unload(name) {
 
 // Its progress is in what the server tells everybody, so that it is seen after a reload too.
 async function pull(name) {
-  await post("/api/pull", { model: name, stream: false });
+  const { error } = await last("/api/pull", { model: name, stream: true });
+  if (error) throw new Failed(error);
   say(`${name} is on this machine.`);
 }
 
 async function run(name, act) {
   state.under.add(name);
-  changed();
+  redraw();
   try {
     await act();
   } catch (error) {
     say(error.message);
   }
   state.under.delete(name);
+  redraw();
+}
+
+// At once: if the same data comes again, nothing is drawn, and the buttons would stay as they are.
+function redraw() {
+  if (state.data) show(state.data);
   changed();
 }

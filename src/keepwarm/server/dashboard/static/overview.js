@@ -35,9 +35,9 @@ export const hoursSince = ({ started }) => Math.max(1, Math.min(24, Math.ceil((D
 
 export function show(saved, chosen, choose, needsKey) {
   choice("hours", HOURS, chosen, choose);
-  put("saved-tiles", tiles(saved));
   const { hours } = saved;
   const points = saved.points.filter(({ at }) => chosen !== SINCE || at + 60 * hours > saved.started);
+  put("saved-tiles", tiles({ ...saved, points }));
   const isNew = saved.hit_rate === null && !points.some(answers);
   put("first-request", isNew ? card({ title: "Send a first request", notes: [] }, first(needsKey)) : "");
   for (const part of document.querySelectorAll("#overview .halves")) hide(part, isNew);
