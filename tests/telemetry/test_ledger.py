@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from keepwarm.telemetry.ledger import Ledger, RequestRecord
+from keepwarm.telemetry.ledger import MAX_TITLES, Ledger, RequestRecord
 from keepwarm.telemetry.misses import MissCandidate
 from keepwarm.text.request import Receipt, Request, Sampling, Usage
 from tests.kit.engines import ask, engine_on
@@ -118,6 +118,14 @@ def test_texts_forgotten_during_the_comparison_are_not_shown(monkeypatch):
     found = module.find_miss
     monkeypatch.setattr(module, "find_miss", compare)
     assert ledger.misses() == []
+
+
+def test_the_oldest_titles_are_read_again():
+    ledger = Ledger()
+    for number in range(MAX_TITLES + 1):
+        ledger.title_of(str(number), 1, lambda: "old")
+    assert ledger.title_of("1", 1, lambda: "new") == "old"
+    assert ledger.title_of("0", 1, lambda: "new") == "new"
 
 
 # In an engine.

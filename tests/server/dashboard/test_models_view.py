@@ -66,7 +66,7 @@ def test_a_model_is_pinned_unloaded_and_loaded(page):
     unpin.click()
     page.get_by_role("button", name="Pin tiny", exact=True).wait_for()
     page.get_by_role("button", name="Unload tiny").click()
-    page.get_by_text("not loaded").wait_for()
+    page.get_by_text("not loaded", exact=True).wait_for()
     page.get_by_role("button", name="Load tiny", exact=True).click()
     page.get_by_role("button", name="Unload tiny").wait_for()
 

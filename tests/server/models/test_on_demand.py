@@ -358,3 +358,13 @@ def test_it_still_answers_when_all_are_unloaded(several, big):
         assert live.get("/v1/models").json()["data"][0]["context_length"] == 16384
         assert 'keepwarm_answers_total{outcome="finished"} 1.0' in live.get("/metrics").text
         assert chat(live, "big")["keepwarm"]["recomputed"] == 1
+
+
+def test_texts_are_forgotten_while_all_are_unloaded(several, big):
+    with several(f"big={big}", admin_key="admin") as live:
+        chat(live, "big", keepwarm={"agent": "sleeper"})
+        assert live.post("/v1/admin/unload", {}, **ADMIN).status_code == 200
+        ledger = live.models.ledger
+        ledger.title_of("sleeper", 1, lambda: "What it was asked")
+        assert live.models.store.forget("sleeper") > 0
+        assert ledger.title_of("sleeper", 1, lambda: "") == ""
