@@ -19,7 +19,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -39,6 +39,7 @@ from benchmarks.requests.targets import (
     error_line,
     keepwarm_server,
     mlx_lm_server,
+    unwound_by_signals,
 )
 from keepwarm import blas
 from keepwarm.errors import KeepwarmError
@@ -216,7 +217,7 @@ def flipped(visits: Sequence[Visit]) -> None:
     after = answers(visits)
     for each in visits:
         _compare(each, "flipped", after, before)
-        each.found.get("flipped", {})["files"] = n_files[each.name]
+        each.found.get("flipped", {})["files"] = n_files.get(each.name, 0)
 
 
 def changed(visits: Sequence[Visit]) -> None:
@@ -316,7 +317,8 @@ class RivalServer(ServerProcess):
     def kill(self) -> None:
         """With its children, which some servers have for the model."""
         if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended
+                os.killpg(self._process.pid, signal.SIGKILL)
         super().kill()
 
 
@@ -418,10 +420,11 @@ def main() -> None:
     sizes = replace(SIZES, samples=asked.samples)
     today = datetime.now(UTC).date().isoformat()
     results = {"date": today, "model": Path(asked.model).name, "machine": describe_machine()}
-    for found in measure(names, asked.folder, Path(asked.model), sizes):
-        results["servers"] = found
-        if asked.json is not None:
-            asked.json.write_text(json.dumps(results, indent=1) + "\n")
+    with unwound_by_signals():
+        for found in measure(names, asked.folder, Path(asked.model), sizes):
+            results["servers"] = found
+            if asked.json is not None:
+                asked.json.write_text(json.dumps(results, indent=1) + "\n")
     print(table(results))
 
 

@@ -40,7 +40,12 @@ from benchmarks.requests.measure import describe_machine
 from benchmarks.requests.prompts import system, user, with_answer
 from benchmarks.requests.run import QUICK, Sizes, WorkloadRun, ask_together
 from benchmarks.requests.suite import run_factory
-from benchmarks.requests.targets import ServerProcess, keepwarm_server, mlx_lm_server
+from benchmarks.requests.targets import (
+    ServerProcess,
+    keepwarm_server,
+    mlx_lm_server,
+    unwound_by_signals,
+)
 from benchmarks.requests.workloads.streams import ENDLESS
 from benchmarks.requests.workloads.turns import RESTARTED, after_restart, long_conversation
 from benchmarks.shapes import config_of, write_checkpoint
@@ -303,11 +308,12 @@ def main() -> None:
         "machine": describe_machine(),
         "seconds": {},
     }
-    for name, found in measure(names, asked.model, asked.shape, sizes):
-        show(found)
-        report["seconds"][name] = found
-        if asked.json is not None:  # after each: a time limit loses one only
-            asked.json.write_text(json.dumps(report, indent=1) + "\n")
+    with unwound_by_signals():
+        for name, found in measure(names, asked.model, asked.shape, sizes):
+            show(found)
+            report["seconds"][name] = found
+            if asked.json is not None:  # after each: a time limit loses one only
+                asked.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

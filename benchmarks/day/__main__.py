@@ -25,7 +25,12 @@ from benchmarks.day.script import COMPACTED, LEAST_TURNS, TURNS, Day, Step
 from benchmarks.requests import files
 from benchmarks.requests.measure import describe_machine, release_memory
 from benchmarks.requests.prompts import PromptGenerator
-from benchmarks.requests.targets import ServerProcess, keepwarm_server, mlx_lm_server
+from benchmarks.requests.targets import (
+    ServerProcess,
+    keepwarm_server,
+    mlx_lm_server,
+    unwound_by_signals,
+)
 from benchmarks.shapes import write_checkpoint
 from keepwarm import config
 from keepwarm.cli.options import check_parents
@@ -33,6 +38,7 @@ from keepwarm.errors import BadInput, KeepwarmError
 
 Keep: TypeAlias = Callable[[Results], None]
 
+ROOT = Path(__file__).parents[2]
 ROOM = 2  # times the longest conversation: what JSON and templates add is not divided
 TIE, TIE_IN_HALF = 1e-3, 0.125  # of logprobs, in fp32 and in 16 bits
 
@@ -52,11 +58,22 @@ class Plan:
 
     @property
     def command(self) -> str:
-        words = [f"--model {self.model}", *[f"--shape {self.shape}"] * bool(self.shape)]
+        words = [
+            f"--model {_as_published(self.model)}",
+            *[f"--shape {self.shape}"] * bool(self.shape),
+        ]
         words += [f"--scale {self.scale}", f"--turns {self.turns}", f"--samples {self.samples}"]
         words += ["--one-by-one"] * self.one_by_one + [f"--only {name}" for name in self.only]
         words += [f"--rival {each.partition('=')[0]}=…" for each in self.rivals]
         return " ".join(["python -m benchmarks.day", *words])
+
+
+def _as_published(model: str) -> str:
+    """Without the folders of this machine."""
+    path = Path(model)
+    if not path.is_absolute():
+        return model
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
 def day(
@@ -136,7 +153,8 @@ def _run(plan: Plan, folder: Path, keep: Keep) -> None:
     }
 
     def note(cold: Sequence[ColdComparison] = ()) -> None:
-        servers = {host.server.name: host.as_json() for host in hosts if host.records}
+        begun = [host for host in hosts if host.records or host.failure]
+        servers = {host.server.name: host.as_json() for host in begun}
         keep({**known, "servers": servers, "cold": [asdict(each) for each in cold]})
 
     def show(line: str) -> None:
@@ -186,7 +204,8 @@ def _n_images(steps: Sequence[Step]) -> int:
 def main() -> None:
     """A KeepwarmError is one sentence with exit code 2."""
     try:
-        typer.run(day)
+        with unwound_by_signals():
+            typer.run(day)
     except KeepwarmError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

@@ -80,9 +80,11 @@ def recomputed(records: Sequence[RequestRecord]) -> float:
 
 def goals(results: Results) -> list[Goal]:
     records = requests_of(results, OURS)
-    n_errors = sum(bool(record.error) for record in records)
+    failed = bool(results["servers"][OURS]["failure"])
+    n_errors = sum(bool(record.error) for record in records) + failed
+    share = recomputed(records) if records else None
     return [
-        _at_most("prompt tokens computed ÷ new, whole day", recomputed(records), RECOMPUTED),
+        _at_most("prompt tokens computed ÷ new, whole day", share, RECOMPUTED),
         _beyond(records),
         _waiting(results),
         _restarted(records),
@@ -105,14 +107,16 @@ def _beyond(records: Sequence[RequestRecord]) -> Goal:
     above = sum(record.n_beyond > BEYOND for record in found)
     notes = f" ({above} of {len(found)} turns above)" if above else ""
     what = "most tokens computed beyond new on an ordinary turn"
-    return Goal(what, f"{most:,}{notes}", f"≤ {BEYOND}", most <= BEYOND)
+    holds = most <= BEYOND if found else None
+    return Goal(what, f"{most:,}{notes}" if found else "", f"≤ {BEYOND}", holds)
 
 
 def _waiting(results: Results) -> Goal:
     what = "total waiting ÷ mlx_lm.server's"
-    if THEIRS not in results["servers"]:
+    others = requests_of(results, THEIRS) if THEIRS in results["servers"] else []
+    pairs = list(zip(requests_of(results, OURS), others, strict=False))
+    if not pairs:
         return _at_most(what, None, WAITING)
-    pairs = list(zip(requests_of(results, OURS), requests_of(results, THEIRS), strict=False))
     ours, theirs = (waiting_s(side) for side in zip(*pairs, strict=True))
     n_ours = len(results["servers"][OURS]["requests"])
     notes = f", the first {len(pairs)} requests" if len(pairs) < n_ours else ""
@@ -134,7 +138,7 @@ def _restarted(records: Sequence[RequestRecord]) -> Goal:
 def _written(results: Results, records: Sequence[RequestRecord]) -> Goal:
     per_token, n_bytes = results["kv_bytes_per_token"], written_bytes(results, OURS)
     n_tokens = _sum_new(records) + sum(record.n_answer for record in records)
-    found = n_bytes / (per_token * n_tokens) if per_token else None
+    found = n_bytes / (per_token * n_tokens) if per_token and n_tokens else None
     notes = f" ({format_bytes(n_bytes)})"
     return _at_most("bytes written ÷ KV of new tokens", found, WRITTEN, notes)
 

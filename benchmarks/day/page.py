@@ -74,7 +74,7 @@ def _kinds(results: Results) -> Iterator[Sequence[str]]:
         name: {each.kind: each for each in by_kind(requests_of(results, name))}
         for name in results["servers"]
     }
-    for kind in next(iter(found.values())):
+    for kind in dict.fromkeys(kind for kinds in found.values() for kind in kinds):
         for name, kinds in found.items():
             if kind not in kinds:
                 continue

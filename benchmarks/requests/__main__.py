@@ -101,6 +101,7 @@ def _measure(
 ) -> Results:
     from benchmarks.requests import suite
     from benchmarks.requests.run import QUICK, Sizes
+    from benchmarks.requests.targets import unwound_by_signals
 
     sizes = QUICK if quick else Sizes()
     sizes = replace(sizes, samples=samples or sizes.samples)
@@ -112,7 +113,8 @@ def _measure(
         *(f"--target {one.split('=')[0]}" for one in wanted),
     ]
     words += ["--quick"] * quick + ([f"--samples {samples}"] if samples else [])
-    return suite.measure(names, wanted, name, sizes, " ".join(words))
+    with unwound_by_signals():
+        return suite.measure(names, wanted, name, sizes, " ".join(words))
 
 
 def _show_workloads() -> None:

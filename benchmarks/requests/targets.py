@@ -6,12 +6,13 @@ All started servers get the same model directory and the same BLAS.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -329,6 +330,20 @@ def make(wanted: str, model: Path, folder: Path) -> Target:
         f"{wanted!r} is not a target; give keepwarm, mlx-lm, engine or a URL such as "
         "http://127.0.0.1:8080/v1."
     )
+
+
+@contextmanager
+def unwound_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind a bench as Ctrl-C does, so that it ends its servers."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    unset = [n for n in numbers if signal.getsignal(n) is signal.SIG_DFL]  # `nohup` ignores
+    for number in unset:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        for number in unset:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def free_port() -> int:

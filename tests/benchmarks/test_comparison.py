@@ -69,8 +69,11 @@ def test_a_server_that_fails_has_no_further_part(visits):
 
     visits[0].attempt("a trial", fail)
     sample(visits, 0)
+    flipped(visits)
+    changed(visits)
     assert visits[0].found == {"version": "1", "samples": [{}], "failure": "a trial: Gone."}
     assert len(visits[1].found["samples"][0]) == 6
+    assert {"flipped", "weights"} <= visits[1].found.keys()
 
 
 def test_damage_and_other_weights_are_seen(visits):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from benchmarks.day import script
+from benchmarks.day.__main__ import ROOT, Plan
 from benchmarks.day.cold import judge, sample_positions
 from benchmarks.day.figures import goals, percentile
 from benchmarks.day.hosts import (
@@ -210,6 +211,26 @@ def test_a_run_that_was_cut_has_its_tables():
     cut["servers"]["keepwarm"]["hours"] = []
     assert [n for n, holds in enumerate(held(cut)) if holds is None] == [3, 5, 7]
     assert "0.25 (1.0 s, 4.0 s, the first 1 requests)" in tables(cut)
+
+
+@pytest.mark.parametrize("name", ["keepwarm", "mlx-lm"])
+def test_a_server_that_never_started_is_in_the_tables(name):
+    found = results([record()], [record(first_s=4.0)])
+    never = {"requests": [], "hours": [], "starts_s": [], "failure": "It does not start."}
+    found["servers"][name] |= never
+    shown = tables(found)
+    assert f"- {name}: It does not start." in shown
+    assert shown.count("| turn |") == 1
+    assert held(found)[2] is None
+    assert held(found)[6] is (name == "mlx-lm")
+
+
+def test_a_published_command_has_no_folders_of_the_machine(tmp_path):
+    models = {str(ROOT / "benchmarks" / "models"): "benchmarks/models", "smollm2": "smollm2"}
+    models[str(tmp_path / "mine")] = "mine"
+    for given, published in models.items():
+        plan = Plan(given, "", 8, 12, 4, False, [], [])
+        assert plan.command.startswith(f"python -m benchmarks.day --model {published} --scale")
 
 
 def test_the_page_is_current():

@@ -1,18 +1,20 @@
 """`benchmarks.requests` on servers: one that it starts, and a running one given by its URL."""
 
+import signal
 from dataclasses import replace
 
 import pytest
 from benchmarks.requests import suite
 from benchmarks.requests.report.results import Note, Results
 from benchmarks.requests.run import QUICK
-from benchmarks.requests.targets import make
+from benchmarks.requests.targets import make, unwound_by_signals
 
 from keepwarm import config
 from keepwarm.models.load import load
 from tests.kit.checkpoints import write_checkpoint
 from tests.server.conftest import serve
 
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 SIZES = replace(QUICK, samples=1, lengths=(64,))
 
 
@@ -84,3 +86,18 @@ def test_tiers_that_machines_share_are_left_alone(kind, model, tmp_path, monkeyp
         assert config.load().remotes == [used.as_uri()]
         with suite.started([make(kind, model, tmp_path)]):
             assert list(used.iterdir()) == []
+
+
+def test_a_bench_that_is_told_to_end_unwinds():
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
+    try:
+        with unwound_by_signals():
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            with pytest.raises(SystemExit):
+                signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

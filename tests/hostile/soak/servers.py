@@ -84,7 +84,10 @@ class Place:
 
     def damageable(self) -> list[Path]:
         """Files of blocks that no agent has."""
-        agents = "".join(path.read_text() for path in (self.store / "agents").glob("*.json"))
+        agents = ""
+        for path in (self.store / "agents").glob("*.json"):
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                agents += path.read_text()
         files = (self.store / "blocks").glob("*/*.safetensors")
         return sorted(path for path in files if path.name.partition(".")[0] not in agents)
 
