@@ -23,7 +23,13 @@ import numpy as np
 
 from benchmarks.price.codecs import CODECS, Codec
 from benchmarks.price.page import markdown
-from benchmarks.price.speed import decode_rates, device_rates, first_tokens, stored_rates
+from benchmarks.price.speed import (
+    RESTORED,
+    decode_rates,
+    device_rates,
+    first_tokens,
+    stored_rates,
+)
 from benchmarks.price.trials import ASKING, OPENING, QUESTIONS, Reader, says_the_same, score
 from benchmarks.training.corpus import read_files, roots, tokenized
 from benchmarks.training.kinds import KINDS
@@ -76,8 +82,12 @@ def main() -> None:
         print(json.dumps({"device": str(mx.default_device()), "rates": rates}, indent=1))
         return
     if chosen.first_token:
-        model = load(str(TRAINED[0]) if chosen.tiny else "smollm2", config.load({}))
-        found["first_token"] = first_tokens(model, *((1024, 1) if chosen.tiny else ()))
+        name, n_tokens, n_rounds = ("smollm2", RESTORED, 5)
+        if chosen.tiny:
+            name, n_tokens, n_rounds = (str(TRAINED[0]), 1024, 1)
+        seconds = first_tokens(load(name, config.load({})), n_tokens, n_rounds)
+        asked = {"model": Path(name).name, "n_tokens": n_tokens}
+        found["first_token"] = {**asked, "seconds": seconds}
         print(json.dumps(found["first_token"], indent=1))
         if chosen.json:
             chosen.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -103,15 +103,18 @@ def _stored(stored: Mapping[str, Any]) -> Iterator[str]:
         yield from _table(f"One core, MB of {kind} a second", head, rows)
 
 
-def _first_token(codecs: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+def _first_token(found: Mapping[str, Any]) -> Iterator[str]:
     ways = {"cold": "from disk", "warm": "from the page cache"}
-    rows = [[name, *(f"{found[way]:.2f}" for way in ways)] for name, found in codecs.items()]
-    title = "SmolLM2 in fp32, seconds until a conversation of 7,936 restored tokens goes on"
-    yield from _table(title, ["records", *ways.values()], rows)
+    rows = [
+        [name, *(f"{float(f'{seconds[way]:.1g}'):g}" for way in ways)]
+        for name, seconds in found["seconds"].items()
+    ]
+    title = f"{found['model']} in fp32, seconds until a conversation of {found['n_tokens']:,}"
+    yield from _table(f"{title} restored tokens goes on", ["records", *ways.values()], rows)
 
 
 def _decode(rates: Mapping[str, float]) -> Iterator[str]:
-    shares = [f"{rate / rates['exact']:.3f}" for rate in rates.values()]
+    shares = [f"{rate / rates['exact']:.1f}" for rate in rates.values()]
     yield from _table("Tokens decoded in a second of processor time", [*rates], [shares])
 
 

@@ -160,7 +160,7 @@ def _decode(engine: Engine, codec: str, seed: int, n_tokens: int) -> float:
     return result.usage.completion_tokens / (time.process_time() - began)
 
 
-def first_tokens(model: Model, n_tokens: int = RESTORED, n_rounds: int = 5) -> Rates:
+def first_tokens(model: Model, n_tokens: int, n_rounds: int) -> Rates:
     """Seconds by the clock until a conversation that is restored from disk has its next token, by
     codec, with its files in the page cache (warm) and not (cold); the median of some rounds, in
     turn. What is restored are random numbers in the model's shapes."""
