@@ -137,8 +137,11 @@ class Visit:
             self.run.target.kill()
             return None
 
-    def cold(self) -> Step:
+    def begin(self) -> None:
         self.messages = self.run.fresh(self.run.sizes.first_turn)
+
+    def cold(self) -> Step:
+        self.begin()
         return self.again()
 
     def again(self) -> Step:
@@ -210,7 +213,7 @@ def restart(visits: Sequence[Visit], between: Callable[[Visit], object] | None =
 def flipped(visits: Sequence[Visit]) -> None:
     """The answer before, and after bytes of its stored state were flipped."""
     for each in visits:
-        each.messages = each.run.fresh(each.run.sizes.first_turn)
+        each.attempt("prompt", each.begin)
     before = answers(visits)
     n_files: dict[str, int] = {}
     restart(visits, lambda each: n_files.update({each.name: flip(each.run.target.store)}))
@@ -223,7 +226,7 @@ def flipped(visits: Sequence[Visit]) -> None:
 def changed(visits: Sequence[Visit]) -> None:
     """The answer of other weights under the same path, and theirs with nothing stored."""
     for each in visits:
-        each.messages = each.run.fresh(each.run.sizes.first_turn)
+        each.attempt("prompt", each.begin)
     answers(visits)
     with other_weights(visits[0].run.model):
         restart(visits)
