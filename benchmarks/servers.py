@@ -1,8 +1,9 @@
 """`python -m benchmarks.servers`: Keepwarm and mlx_lm.server, asked in turn.
 
     start    seconds from the start of the process to its first answer, of one token; and its
-             processor time, which other programs disturb least. The first start is apart: files
-             may be cold, bytecode is written, and on a new CUDA machine kernels are compiled
+             processor time, which other programs disturb least. The first start is apart: bytecode
+             is written, and on a new CUDA machine kernels are compiled. There mlx_lm.server
+             goes first, and alone meets cold files of weights and libraries
     turns    time to first token of a conversation's turns, with the cache of each
     restart  time to first token of a long conversation's last prompt, asked again by the first
              client after a restart; and after another one a minute later
@@ -63,7 +64,7 @@ def start(runs: Runs) -> dict[str, Seconds]:
     wall: Seconds = {run.target.name: [] for run in runs}
     processor: Seconds = {run.target.name: [] for run in runs}
     for number in range(runs[0].sizes.samples + 1):
-        for run in _in_turn(runs, number):
+        for run in _in_turn(runs, number + 1):  # Keepwarm is second on the first start
             run.target.kill()
             seconds = run.target.start()
             if number:

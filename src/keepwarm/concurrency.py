@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -190,8 +190,9 @@ class DeviceLock:
         self._lock = threading.Lock()
         self._is_taken = False
         self._waiting: deque[threading.Event] = deque()
-        self._latest: int | None = None  # the thread that has it, or had it last
-        self._is_handed_over = False  # another one had it before
+        self._turns: Counter[int] = Counter()  # in which it computed, by thread
+        self._seen: Counter[int] = Counter()  # turns of others, when a thread last had it
+        self._others_ran = False  # since then
 
     @contextmanager
     def take(self) -> Iterator[None]:
@@ -204,16 +205,43 @@ class DeviceLock:
                 self._is_taken = True
                 granted.set()
         granted.wait()
-        before, self._latest = self._latest, threading.get_ident()
-        self._is_handed_over = before != self._latest
+        self._look()
+        self._turns[threading.get_ident()] += 1
         try:
             yield
         finally:
             self._pass_on()
 
+    @contextmanager
+    def take_if_idle(self) -> Iterator[bool]:
+        """Whether no other engine computes, or has computed since this one last looked.
+
+        It waits for nobody: work that can wait must not end that of another engine. Only if it is
+        idle does it count as a turn: else engines that look would keep each other from it.
+        """
+        with self._lock:
+            is_free = not self._is_taken
+            self._is_taken = True
+        if not is_free:
+            yield False
+            return
+        self._look()
+        is_idle = not self.others_ran()
+        self._turns[threading.get_ident()] += is_idle
+        try:
+            yield is_idle
+        finally:
+            self._pass_on()
+
+    def _look(self) -> None:
+        own = threading.get_ident()
+        n_others = self._turns.total() - self._turns[own]
+        self._others_ran = n_others != self._seen[own]
+        self._seen[own] = n_others
+
     def others_ran(self) -> bool:
         """Whether another engine computed between this turn and the one before; inside one."""
-        return self._is_handed_over
+        return self._others_ran
 
     def others_wait(self) -> bool:
         """Whether another engine waits for this one to end."""

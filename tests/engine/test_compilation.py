@@ -4,7 +4,11 @@ run time."""
 from __future__ import annotations
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -15,6 +19,7 @@ from keepwarm.device import kernels
 from keepwarm.engine import compilation
 from keepwarm.engine import engine as engine_module
 from keepwarm.engine.compilation import TRIALS, TrialRequests
+from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput
 from keepwarm.server.models.host import start_engine
 from tests.kit.engines import ask, engine_on, memory
@@ -30,6 +35,7 @@ def model(models):
 @pytest.fixture
 def at_once(monkeypatch):
     monkeypatch.setattr(engine_module, "IDLE_S", 0.0)
+    monkeypatch.setattr(engine_module, "FIRST_IDLE_S", 0.0)
 
 
 def trials_of(engine):
@@ -44,7 +50,7 @@ def give(engine, work):
 
 def test_trial_requests_leave_rates_and_nothing_else(model, tmp_path, caplog, monkeypatch):
     kept = []
-    monkeypatch.setattr(kernels, "keep", kept.append)
+    monkeypatch.setattr(kernels, "keep", lambda _: kept.append(threading.current_thread().name))
     with engine_on(model, tmp_path, fixed_rates=False) as engine:
         before = engine.stats()
         trials = trials_of(engine)
@@ -56,11 +62,32 @@ def test_trial_requests_leave_rates_and_nothing_else(model, tmp_path, caplog, mo
         assert engine.lane_of().restorer.rates.slices.knows(256)
     assert "failed" not in caplog.text
     assert len(kept) == 1 + len(TRIALS), "what requests compiled, and each: it may be killed"
+    assert set(kept[1:]) == {"keepwarm-engine"}, "between steps, which may compile"
+
+
+def test_trials_can_be_given_up_before_and_after_their_engine_is_opened(
+    model, tmp_path, monkeypatch
+):
+    opened = []
+
+    class Opened(Engine):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            opened.append(self)
+
+    monkeypatch.setattr(compilation, "Engine", Opened)
+    with engine_on(model, tmp_path) as engine, closing(trials_of(engine).run()) as steps:
+        next(steps)
+        assert not opened
+        next(steps)
+        assert opened
+        assert not opened[0].requests()
 
 
 @pytest.mark.parametrize("is_compiled", [True, False])
 def test_a_server_is_ready_before_the_first_trial(model, tmp_path, monkeypatch, is_compiled):
     monkeypatch.setattr(kernels, "are_compiled", lambda: is_compiled)
+    monkeypatch.setattr(engine_module, "IDLE_S", 60.0)
     settings = config.load({"KEEPWARM_HOME": str(tmp_path)}, store=tmp_path / "store")
     with Store(settings=settings) as store:
         engine = start_engine(model, store, settings, memory=memory())
@@ -189,6 +216,85 @@ def test_nothing_is_measured_while_another_engine_computes(model, tmp_path, at_o
     with engine_on(replace(model, trials=trials), tmp_path):
         wait_until(lambda: trials.threads)
     assert len(asked) == 3
+
+
+def test_an_engine_without_work_takes_no_turn(model, tmp_path):
+    device = DeviceLock()
+    with engine_on(model, tmp_path, engine_class=partial(Engine, device=device)) as engine:
+        for _ in range(3):
+            engine.call(lambda: None).result()
+        assert not device._turns.total()
+
+
+def test_idle_engines_do_not_keep_each_other_from_their_work(model, tmp_path, at_once):
+    shared, works = partial(Engine, device=DeviceLock()), [StandInTrials(20), StandInTrials(20)]
+    for work in works:
+        work.may_end.release(20)
+    with (
+        engine_on(replace(model, trials=works[0]), tmp_path / "one", engine_class=shared),
+        engine_on(replace(model, trials=works[1]), tmp_path / "other", engine_class=shared),
+    ):
+        wait_until(lambda: all(work.savers for work in works))
+    assert [len(work.threads) for work in works] == [20, 20], "none was given up"
+
+
+LOOKED_S = 0.3  # in which idle work would begin
+
+
+def test_before_the_first_request_idle_work_begins_later(model, tmp_path, at_once, monkeypatch):
+    monkeypatch.setattr(engine_module, "FIRST_IDLE_S", 3600.0)
+    trials = StandInTrials()
+    trials.may_end.release(3)
+    with engine_on(replace(model, trials=trials), tmp_path) as engine:
+        time.sleep(LOOKED_S)
+        assert not trials.threads
+        assert engine.submit(ask(prompt_of(20), 2)).result()
+        wait_until(lambda: trials.savers)
+
+
+def test_without_any_request_idle_work_begins_too(model, tmp_path, at_once, monkeypatch):
+    monkeypatch.setattr(engine_module, "FIRST_IDLE_S", LOOKED_S)
+    trials = StandInTrials()
+    trials.may_end.release(3)
+    with engine_on(replace(model, trials=trials), tmp_path) as engine:
+        wait_until(lambda: trials.savers)
+        assert time.monotonic() - engine._began >= LOOKED_S
+
+
+class SlowPreparation:
+    """Requests are made ready when they are let through."""
+
+    def __init__(self, engine, monkeypatch):
+        self._make_ready = engine._preparation.make_ready
+        self.begun, self.may_end = threading.Event(), threading.Event()
+        monkeypatch.setattr(engine._preparation, "make_ready", self)
+
+    def __call__(self, *asked):
+        self.begun.set()
+        assert self.may_end.wait(60)
+        return self._make_ready(*asked)
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_while_a_request_is_being_prepared_idle_work_neither_begins_nor_goes_on(
+    model, tmp_path, at_once, monkeypatch, is_begun
+):
+    trials = StandInTrials()
+    with engine_on(model, tmp_path) as engine, ThreadPoolExecutor(1) as client:
+        if is_begun:
+            give(engine, trials)
+            wait_until(lambda: trials.threads)
+        preparation = SlowPreparation(engine, monkeypatch)
+        answer = client.submit(engine.submit, ask(prompt_of(20), 2))
+        assert preparation.begun.wait(60)
+        if not is_begun:
+            give(engine, trials)
+        trials.may_end.release(3)
+        time.sleep(LOOKED_S)
+        assert len(trials.threads) == is_begun
+        preparation.may_end.set()
+        assert len(answer.result().result().choices[0].tokens) == 2
+        wait_until(lambda: trials.savers)
 
 
 def test_an_engine_that_takes_no_more_requests_measures_nothing(model, tmp_path, at_once):

@@ -1,6 +1,7 @@
 """Engines that share the device alternate."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -46,6 +47,24 @@ def test_who_had_it_before_knows_whether_others_had_it_since():
     other.join(60)
     assert others_ran()
     assert not others_ran()
+
+
+def test_who_only_looks_does_not_keep_others_from_idle_work():
+    device = DeviceLock()
+
+    def looks():
+        with device.take_if_idle() as is_idle:
+            return is_idle
+
+    with ThreadPoolExecutor(1) as thread, device.take():
+        assert not thread.submit(looks).result(60), "it does not wait"
+        assert not device.others_wait()
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        assert not one.submit(looks).result(60), "this thread computed"
+        assert not other.submit(looks).result(60)
+        assert one.submit(looks).result(60), "the other one has only looked"
+        assert not other.submit(looks).result(60), "the first had a turn"
+        assert other.submit(looks).result(60)
 
 
 def test_a_turn_that_fails_ends():

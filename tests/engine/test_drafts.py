@@ -417,16 +417,18 @@ def test_a_model_is_tried_when_nobody_waits_and_drafts_begin_after_that(
     assert tokens_of(first.choices[0]) == tokens_of(second.choices[0]) == known
 
 
-def test_nothing_is_drafted_or_measured_while_kernels_are_left_to_try(
+def test_nothing_is_drafted_while_products_are_left_to_measure_but_while_some_are_to_compile(
     models, tmp_path, monkeypatch
 ):
     """Then steps cost something else."""
     Oracle(monkeypatch, [(PROMPTS[0], [1] * N)])
-    trials = SimpleNamespace(n_left=1, run=lambda: (x for x in ()), save=lambda: None)
+    trials = SimpleNamespace(
+        n_left=1, is_measured=False, run=lambda: (x for x in ()), save=lambda: None
+    )
     with drafting(replace(models.of("llama"), trials=trials), tmp_path) as engine:
         (first,) = run(engine, [ask(PROMPTS[0], N)])
         assert not engine.lane_of().gate.costs._times
-        trials.n_left = 0
+        trials.is_measured = True
         (second,) = run(engine, [ask(PROMPTS[0], N)])
         assert engine.lane_of().gate.costs._times
     assert first.receipt.speculation["drafted"] == 0

@@ -28,6 +28,7 @@ from keepwarm.text.prepare import PreparedRequest
 from keepwarm.text.request import Delta, KVOptions, Request, TokenInfo, TopLogprob
 from tests.kit.engines import ask, engine_on, held, memory, tokens_of
 from tests.kit.runs import prompt_of
+from tests.kit.waiting import wait_until
 
 PATIENCE_S = 300
 
@@ -263,6 +264,25 @@ def test_answers_diverge_up_to_the_first_token_that_differs():
     assert divergence(exact, parted) == pytest.approx(0.5 * math.log(2))
     unlike = [shown(7, t7=0.9, t8=0.1)]
     assert divergence(exact, unlike) == pytest.approx(0.5 * math.log(5) + 0.25 * math.log(2.5))
+    assert divergence(exact, [shown(1)]) == 0, "nothing is known of it"
+
+
+def test_only_what_was_answered_counts_as_an_answer_that_a_client_goes_on_from(models, tmp_path):
+    with engine_on(models.of("llama"), tmp_path, audit_share=1.0) as engine:
+        cancelled = engine.submit(ask(prompt_of(20), 2000))
+        next(cancelled)
+        cancelled.cancel()
+        with pytest.raises(Cancelled):
+            cancelled.result()
+        engine.wait_until_saved()
+        ends = engine._scheduler._ends
+        assert not ends._last
+        for _ in range(2):  # the second is warm, so it is audited
+            engine.submit(ask(prompt_of(40), 2)).result()
+        answered = dict(ends._last)
+        assert answered
+        wait_until(lambda: engine.stats().counters["audits"] == 1)
+        assert ends._last == answered
 
 
 def test_a_cold_answer_is_not_audited(models, tmp_path):

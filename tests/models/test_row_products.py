@@ -190,6 +190,7 @@ def test_the_next_start_goes_on_where_this_one_ended(model, seconds, tmp_path):
     first = ProductTrials(model, Products([kernel]), kept, lambda: compiled.append(1))
     run_until(first, 2)
     assert not (tmp_path / MACHINE).exists(), "the engine's thread writes no file"
+    assert not first.is_measured
     first.save()
     assert compiled == [1]
     again = build("tiny", tmp_path).module
@@ -200,6 +201,12 @@ def test_the_next_start_goes_on_where_this_one_ended(model, seconds, tmp_path):
     kernel.calls.clear()
     again(mx.array([[5]] * 4))
     assert kernel.calls, "what is known is used at once"
+    assert not second.is_measured
+    list(second.run())
+    second.save()
+    third = ProductTrials(build("tiny", tmp_path).module, Products([kernel]), kept)
+    assert third.n_left == third.n_all
+    assert third.is_measured, "it is only left to be compiled"
 
 
 def test_a_faster_way_is_used_and_kept(model, seconds, tmp_path):

@@ -53,10 +53,12 @@ class TrialRequests:
     def run(self) -> Generator[object, None, None]:
         """Yields after each step; one that is given up is run again, from its beginning."""
         self.save()
+        yield None
         with (
             self._store.scratch() as scratch,
             Engine(self._model, scratch, self._config, settings=self._settings) as engine,
         ):
+            yield None
             client = TrialClient(engine)
             while self._left:
                 LOG.info("compiling kernels, %d of %d", 1 + self.n_all - self.n_left, self.n_all)
@@ -65,7 +67,7 @@ class TrialRequests:
                 except KeepwarmError as error:  # clients are told when they ask for the same
                     LOG.warning("a trial request failed: %s", error)
                 self._left.popleft()
-                self.save()
+                engine.call(self.save).result()  # after its last step, which may compile
 
     def save(self) -> None:
         """Keep what was compiled, also by clients' requests."""
@@ -140,8 +142,8 @@ def prompt_beside_an_answer(client: TrialClient) -> Steps:
 
 
 TRIALS: tuple[Callable[[TrialClient], Steps], ...] = (
-    partial(twice, n_tokens=MEDIUM),
     partial(twice, n_tokens=SHORT),
+    partial(twice, n_tokens=MEDIUM),
     partial(twice, n_tokens=SHORT, sampling=DRAWN),
     partial(twice, n_tokens=LONG),
     again_from_memory,

@@ -10,9 +10,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
@@ -55,6 +55,7 @@ from keepwarm.text.sandbox.process import SandboxProcess
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 IDLE_S = 2.0  # without a request, before work that no request waits for
+FIRST_IDLE_S = 30.0  # from the start, while none has come: the first compiles what it needs itself
 
 
 class Submit(NamedTuple):
@@ -183,6 +184,9 @@ class Engine:
         self._commands: deque[Command] = deque()
         self._is_running_command = False
         self._changed = threading.Condition()
+        self._n_preparing = 0  # requests, which will be posted soon
+        self._was_asked = False
+        self._began = time.monotonic()
         self._accepting, self._closing = True, False
         self._close_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="keepwarm-engine", daemon=True)
@@ -215,21 +219,34 @@ class Engine:
         """Run a request; a bad one is refused here."""
         called = time.perf_counter()
         self._check_open()
-        prepared, lane, since = self._preparation.make_ready(request, deadline)
-        job = Job(
-            *(prepared.request, prepared, lane, Answer(self._cancel, prepared)),
-            number=next(self.ledger.numbers),
-            cuts=prepared.cuts if lane.needs_cuts else [],  # finding them takes time
-            on_start=self._recorder.touch,
-            on_end=self._on_end,
-            since=since,
-            arrival=prepared.request.arrival or Arrival(called, called),
-        )
-        with self._changed:  # a job posted here is seen by `close`, which ends it
-            self._check_open()
-            self._check_queue()
-            self._post(Submit(job))
+        with self._preparing():
+            prepared, lane, since = self._preparation.make_ready(request, deadline)
+            job = Job(
+                *(prepared.request, prepared, lane, Answer(self._cancel, prepared)),
+                number=next(self.ledger.numbers),
+                cuts=prepared.cuts if lane.needs_cuts else [],  # finding them takes time
+                on_start=self._recorder.touch,
+                on_end=self._on_end,
+                since=since,
+                arrival=prepared.request.arrival or Arrival(called, called),
+            )
+            with self._changed:  # a job posted here is seen by `close`, which ends it
+                self._check_open()
+                self._check_queue()
+                self._post(Submit(job))
         return job.answer
+
+    @contextmanager
+    def _preparing(self) -> Iterator[None]:
+        """Inside, a request is not there yet, but idle work would keep it waiting."""
+        with self._changed:
+            self._n_preparing += 1
+            self._was_asked = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._n_preparing -= 1
 
     def warm(self, request: Request, deadline: PrepareDeadline | None = None) -> Answer:
         """Prefill and keep a prompt without an answer; later requests start from it."""
@@ -383,31 +400,44 @@ class Engine:
             self._work_until_idle()
             work = next((each for each in self.idle_work if each.n_left), None)
             with self._changed:
-                is_called = self._changed.wait_for(self._is_called, IDLE_S if work else None)
-            if work and not is_called:
+                self._changed.wait_for(self._is_called, self._idle_s if work else None)
+            if work and not self._is_awaited:
                 self._run_idle(work)
         self._run_commands()  # posted before `_closing` was set
 
     def _run_idle(self, work: IdleWork) -> None:
-        """A request that comes now waits for one step; other engines must be idle too."""
+        """Other engines must be idle too. A request that comes now waits until it can be given up:
+        for one step, or while files are written, or while the trials' engine is opened or closed.
+        """
         try:
             with (
                 self._scopes.active(self._memory),
-                self._device.take(),
+                self._device.take_if_idle() as is_idle,
                 closing(work.run()) as steps,
             ):
-                if self._device.others_ran() or not self._accepting:
+                if not is_idle or not self._accepting:
                     return
                 for _ in steps:
-                    if self._is_called() or self._device.others_wait():
+                    if self._is_awaited or self._device.others_wait():
                         return
                 work.save()
         except Exception:
             LOG.exception("what is done while the engine is idle failed, and is left")
             self.idle_work.remove(work)
 
+    @property
+    def _idle_s(self) -> float:
+        """Without a command, before idle work."""
+        if self._was_asked:
+            return IDLE_S
+        return max(IDLE_S, self._began + FIRST_IDLE_S - time.monotonic())
+
     def _is_called(self) -> bool:
         return bool(self._commands or self._closing)
+
+    @property
+    def _is_awaited(self) -> bool:
+        return self._is_called() or self._n_preparing > 0
 
     def _work_until_idle(self) -> None:
         with self._scopes.active(self._memory):
@@ -444,6 +474,8 @@ class Engine:
                     future.set_exception(error)
 
     def _step(self) -> bool:
+        if not self._scheduler.has_work:
+            return False  # a turn without work would keep other engines from idle work
         try:
             with self._device.take():
                 return self._scheduler.step() or bool(self._commands)

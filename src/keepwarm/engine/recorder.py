@@ -413,6 +413,8 @@ def divergence(exact: Sequence[TokenInfo], found: Sequence[TokenInfo]) -> float:
 def _kl(exact: Sequence[TopLogprob], found: Sequence[TopLogprob]) -> float:
     """Tokens that are not among those found are taken for as likely as the last that is."""
     known = dict(found)
+    if not known:
+        return 0.0
     least = min(known.values())
     nats = [math.exp(p) * (p - known.get(token, least)) for token, p in exact]
     return max(0.0, sum(nats))

@@ -481,6 +481,11 @@ class Scheduler:
         """Whether other requests would wait if this thread waited for a file."""
         return bool(self._batches or self.prefilling)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether there is something to do in a step."""
+        return self._is_busy or bool(self._open) or self._untried is not None
+
     def _assert_thread(self) -> None:
         self._thread = self._thread or get_ident()
         assert self._thread == get_ident(), "only the engine's thread may call this"
@@ -772,8 +777,8 @@ class Scheduler:
         if lane.gate is None:
             return None
         can_draft = batch.can_draft and len(batch.rows) <= MAX_DRAFTED_ROWS
-        trials = lane.model.trials  # while some are left, steps do not cost what they will
-        if can_draft and lane.sharing.allowed and not (trials and trials.n_left):
+        trials = lane.model.trials  # until all is measured, steps do not cost what they will
+        if can_draft and lane.sharing.allowed and (trials is None or trials.is_measured):
             return lane.gate
         if can_draft:
             self._untried = lane.sharing
@@ -873,7 +878,8 @@ class Scheduler:
         """Send a job's last event. Every job ends here; a second call has no effect."""
         self._assert_thread()
         self._open.pop(job, None)
-        self._ends.serve(job)
+        if error is None and not job.audit:
+            self._ends.serve(job)
         job.end(error)
 
     def _end_computed(self, job: Job) -> None:

@@ -700,6 +700,11 @@ class ProductTrials:
     def n_left(self) -> int:
         return len(self._left)
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether all are in use that will be; some may be left to compile, which come first."""
+        return not self._left or self._name(*self._left[-1]) is not None
+
     def run(self) -> Generator[object, None, None]:
         """Compile what is in use first: MLX compiles our kernels in every process anew. Then
         measure the rest, and multiply so from then on."""
