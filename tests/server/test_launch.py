@@ -36,7 +36,7 @@ if path := seen.get("QWEN_CODE_SYSTEM_DEFAULTS_PATH"):
     seen.update({{"FILE": path, "QWEN_CODE_SYSTEM_DEFAULTS_PATH": open(path).read()}})
 print(json.dumps([sys.argv[1:], seen]))
 """
-ON_TERM = "trap 'exit 7' TERM; kill -TERM $PPID; sleep 20 >/dev/null 2>&1 & wait"
+ON_TERM = "trap 'exit 7' TERM; kill -TERM $PPID; while :; do sleep 0.1; done"
 TALK = """
 import anthropic
 import openai
