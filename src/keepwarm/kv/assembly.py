@@ -163,8 +163,8 @@ class Staging:
         parts = rows.parts if isinstance(rows, RoundedArray) else [rows]
         staged = [part if isinstance(part, SlabArray) else self._staged(part) for part in parts]
         places = tuple(Place(part.start, part.shape, part.dtype) for part in staged)
-        added = Destination(target, at, places, rounding)
-        self._open.added[staged[0].slab].append(added)
+        (slab,) = {part.slab for part in staged}  # places are relative to it
+        self._open.added[slab].append(Destination(target, at, places, rounding))
 
     def publish(self) -> None:
         """Pass on what this thread has added: all of it is verified."""

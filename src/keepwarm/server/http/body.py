@@ -33,8 +33,8 @@ NESTED = (dict, list)
 MAX_VALUES = 300_000  # in one body: a million take a second to check
 MAX_MEMBERS = 10_000  # of one list that is checked element by element
 LONG = 16 << 10  # bytes; a shorter body cannot hold many values
-SIGNS = b",[{"
-_UNCOUNTED = bytes(set(range(256)) - set(SIGNS))
+MARKS = b",[{"
+_UNCOUNTED = bytes(set(range(256)) - set(MARKS))
 SMALLEST, LARGEST = -(2**63), 2**64 - 1  # of whole numbers: what fits 64 bits
 LEAST_TOP_P = 1e-9
 TO_THE_END = -1  # of the context, as llama.cpp and vLLM write it
@@ -122,11 +122,11 @@ def check_structure(body: bytes) -> None:
 
 
 def _n_marks(body: bytes) -> int:
-    """How often the signs occur that begin or separate values, in texts too. NumPy counts them
+    """How often the marks occur that begin or separate values, in texts too. NumPy counts them
     without the interpreter.
     """
     found = np.frombuffer(body, np.uint8)
-    return sum(int(np.count_nonzero(found == sign)) for sign in SIGNS)
+    return sum(int(np.count_nonzero(found == mark)) for mark in MARKS)
 
 
 async def check_json(request: Request) -> None:
