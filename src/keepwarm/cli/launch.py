@@ -16,7 +16,6 @@ from http.client import HTTPException
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
 from tempfile import TemporaryDirectory
-from types import FrameType
 from typing import IO, Annotated, NamedTuple
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
@@ -59,7 +58,7 @@ def launch(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", help="For a server that is started: default the largest that fits."
+            "--model", help="Model of a server that it starts; default the largest that fits."
         ),
     ] = None,
     agent: Annotated[
@@ -282,19 +281,27 @@ def _run(setup: ClientSetup, program: str, command: list[str]) -> int:
 
 
 def _wait(program: str, command: list[str], environ: Mapping[str, str]) -> int:
-    """Run the client; its status as a shell has it. Signals are for the client to act on."""
-
-    def forward(number: int, _: FrameType | None) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(client, number)
-
-    both = dict.fromkeys((signal.SIGINT, signal.SIGQUIT), lambda *_: None)  # get the terminal's
-    handlers = both | dict.fromkeys((signal.SIGTERM, signal.SIGHUP), forward)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, handlers)
-    client = os.posix_spawn(program, command, environ, setsigmask=before)
-    usual = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    status = os.waitstatus_to_exitcode(os.waitpid(client, 0)[1])
+    """Run the client; its status as a shell has it. Signals are for the client to act on: those of
+    a terminal reach it anyway, others are forwarded."""
+    forwarded = (signal.SIGTERM, signal.SIGHUP)
+    heard = (*forwarded, signal.SIGINT, signal.SIGQUIT, signal.SIGCHLD)
+    usual = {each: signal.getsignal(each) for each in heard}
+    for number in (*forwarded, signal.SIGINT, signal.SIGQUIT):
+        if usual[number] == signal.SIG_IGN:  # and stays so, for the client as well
+            del usual[number]
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)  # gets the number of each signal
+    for number in usual:  # before the client starts: blocking them binds no library's thread
+        signal.signal(number, lambda *_: None)
+    client = os.posix_spawn(program, command, environ)
+    while not (ended := os.waitpid(client, os.WNOHANG))[0]:
+        for told in set(os.read(reader, 64)).intersection(forwarded):
+            os.kill(client, told)
+    signal.set_wakeup_fd(-1)
     for number, handler in usual.items():
         signal.signal(number, handler)
+    os.close(reader)
+    os.close(writer)
+    status = os.waitstatus_to_exitcode(ended[1])
     return status if status >= 0 else 128 - status
