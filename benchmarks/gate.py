@@ -104,7 +104,8 @@ class Device:
         spent, done = self.spent.setdefault(kind, Spent()), 0
         while done < len(answer):
             size = BatchSize(1, n_prompt + done)
-            proposal = drafts.propose(grammar.fitted if grammar else list)
+            may_search = self.always or self.gate.may_search(size)
+            proposal = drafts.propose(grammar.fitted if grammar else list) if may_search else None
             width = 1 + MAX_DRAFT if self.always else self.gate.width([proposal], size)
             draft = proposal.tokens[: width - 1] if proposal else ()
             n_right = _n_common(draft, answer[done:-1])
@@ -112,11 +113,10 @@ class Device:
                 drafts.saw(token)
                 if grammar:
                     grammar.advance(token)
-            cost = self.cost(1 + len(draft))
-            if self.replays and n_right < len(draft):
-                cost += self.cost(1 + n_right)
+            n_again = 1 + n_right if self.replays and n_right < len(draft) else 0
+            cost = self.cost(1 + len(draft)) + (self.cost(n_again) if n_again else 0)
             noisy = cost * (1 + NOISE * abs(self._dice.standard_normal()))
-            self.gate.saw_step(size, 1 + len(draft), n_right, noisy)
+            self.gate.saw_step(size, 1 + len(draft), n_right, noisy, n_again)
             done += n_right + 1
             spent.n_steps += 1
             spent.seconds += cost
@@ -216,9 +216,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     found = {name: measure(Device(curve)) for name, curve in CURVES.items()}
-    others = {"CPU, the conversation alone": measure(Device(CURVES["CPU"]), own=True)}
     for name, curve in CURVES.items():
-        others[f"{name}, states"] = measure(Device(curve, replays=True))
+        found[f"{name}, states"] = measure(Device(curve, replays=True))
+    others = {"CPU, the conversation alone": measure(Device(CURVES["CPU"]), own=True)}
     others["every draft fed"] = measure(Device(CURVES["CPU"], always=True))
     others["the conversation's alone"] = measure(Device(CURVES["CPU"], always=True), own=True)
     for n in NGRAM_SIZES:

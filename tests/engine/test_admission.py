@@ -55,7 +55,7 @@ def test_rows_count_windows_are_bounded_states_are_constant(tiny_model):
     assert kv_bytes(rows, 256) == 256 * 2 * 2 * 2 * 64 * 4  # layers, K and V, heads, width, fp32
     assert kv_bytes(states, 100_000) == kv_bytes(states, 1)
     growth = kv_bytes(windows, 4096) - kv_bytes(windows, 2048)
-    assert growth == 2048 * 2 * 2 * 2 * 16 * 4  # the two global layers of eight
+    assert growth == 2048 * 2 * 2 * 16 * 4  # the one global layer of four
 
 
 def test_options_change_what_is_needed(tiny_model):

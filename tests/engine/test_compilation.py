@@ -226,6 +226,19 @@ def test_an_engine_without_work_takes_no_turn(model, tmp_path):
         assert not device._turns.total()
 
 
+def test_a_closing_engine_keeps_kernels_while_no_other_compiles(model, tmp_path):
+    device, trials = DeviceLock(), StandInTrials()
+    shared = partial(Engine, device=device)
+    with engine_on(replace(model, trials=trials), tmp_path, engine_class=shared) as engine:
+        closing = threading.Thread(target=engine.close)
+        with device.take():
+            closing.start()
+            wait_until(device.others_wait)
+            assert not trials.savers
+        closing.join(60)
+        assert trials.savers
+
+
 def test_idle_engines_do_not_keep_each_other_from_their_work(model, tmp_path, at_once):
     shared, works = partial(Engine, device=DeviceLock()), [StandInTrials(20), StandInTrials(20)]
     for work in works:

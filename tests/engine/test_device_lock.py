@@ -78,3 +78,15 @@ def test_a_turn_that_fails_ends():
         fail()
     with device.take():
         assert not device.others_wait()
+
+
+def test_a_device_is_lost_when_nothing_can_be_computed_not_while_memory_is_short():
+    def fail(why):
+        raise RuntimeError(why)
+
+    assert not DeviceLock().examine()
+    assert not DeviceLock(lambda: fail("cudaMallocAsync failed: out of memory")).examine()
+    device = DeviceLock(lambda: fail("unspecified launch failure"))
+    assert "unspecified launch failure" in device.examine() == device.lost
+    with device.take_if_idle() as is_idle:
+        assert not is_idle

@@ -53,6 +53,8 @@ SAMPLINGS = {
     "seeded": {"temperature": 0.8, "seed": 7},
     "penalised": {"frequency_penalty": 0.7, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
 }
+# Where a sum's last bit differs, a key between two levels of 8 bits is rounded to the other one.
+APART = {"quantised": 1e-3}
 ANIMALS = {
     "format": Format(
         schema={
@@ -68,6 +70,8 @@ ANIMALS = {
 }
 TOOL = {"type": "function", "function": {"name": "choose", "parameters": ANIMALS["format"].schema}}
 CALL = {"tools": [TOOL], "tool_choice": ToolChoice("required")}
+ONE_ROW = BatchSize(1, 0)
+DRAFT = Proposal(MIN_MATCH, list(range(MAX_DRAFT)))
 ZOO = Path(__file__).parents[2] / "docs/results/zoo.json"
 
 
@@ -101,7 +105,7 @@ class Oracle:
             return oracle._width(proposals, size) if gate.is_open else 1
 
         monkeypatch.setattr(DraftGate, "__init__", start)
-        monkeypatch.setattr(DraftGate, "width", width)
+        decide(monkeypatch, width)
 
     def know(self, answers):
         self._answers = {tuple(prompt): answer for prompt, answer in answers}
@@ -116,6 +120,12 @@ class Oracle:
     def _width(self, proposals, size):
         assert len(proposals) == size.n_rows
         return self._random.choice([1, 2, 3, 5, 8, 16]) if any(proposals) else 1
+
+
+def decide(monkeypatch, width):
+    """In place of what steps cost here."""
+    monkeypatch.setattr(DraftGate, "may_search", lambda gate, _: gate.is_open)
+    monkeypatch.setattr(DraftGate, "width", width)
 
 
 @pytest.fixture(params=[False, True], ids=["waits", "runs-ahead"])
@@ -146,9 +156,18 @@ def requests_of(prompts, **wishes):
     return [ask(prompt, N, **wishes) for prompt in prompts]
 
 
-@pytest.mark.parametrize("n_rows", [1, 4])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("kind", KINDS)
+# Without --soak every third, in which all pairs of two choices are.
+COMBINATIONS = [
+    pytest.param(kind, sampling, n_rows, ahead, marks=[pytest.mark.soak] * ((i + j + k) % 3 > 0))
+    for i, kind in enumerate(KINDS)
+    for j, sampling in enumerate(SAMPLINGS)
+    for k, (n_rows, ahead) in enumerate([(1, False), (4, False), (4, True), (1, True)])
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampling", "n_rows", "runs_ahead"), COMBINATIONS, indirect=["runs_ahead"]
+)
 def test_an_answer_is_the_same_with_drafts(
     kind, sampling, n_rows, runs_ahead, models, tmp_path, monkeypatch
 ):
@@ -168,7 +187,7 @@ def test_an_answer_is_the_same_with_drafts(
         assert counts["drafted"] > counts["accepted"]
         assert counts["steps"] + counts["accepted"] == N
         for a, b in zip(cold.choices[0].tokens, fast.choices[0].tokens, strict=True):
-            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+            assert a.logprob == pytest.approx(b.logprob, abs=APART.get(kind, 1e-4))
     assert later.receipt.recomputed <= 2  # the last token is fed again, and the new one
 
 
@@ -303,7 +322,7 @@ def test_an_answer_that_follows_a_grammar_is_the_same_with_drafts(
 
 def test_tokens_that_a_grammar_forces_are_drafted(models, tmp_path, monkeypatch):
     """Nothing like the answer was seen before."""
-    monkeypatch.setattr(DraftGate, "width", lambda _, proposals, __: 8 if any(proposals) else 1)
+    decide(monkeypatch, lambda _, proposals, __: 8 if any(proposals) else 1)
     model = models.of("llama")
     request = ask(PROMPTS[0], 3 * N, logit_bias=no_blanks(model), **ANIMALS)
     with drafting(model, tmp_path) as engine:
@@ -567,92 +586,6 @@ def test_a_no_store_request_reads_no_other_texts(policy, models, tmp_path):
     assert (found is None) == (policy is Policy.NO_STORE)
 
 
-@pytest.fixture
-def gate():
-    gate = DraftGate(RecentPrompts())
-    cost(gate, 1, 0.010)
-    return gate
-
-
-def cost(gate, width, seconds, n_rows=1):
-    for _ in range(3):
-        gate.costs.saw(BatchSize(n_rows, 0), width, seconds)
-
-
-def hits(gate, n_right, n_all):
-    for place in range(MAX_DRAFT):
-        for i in range(n_all):
-            gate.rates.count(MIN_MATCH, place, i < n_right)
-
-
-ONE_ROW = BatchSize(1, 0)
-DRAFT = Proposal(MIN_MATCH, list(range(MAX_DRAFT)))
-
-
-def test_a_width_that_was_never_tried_is_tried(gate):
-    assert gate.width([DRAFT], ONE_ROW) == 2
-    cost(gate, 2, 0.011)
-    assert gate.width([DRAFT], ONE_ROW) == 3
-    cost(gate, 2, 0.020)  # a wider one costs no less, so three would not pay, four may
-    assert gate.width([DRAFT], ONE_ROW) == 4
-    cost(gate, 2, 0.030)
-    assert gate.width([DRAFT], ONE_ROW) == 1
-
-
-def test_drafts_that_cost_more_than_they_give_are_not_fed(gate):
-    hits(gate, 1, 10)
-    for width in (2, 3, 4, 5, 8, 16):
-        cost(gate, width, 0.010 * (1 + 0.3 * width))
-    assert gate.width([DRAFT], ONE_ROW) == 1
-
-
-def test_drafts_that_pay_are_as_long_as_pays_most(gate):
-    hits(gate, 9, 10)
-    for width in (2, 3, 4, 5):
-        cost(gate, width, 0.011)
-    for width in (8, 16):
-        cost(gate, width, 0.050)
-    assert gate.width([DRAFT], ONE_ROW) == 5
-
-
-def test_rows_without_drafts_do_not_wait_long_for_others(gate):
-    hits(gate, 100, 100)
-    for n_rows in (1, 2):
-        cost(gate, 1, 0.010, n_rows)
-        cost(gate, 2, 0.014, n_rows)
-        for width in (3, 4, 5, 8, 16):
-            cost(gate, width, 0.016, n_rows)
-    assert gate.width([DRAFT, DRAFT], BatchSize(2, 0)) == 16
-    assert gate.width([DRAFT, None], BatchSize(2, 0)) == 2
-
-
-def test_drafts_that_are_never_right_cost_little_in_the_end(gate):
-    """On a device where a step of n tokens costs n plain ones."""
-    n_steps, lost = 5000, 0.0
-    for _ in range(n_steps):
-        width = gate.width([DRAFT], ONE_ROW)
-        gate.saw_step(ONE_ROW, width, 0, 0.010 * width)
-        lost += width - 1
-    assert 3 < lost < 0.02 * n_steps
-
-
-def test_slow_first_steps_of_a_width_do_not_turn_drafts_off(gate):
-    """As on CUDA, where each new shape takes longer once."""
-    hits(gate, 100, 100)
-    fed = []
-    for _ in range(30):
-        width = gate.width([DRAFT], ONE_ROW)
-        first = 0.0 if width in fed else 5.0
-        fed.append(width)
-        gate.saw_step(ONE_ROW, width, width - 1, first + 0.020)
-    assert fed[:3] == [2, 2, 2]
-    assert fed[18:] == [16] * 12
-
-
-def test_nothing_is_fed_before_a_plain_step_was_measured():
-    assert DraftGate(RecentPrompts()).width([DRAFT], ONE_ROW) == 1
-
-
 def test_drafts_that_were_not_fed_count_too():
     rates = HitRates()
     drafts = RowDrafts(SeenTexts([1, 2, 3, 4, 5, 6, 1, 2, 3]), rates)
@@ -701,10 +634,11 @@ def test_what_a_grammar_forces_stays_so_while_it_comes():
 def test_a_step_that_runs_ahead_costs_the_time_between_two_ends():
     """The first after a step that did not is short, and one with other work between is long."""
     costs, size = StepCosts(), BatchSize(2, 100)
-    for now in (1.0, 2.0, 3.0):
+    for now in (1.0, 2.0):
         costs.saw_end_ahead(size, now, True)
-    assert costs.get(size, 1) is None  # two of three that it takes
-    costs.saw_end_ahead(size, 4.0, True)
+    assert costs.get(size, 1) is None  # one of two that it takes
+    for now in (3.0, 4.0):
+        costs.saw_end_ahead(size, now, True)
     assert costs.get(size, 1) == 1.0
     costs.saw(size, 4, 0.5)
     costs.saw_end_ahead(size, 4.1, True)  # after a step with drafts

@@ -5,16 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
+from keepwarm.concurrency import DeviceLock
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.lane import Lane
 from keepwarm.engine.sampling import Sampler
-from keepwarm.errors import KeepwarmError
+from keepwarm.errors import KeepwarmError, Stopping
 from keepwarm.models.load import Model
 from keepwarm.prefix.policy import Policy
 from keepwarm.text.prepare import PreparedRequest
@@ -380,3 +382,29 @@ def test_a_command_that_fails_raises_in_its_caller(model_of, tmp_path):
             engine.call(lambda: 1 // 0).result()
         assert engine.alive
         assert threading.active_count() > 1
+
+
+def test_a_device_that_is_lost_ends_all_requests_and_gets_none(model_of, tmp_path, caplog):
+    """As by an illegal access to memory on CUDA, after which every operation fails."""
+
+    def fault(inputs: mx.array, caches: Any) -> None:
+        if MARKER in inputs[0].tolist():
+            raise RuntimeError("an illegal memory access was encountered")
+
+    def compute() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    model, lost = model_of("llama"), pytest.raises(Stopping, match="illegal memory access")
+    model.module.fault = fault
+    shared = partial(Engine, device=DeviceLock(compute))
+    with engine_on(model, tmp_path, engine_class=shared) as engine:
+        running = engine.submit(ask(prompt_of(20), 2000, logit_bias=UNMARKED))
+        assert isinstance(next(running), Started)
+        with lost:
+            engine.submit(ask(marked(20), 4)).result()
+        with lost:
+            running.result()
+        with lost:
+            engine.submit(ask(prompt_of(20), 4))
+        assert not engine.alive
+    assert [record.levelname for record in caplog.records].count("CRITICAL") == 1

@@ -67,7 +67,7 @@ def test_one_after_another_share_the_system_message(models, tmp_path, architectu
             exam.add(prepared.tokens, engine.submit(request).result().choices[0])
             engine.wait_until_saved()
             fed.append(model.module.fed - before - N)
-        n_shared = prepared.cuts[0]
+        n_shared = prepared.prompt.cuts[0]
     assert n_shared > 256  # more than a block, and not at the end of one
     assert fed[0] == len(prepared.tokens)
     assert max(fed[1:]) <= len(prepared.tokens) - n_shared

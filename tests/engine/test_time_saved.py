@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 from itertools import count
 
 from keepwarm.cache.restore.rates import PrefillTimes, SliceCosts
@@ -86,14 +87,14 @@ def test_it_survives_a_restart_with_the_blocks(models, tmp_path):
         engine.submit(ask(prompt, 1)).result()
         engine.wait_until_saved()
         store, lived_s = engine.store.settings.store, next(seconds)
-    with sqlite3.connect(store / "index.sqlite") as index:
+    with closing(sqlite3.connect(store / "index.sqlite")) as index:
         took = index.execute("SELECT sum(prefill_s), count(DISTINCT machine) FROM blocks")
         took_s, n_machines = took.fetchone()
     assert 0 < took_s < lived_s, "no more than the server's life"
     assert n_machines == 1
     known = 1000 * (took_s - 1)
     assert 0.98 * known < warm_again(model, tmp_path, prompt) <= known
-    with sqlite3.connect(store / "index.sqlite") as index:
+    with closing(sqlite3.connect(store / "index.sqlite")) as index, index:
         index.execute("UPDATE blocks SET machine = 'another'")
     assert warm_again(model, tmp_path, prompt) is None
 

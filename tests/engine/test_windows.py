@@ -159,7 +159,7 @@ def test_after_a_restart_a_talk_goes_on_from_where_its_messages_ended(made, tmp_
     other = [*parts[:1], text(20, 5)]
     with engine_on(made, tmp_path) as engine:
         asked = Request(messages=messages(*parts), sampling=Sampling(max_tokens=4, temperature=0))
-        cut = engine.prepare(asked).cuts[0]
+        cut = engine.prepare(asked).prompt.cuts[0]
         engine.submit(asked).result()
     with engine_on(made, tmp_path) as engine:
         n_parts = n_common(engine, asked, Request(messages=messages(*other)))
@@ -183,6 +183,6 @@ def test_many_small_messages_are_read_in_few_slices(made, tmp_path):
     ]
     with engine_on(made, tmp_path) as engine:
         asked = Request(messages=[*talk, talk[0]], sampling=Sampling(max_tokens=1, temperature=0))
-        n_cuts = len(engine.prepare(asked).cuts)
+        n_cuts = len(engine.prepare(asked).prompt.cuts)
         engine.submit(asked).result()
         assert sum(length > 1 for _, length in made.module.shapes) < n_cuts - 5

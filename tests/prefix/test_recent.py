@@ -25,40 +25,37 @@ def recent():
 
 def test_nothing_like_it_was_seen(recent):
     prompt = tokens_of(50, 9)
-    assert recent.explain("ours", prompt, [50], restored=0) == MissExplanation(0, 0, "new", 0)
+    assert recent.explain("ours", prompt, restored=0) == MissExplanation("new", 0)
 
 
 def test_the_opening_of_a_template_is_no_likeness(recent):
     prompt = [*SYSTEM[:5], *tokens_of(50, 9)]
-    assert recent.explain("ours", prompt, [50], restored=5) == MissExplanation(5, 0, "new", 5)
+    assert recent.explain("ours", prompt, restored=5) == MissExplanation("new", 5)
 
 
 def test_a_prompt_that_goes_on_is_new_there(recent):
     """All that was seen was restored; what follows nobody could know."""
     prompt = [*EARLIER, *tokens_of(20, 9)]
-    cuts = [*CUTS, 115]
-    assert recent.explain("ours", prompt, cuts, restored=100) == MissExplanation(100, 3, "new", 100)
+    assert recent.explain("ours", prompt, restored=100) == MissExplanation("new", 100)
 
 
 def test_an_edited_message_diverges_there(recent):
     prompt = [*SYSTEM, *FIRST[:10], 1, *FIRST[11:], *SECOND]
-    found = recent.explain("ours", prompt, CUTS, restored=50)
-    assert found == MissExplanation(50, 1, "diverged", 50)
+    found = recent.explain("ours", prompt, restored=50)
+    assert found == MissExplanation("diverged", 50)
 
 
 def test_what_was_the_same_further_on_was_evicted(recent):
     prompt = [*EARLIER, 5, 6]
-    assert recent.explain("ours", prompt, CUTS, restored=64) == MissExplanation(
-        64, 1, "evicted", 100
-    )
-    assert recent.explain("ours", prompt, CUTS, restored=0) == MissExplanation(0, 0, "evicted", 100)
+    assert recent.explain("ours", prompt, restored=64) == MissExplanation("evicted", 100)
+    assert recent.explain("ours", prompt, restored=0) == MissExplanation("evicted", 100)
 
 
 def test_state_layers_go_back_to_a_cut_and_that_is_no_eviction(recent):
     prompt = [*SYSTEM, *FIRST[:10], 1, *FIRST[11:], *SECOND]
 
     def reason(restored):
-        return recent.explain("ours", prompt, CUTS, restored, StoredPrefix(has_rows=False)).reason
+        return recent.explain("ours", prompt, restored, StoredPrefix(has_rows=False)).reason
 
     assert reason(40) == "diverged"
     assert reason(0) == "evicted"
@@ -70,7 +67,7 @@ def test_what_a_cut_short_prompt_had_left_was_not_computed():
     recent.remember("ours", EARLIER, CUTS, n_computed=64)
 
     def explained(prompt, restored):
-        return recent.explain("ours", prompt, CUTS, restored)[2:]
+        return recent.explain("ours", prompt, restored)
 
     assert explained(EARLIER, 64) == ("not computed", 64)
     assert explained([*EARLIER[:90], *tokens_of(20, 9)], 64) == ("not computed", 64)
@@ -84,7 +81,7 @@ def test_what_is_stored_tells_of_prompts_that_nobody_remembers():
     prompt, nobody = EARLIER, RecentPrompts()
 
     def explained(restored, *stored):
-        return nobody.explain("ours", prompt, CUTS, restored, StoredPrefix(*stored))[2:]
+        return nobody.explain("ours", prompt, restored, StoredPrefix(*stored))
 
     assert explained(64, 64, True) == ("diverged", 64)
     assert explained(64, 64, False) == ("new", 64)
@@ -96,17 +93,13 @@ def test_what_is_stored_tells_of_prompts_that_nobody_remembers():
 
 def test_all_that_can_be_restored_is_no_miss(recent):
     """The last token is always fed."""
-    assert recent.explain("ours", EARLIER, CUTS, restored=99) is None
-
-
-def test_after_the_last_message_there_is_none(recent):
-    assert recent.explain("ours", [*EARLIER, 1, 2, 3], CUTS, restored=100).message is None
+    assert recent.explain("ours", EARLIER, restored=99) is None
 
 
 def test_nobody_learns_of_anothers_prompts(recent):
     """Same tokens, another tenant: as if nothing had been seen."""
     assert recent.nearest("theirs", EARLIER) == NearestPrompt(0, None)
-    assert recent.explain("theirs", EARLIER, CUTS, restored=0).reason == "new"
+    assert recent.explain("theirs", EARLIER, restored=0).reason == "new"
 
 
 def test_the_nearest_of_many_is_found():

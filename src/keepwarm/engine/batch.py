@@ -38,14 +38,10 @@ class Row:
         self.sampler = sampler
         self.top_logprobs = top_logprobs
         self._logprobs: tuple[HostLogprobs, int] | None = None  # and which of its rows
-        self.pending: int | None = None  # sampled before its batch failed, and not fed
 
     def sample_first(self, logits: mx.array) -> mx.array:
         """The first token, from the logits (1, vocabulary) after the prompt."""
         _set_logprobs([self], logits)
-        if self.pending is not None:
-            token_id, self.pending = self.pending, None
-            return mx.array([token_id], dtype=mx.uint32)
         adjusted = logits if self.sampler.is_plain else self.sampler.adjust(logits)
         token = sample([self.sampler], adjusted)
         mx.async_eval(token)
@@ -102,7 +98,7 @@ class Batch(Generic[R]):
         self._logits: mx.array | None = None  # after it, between feed and sample
         self._fed: list[FedDraft] = []  # of every row, until they are settled
         self._states: kv.States = ()  # before them
-        self._is_emitted = False  # the current tokens were
+        self.n_again = 0  # tokens a row that the latest step computed twice
         self._has_newcomer = False
         self.can_run_ahead = works_beside_host()
         self.rows: list[R] = []
@@ -137,16 +133,14 @@ class Batch(Generic[R]):
 
     def emit(self) -> list[tuple[R, int]]:
         """Every row's current token."""
-        emitted = list(zip(self.rows, self._current_tokens(), strict=True))
-        self._is_emitted = True
-        return emitted
+        return list(zip(self.rows, self._current_tokens(), strict=True))
 
     def feed(self, drafts: Mapping[R, Sequence[int]] | None = None) -> int:
         """Run the model on every row's current token, and on the drafts behind them; the number of
         tokens a row. With drafts it is computed when this returns; on a CPU also without any.
         """
         assert self._tokens is not None
-        self._has_newcomer = False
+        self._has_newcomer, self.n_again = False, 0
         if drafts and any(drafts.values()):
             return self._feed_drafts([drafts.get(row, ()) for row in self.rows])
         logits = self._module(self._tokens[:, None], cache=self._caches)
@@ -214,6 +208,7 @@ class Batch(Generic[R]):
         right = [*self._current_tokens(), *fed.tokens[: fed.n_right]]
         self._module(mx.array([right]), cache=self._caches)
         kv.evaluate(self._caches)
+        self.n_again = len(right)
 
     def _logits_of(self, rows: Iterable[int]) -> mx.array:
         """After the latest right token of each row, (rows, vocabulary)."""
@@ -222,14 +217,10 @@ class Batch(Generic[R]):
         return mx.stack([self._logits[place] for place in places])
 
     def disband(self) -> list[R]:
-        """Dissolve a failed batch: its rows, each with the token it was about to be fed."""
+        """Dissolve a failed batch: its rows. What was sampled and not emitted is sampled again: a
+        device that failed may never have written it.
+        """
         rows, self.rows = self.rows, []
-        try:
-            tokens = [] if self._is_emitted else self._current_tokens()
-        except Exception:  # sampling them is what failed
-            tokens = []
-        for row, token in zip(rows, tokens, strict=False):
-            row.pending = token
         self._caches, self._tokens, self._logits = [], None, None  # frees memory for the rebuild
         self._fed, self._states = [], ()
         return rows
@@ -243,7 +234,7 @@ class Batch(Generic[R]):
         assert self._logits is not None
         failed: dict[R, Exception] = {}
         self._tokens = self._pick(range(len(self.rows)), self._logits, failed)
-        self._logits, self._is_emitted = None, False
+        self._logits = None
         mx.async_eval(self._tokens)
         return failed
 
@@ -267,7 +258,7 @@ class Batch(Generic[R]):
         keep = [i for i in range(len(self.rows)) if i not in leaving]
         self.rows = [self.rows[i] for i in keep]
         if not keep:
-            self._caches, self._tokens, self._logits, self._is_emitted = [], None, None, False
+            self._caches, self._tokens, self._logits = [], None, None
             return caches
         kv.filter_rows(self._caches, keep)
         index = mx.array(keep)

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from operator import mul
-from statistics import median
+from statistics import median_low
 from typing import NamedTuple, Protocol, TypeAlias
 
 from keepwarm.prefix.blocks import as_text
@@ -33,16 +33,17 @@ WIDTHS = (2, 3, 4, 5, 8, 16)  # tokens a row of one step: the current one and a 
 FORCED = MAX_MATCH + 1  # "matched" by tokens that a grammar forces
 MATCHES = (3, 4, 5, 8, 14, FORCED)  # lengths of matches that are told apart
 CONTEXT_TOKENS = 4096  # contexts of so many tokens, and of twice, four times … are told apart
-N_TIMES, MIN_TIMES = 5, 3  # the latest, of which the median counts
+N_TIMES, MIN_TIMES = 5, 2  # the latest, of which the lower median counts
 FORGET_STEPS = 2048  # a cost that was not seen for so long is tried again
 # What drafts may lose, in plain steps: so many, and a share of all steps. What they gain may be
-# lost again, but never more at a time.
+# lost again, but never more at a time. And what looking for them may take.
 MAX_CREDIT, CREDIT_SHARE = 8.0, 0.01
+MAX_SEARCHING, SEARCHING_SHARE = 2.0, 0.005
 MIN_GAIN = 1.03
 MAX_WAIT = 1.5  # what a row without a draft waits for others, in plain steps
 FIRST_GUESS = 0.6  # of a drafted token that it is right, before any was seen
 GUESS_WEIGHT = 4
-FORGETTING = 0.98
+FORGETTING = 0.97
 
 
 class Proposal(NamedTuple):
@@ -181,6 +182,9 @@ class StepCosts:
         if before is not None and before[0] == size.n_rows and is_undisturbed:
             self._count(size.key(1), now - before[1])
 
+    def latest(self, size: BatchSize, width: int) -> Sequence[float]:
+        return tuple(self._times.get(size.key(width), ()))
+
     def missed_step(self) -> None:
         """A step that is not measured: the next end says nothing of a single step."""
         self._ahead = None
@@ -196,7 +200,7 @@ class StepCosts:
         if width > 1 and self._n_steps - self._last.get(key, 0) > FORGET_STEPS:
             self._times.pop(key, None)
         times = self._times.get(key)
-        return median(times) if times and len(times) >= MIN_TIMES else None
+        return median_low(times) if times and len(times) >= MIN_TIMES else None
 
 
 class DraftGate:
@@ -208,7 +212,7 @@ class DraftGate:
         self.source: Callable[[Sequence[int], Others], Source] = SeenTexts
         self._recent = recent
         self.is_open = True  # False once a step with drafts has failed
-        self._credit = MAX_CREDIT
+        self._credit, self._searching = MAX_CREDIT, MAX_SEARCHING
 
     def drafts_for(
         self, tokens: Sequence[int], rewritten: Sequence[Sequence[int]], owner: Hashable | None
@@ -223,41 +227,80 @@ class DraftGate:
 
         return RowDrafts(self.source(tokens, others), self.rates)
 
+    def may_search(self, size: BatchSize) -> bool:
+        """Whether drafts are looked for: not before it is known what a plain step costs."""
+        return self.is_open and self._searching > 0 and self.costs.get(size, 1) is not None
+
     def width(self, proposals: Sequence[Proposal | None], size: BatchSize) -> int:
         """Tokens a row of the step that gives most tokens a second; 1: no drafts."""
         n_rows, plain = size.n_rows, self.costs.get(size, 1)
         drafts = [proposal for proposal in proposals if proposal is not None]
-        if plain is None or not drafts or not self.is_open or self._credit <= 0:
+        if plain is None or not drafts or not self.is_open:
             return 1
-        best, least_gain, cost = 1, MIN_GAIN, plain
+        best, least_gain = 1, MIN_GAIN
         most = MAX_WAIT * plain if len(drafts) < n_rows else float("inf")
         longest = 1 + max(len(draft.tokens) for draft in drafts)
         for width in (width for width in WIDTHS if width <= max(2, longest)):
             known = self.costs.get(size, width)
-            cost = known or cost  # what was never tried costs as much as a narrower one, or more
+            cost = known or plain  # what was never tried may cost no more
             n_tokens = n_rows + sum(self.rates.expected(draft, width - 1) for draft in drafts)
             gain = n_tokens / n_rows * plain / cost
-            if gain > least_gain and cost <= most:
+            if gain > least_gain and cost <= most and self._can_lose(size, width, plain):
                 best, least_gain = width, gain
                 if known is None:
                     break  # it is tried
         return best
 
-    def saw_step(self, size: BatchSize, width: int, n_accepted: int, seconds: float) -> None:
-        """What a step cost that is computed, and how many drafted tokens it gave."""
-        plain = self.costs.get(size, 1)
-        self.costs.saw(size, width, seconds)
-        gain = CREDIT_SHARE
+    def _most(self, size: BatchSize, width: int) -> float:
+        """What a step costs at most: a token as much as in a narrower one."""
+        known = ((n, self.costs.get(size, n)) for n in (1, *WIDTHS) if n <= width)
+        return min(cost * width / n for n, cost in known if cost is not None)
+
+    def _can_lose(self, size: BatchSize, width: int, plain: float) -> bool:
+        """Whether there is credit for a step of which nothing is right; for all those that it takes
+        to know what it costs.
+        """
+        n_steps = max(1, MIN_TIMES - len(self.costs.latest(size, width)))
+        return n_steps * (self._most(size, width) / plain - 1) <= self._credit
+
+    def searched(self, size: BatchSize, seconds: float, *, beside_step: bool) -> None:
+        """How long it took to look for drafts; `beside_step`: while the device computed a step."""
+        if plain := self.costs.get(size, 1):
+            self._searching -= max(0.0, seconds / plain - beside_step)
+
+    def saw_step(
+        self, size: BatchSize, width: int, n_accepted: int, seconds: float, n_again: int = 0
+    ) -> None:
+        """What a step cost that is computed, how many drafted tokens it gave, and how many tokens
+        were computed again for it.
+        """
+        gain, plain = 0.0, self.costs.get(size, 1)
         if width > 1 and plain is not None:
-            # At most a plain step for each token: the first step of a shape may take as long as
-            # ten on CUDA, and would keep drafts off for long.
-            gain += 1 + n_accepted / size.n_rows - min(width, seconds / plain)
-        self._credit = min(MAX_CREDIT, self._credit + gain)
+            charged = self._charged(size, width, seconds, n_again)
+            gain = 1 + n_accepted / size.n_rows - charged / plain
+        self.costs.saw(size, width, seconds)
+        self._earn(gain)
+
+    def _charged(self, size: BatchSize, width: int, seconds: float, n_again: int) -> float:
+        """The first step of a shape, for which CUDA makes a plan, may take as long as twenty, and
+        would keep drafts off for long. So a step counts at most twice what its width costs; while
+        that is not known, what it may cost at most, and the first as much as the second.
+        """
+        known, before = self.costs.get(size, width), self.costs.latest(size, width)
+        if known is not None:
+            return min(2 * known, seconds)
+        most = self._most(size, width) * (width + n_again) / width
+        charged = min(most, seconds)
+        return charged - sum(max(0.0, min(most, first) - charged) for first in before)
 
     def saw_end_ahead(self, size: BatchSize, now: float, is_undisturbed: bool) -> None:
         """The same of a plain one that the device still computes."""
         self.costs.saw_end_ahead(size, now, is_undisturbed)
-        self._credit = min(MAX_CREDIT, self._credit + CREDIT_SHARE)
+        self._earn(0.0)
+
+    def _earn(self, gain: float) -> None:
+        self._credit = min(MAX_CREDIT, self._credit + CREDIT_SHARE + gain)
+        self._searching = min(MAX_SEARCHING, self._searching + SEARCHING_SHARE)
 
 
 class RowDrafts:

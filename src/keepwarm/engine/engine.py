@@ -173,6 +173,7 @@ class Engine:
             ledger=self.ledger,
             others_wait=self._device.others_wait,
             others_ran=self._device.others_ran,
+            examine=self._device.examine,
         )
 
     def _start(self, memory: MemoryConfig) -> None:
@@ -218,20 +219,20 @@ class Engine:
     def submit(self, request: AnyRequest, deadline: PrepareDeadline | None = None) -> Answer:
         """Run a request; a bad one is refused here."""
         called = time.perf_counter()
-        self._check_open()
+        self.check_open()
         with self._preparing():
             prepared, lane, since = self._preparation.make_ready(request, deadline)
             job = Job(
                 *(prepared.request, prepared, lane, Answer(self._cancel, prepared)),
                 number=next(self.ledger.numbers),
-                cuts=prepared.cuts if lane.needs_cuts else [],  # finding them takes time
+                cuts=prepared.prompt.cuts if lane.needs_cuts else [],  # finding them takes time
                 on_start=self._recorder.touch,
                 on_end=self._on_end,
                 since=since,
                 arrival=prepared.request.arrival or Arrival(called, called),
             )
             with self._changed:  # a job posted here is seen by `close`, which ends it
-                self._check_open()
+                self.check_open()
                 self._check_queue()
                 self._post(Submit(job))
         return job.answer
@@ -313,7 +314,12 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive() and not self._closing
+        return self._thread.is_alive() and not (self._closing or self.lost)
+
+    @property
+    def lost(self) -> str:
+        """Why nothing can be computed any more until the process ends, in a sentence."""
+        return self._device.lost
 
     def divide_memory(self, memory: MemoryConfig) -> None:
         """Keep to these budgets from now on; running requests end as they began."""
@@ -375,8 +381,9 @@ class Engine:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
-        for work in self.idle_work:
-            work.save()
+        with self._device.take():  # other engines compile nothing meanwhile
+            for work in self.idle_work:
+                work.save()
         self._watcher.close()
         self.preparer.close()
         self.live.clear()
@@ -478,6 +485,9 @@ class Engine:
             return False  # a turn without work would keep other engines from idle work
         try:
             with self._device.take():
+                if self.lost:
+                    self._scheduler.fail_all(Stopping(self.lost))
+                    return bool(self._commands)
                 return self._scheduler.step() or bool(self._commands)
         except Exception as error:
             LOG.exception("the scheduler failed; all requests end")
@@ -491,7 +501,10 @@ class Engine:
             self._commands.append(command)
             self._changed.notify_all()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise, with the reason, if no request is accepted."""
+        if self.lost:
+            raise Stopping(self.lost)
         if not self._accepting:
             raise Stopping("The engine is shutting down and takes no more requests.")
 

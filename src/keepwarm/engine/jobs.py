@@ -285,7 +285,7 @@ class Job:
     def is_later_turn(self) -> bool:
         """Whether it continues a conversation: its prompt holds an earlier answer."""
         sent = self.request.messages or ()
-        goes_on = self.prepared.spliced > 0 or bool(self.prepared.continued)
+        goes_on = self.prepared.prompt.spliced > 0 or bool(self.prepared.continued)
         return goes_on or any(one.get("role") == "assistant" for one in sent)
 
     @property
@@ -478,9 +478,9 @@ def make_receipt(job: Job, warm: WarmPrefix, load_s: float) -> Receipt:
         saved_ms=None if took_s is None else _ms(max(0.0, took_s - load_s)),
         inexact=job.lane.inexact(n_known, n_tokens),
         lossy_tokens=warm.n_lossy or None,
-        spliced=job.prepared.spliced,
+        spliced=job.prepared.prompt.spliced,
         scrubbed=job.request.scrubbed,
-        reordered=job.prepared.reordered,
+        reordered=job.prepared.prompt.reordered,
         unread=job.request.unread,
         ignored_fields=job.request.ignored_fields,
         miss=_miss(job, warm) if job.request.explain else None,

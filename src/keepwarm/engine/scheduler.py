@@ -32,7 +32,13 @@ from keepwarm.engine.lane import MIN_SHARED_TOKENS, Lane, WarmPrefix
 from keepwarm.engine.padding import RowSharing
 from keepwarm.engine.prefill import Clock, SliceSizer, Stopwatch
 from keepwarm.engine.sampling import PromptScores
-from keepwarm.errors import CacheMismatch, EngineFailed, InsufficientResources, KeepwarmError
+from keepwarm.errors import (
+    CacheMismatch,
+    EngineFailed,
+    InsufficientResources,
+    KeepwarmError,
+    Stopping,
+)
 from keepwarm.prefix.blocks import BLOCK_TOKENS, common_tokens, pack
 from keepwarm.prefix.policy import Policy
 from keepwarm.telemetry.ledger import Ledger
@@ -84,6 +90,7 @@ class FedStep(NamedTuple):
     width: int  # tokens a row
     n_accepted: int  # drafted ones of all rows
     ended: list[RunningSequence]  # sequences that end in their drafts
+    n_again: int = 0  # tokens that were computed again
 
 
 class StepResult(NamedTuple):
@@ -441,6 +448,7 @@ class Scheduler:
         clock: Clock = time.perf_counter,
         others_wait: Callable[[], bool] = bool,  # for this step to end; never
         others_ran: Callable[[], bool] = bool,  # between this step and the one before
+        examine: Callable[[], str] = str,  # after an error: why no other job can be computed
     ) -> None:
         """`end_durably` ends a job, by `end`, once all that was kept of it is on disk."""
         self.slice_sizer = slice_sizer
@@ -457,6 +465,7 @@ class Scheduler:
         self._owed_s = 0.0  # of decoding, before a prompt goes on beside another key's answers
         self._others_wait = others_wait
         self._others_ran = others_ran
+        self._examine = examine
         self._thread: int | None = None  # the first that calls
         publish = self._keeper.publish_partial_block
         self._intake = Intake(admission, ledger, publish, clock)
@@ -764,11 +773,10 @@ class Scheduler:
             self._recover(key, batch, error)
             return ended
         if gate is not None and (runs_ahead or fed is not None):
-            width, n_accepted = (1, 0) if fed is None else (fed.width, fed.n_accepted)
-            if batch.can_run_ahead and width == 1:
+            if fed is None or (batch.can_run_ahead and fed.width == 1):
                 gate.saw_end_ahead(size, self._clock(), runs_ahead and self._is_undisturbed)
             else:
-                gate.saw_step(size, width, n_accepted, watch.seconds())
+                gate.saw_step(size, fed.width, fed.n_accepted, watch.seconds(), fed.n_again)
         return ended
 
     def _gate_of(self, batch: Batch[RunningSequence]) -> DraftGate | None:
@@ -789,16 +797,19 @@ class Scheduler:
         self,
         gate: DraftGate,
         batch: Batch[RunningSequence],
-        finished: Collection[RunningSequence] = (),
+        finished: Collection[RunningSequence] | None = None,
     ) -> dict[RunningSequence, Sequence[int]]:
         """What the rows are fed behind their next tokens, where that pays.
 
-        Before the tokens of a step are known: what they would be, if they are as proposed.
+        Before the tokens of a step are known (`finished` is None): what they would be, if they are
+        as proposed.
         """
-        if not gate.is_open:
+        size, watch = _size(batch), Stopwatch(self._clock)
+        if not gate.may_search(size):
             return {}
-        proposals = [None if row in finished else row.propose() for row in batch.rows]
-        width = gate.width(proposals, _size(batch))
+        proposals = [None if row in (finished or ()) else row.propose() for row in batch.rows]
+        gate.searched(size, watch.seconds(), beside_step=finished is None)
+        width = gate.width(proposals, size)
         return {
             row: proposal.tokens[: min(width - 1, row.n_left - 1)]
             for row, proposal in zip(batch.rows, proposals, strict=True)
@@ -833,7 +844,7 @@ class Scheduler:
             row.count_draft(n_drafted, n_accepted)
             n_all += n_accepted
             self.ledger.count(drafted_tokens=n_drafted, accepted_tokens=n_accepted)
-        return FedStep(width, n_all, ended)
+        return FedStep(width, n_all, ended, batch.n_again)
 
     def _sample(self, batch: Batch[RunningSequence]) -> None:
         failed = batch.sample() if batch.rows else {}
@@ -896,9 +907,20 @@ class Scheduler:
     def _fail(self, job: Job, error: Exception) -> None:
         """End one job with an error; the others continue."""
         if not job.ended:
-            self.end(job, _as_keepwarm_error(error))
+            self.end(job, self._as_keepwarm_error(error))
         for task in self._tasks_of(job):
             self._end_prefill(task)
+
+    def _as_keepwarm_error(self, error: Exception) -> KeepwarmError:
+        if isinstance(error, KeepwarmError):
+            return error
+        LOG.error("a request failed", exc_info=error)
+        if lost := self._examine():
+            return Stopping(lost)
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        return EngineFailed(
+            f"The engine failed on this request ({reason}); other requests continue. Retry."
+        )
 
     def _recover(self, key: Hashable, batch: Batch[RunningSequence], error: Exception) -> None:
         """Rebuild a failed batch; a sequence that was in too many failed batches ends."""
@@ -932,13 +954,3 @@ def _size(batch: Batch[RunningSequence]) -> BatchSize:
 
 def _new_batch(lane: Lane) -> Batch[RunningSequence]:
     return Batch(lane.model.module, own_ends=lane.sharing.own_ends)
-
-
-def _as_keepwarm_error(error: Exception) -> KeepwarmError:
-    if isinstance(error, KeepwarmError):
-        return error
-    LOG.error("a request failed", exc_info=error)
-    reason = str(error).strip().partition("\n")[0] or type(error).__name__
-    return EngineFailed(
-        f"The engine failed on this request ({reason}); other requests continue. Retry."
-    )

@@ -5,7 +5,6 @@ Tokens are held packed, four bytes each, and compared as bytes: never by length,
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -71,7 +70,7 @@ Reason: TypeAlias = Literal["new", "diverged", "evicted", "not computed", "no ch
 
 
 class MissExplanation(NamedTuple):
-    """Why a prompt was not restored further. Positions only, no text.
+    """Why a prompt was not restored further.
 
     new             no similar prompt was seen, or all that was similar was restored
     diverged        an earlier prompt was the same up to `nearest` and then differed
@@ -81,8 +80,6 @@ class MissExplanation(NamedTuple):
                     checkpoint there
     """
 
-    position: int  # the first token that was not restored
-    message: int | None  # the message it is in; None: after the last
     reason: Reason
     nearest: int
 
@@ -147,26 +144,20 @@ class RecentPrompts:
         self,
         owner: Hashable,
         tokens: Sequence[int],
-        cuts: Sequence[int],
         restored: int,
         stored: StoredPrefix = NOTHING_STORED,
     ) -> MissExplanation | None:
         """Why no more than `restored` tokens were restored; None if that is all that can be.
 
-        `cuts[i]` is where message i ends. What is stored tells of prompts before a restart; what
+        What is stored tells of prompts before a restart; what
         is remembered, of those that are not stored.
         Call it before the prompt itself is remembered.
         """
         if restored >= len(tokens) - 1:
             return None
         found = self.nearest(owner, tokens)
-        message = bisect_right(cuts, restored)
-        return MissExplanation(
-            position=restored,
-            message=message if message < len(cuts) else None,
-            reason=_reason(len(tokens), restored, stored, found),
-            nearest=max(found.n_computed, stored.n_tokens),
-        )
+        reason = _reason(len(tokens), restored, stored, found)
+        return MissExplanation(reason, max(found.n_computed, stored.n_tokens))
 
     def _latest(self, owner: Hashable) -> Iterator[RememberedPrompt]:
         return reversed(self._seen.get(owner, {}).values())
