@@ -18,6 +18,8 @@ FAMILIES = {
     "deepseek_v3": {},  # K and V of different widths
     "quantised": {"bits": 8, "group_size": 32},
 }
+# Where a sum's last bit differs, a key between two levels of 8 bits is rounded to the other one.
+ROUNDED_APART = 1e-3
 
 
 def model_of(family):
@@ -34,6 +36,15 @@ def fed(family, model, tokens):
     if tokens:
         mx.eval(model(mx.array([tokens]), cache=caches))
     return caches
+
+
+def rounded_alike(caches, row, alone, n_tokens):
+    """Whether the 8-bit numbers of a row are those of the single sequence."""
+    return all(
+        mx.array_equal(ours[0][row, :, :n_tokens], theirs[0][0, :, :n_tokens]).item()
+        for cache, single in zip(caches, alone, strict=True)
+        for ours, theirs in ((cache.keys, single.keys), (cache.values, single.values))
+    )
 
 
 class Rows:
@@ -59,12 +70,13 @@ class Rows:
             self.compare(row, logits[row, :right])
         kv.trim(self.batch, [n - right for right in n_right])
 
-    def compare(self, row, logits):
-        n = logits.shape[0]
-        alone = self.model(mx.array([self.tokens[row]]), cache=empty(self.family, self.model))[
-            0, -n:
-        ]
-        assert mx.abs(alone - logits).max().item() < 1e-4
+    def compare(self, row, logits, extracted=None):
+        caches, tokens = empty(self.family, self.model), self.tokens[row]
+        alone = self.model(mx.array([tokens]), cache=caches)[0, -logits.shape[0] :]
+        ours = self.batch if extracted is None else extracted
+        place = row if extracted is None else 0
+        is_alike = self.family != "quantised" or rounded_alike(ours, place, caches, len(tokens))
+        assert mx.abs(alone - logits).max().item() < (1e-4 if is_alike else ROUNDED_APART)
 
     def check_extracted(self):
         for row, tokens in enumerate(self.tokens):
@@ -73,7 +85,7 @@ class Rows:
             next_token = self.some(1)
             logits = self.model(mx.array([next_token]), cache=single)
             self.tokens[row] = [*tokens, *next_token]
-            self.compare(row, logits[0])
+            self.compare(row, logits[0], extracted=single)
             self.tokens[row] = tokens
 
     def join(self, n):
@@ -96,6 +108,18 @@ def test_rows_that_take_back_other_numbers_stay_as_if_alone(family):
     rows.keep([3, 0])
     rows.step()
     rows.check_extracted()
+
+
+def test_a_window_of_one_row_is_no_slice_that_begins_later():
+    """MLX's attention of one token on CUDA would read the buffer from its first slot."""
+    rows = Rows("gemma3_text", [WINDOW + 5], 1)
+    window = next(cache for cache in rows.batch if cache.window)
+    new = mx.ones((1, window.keys.shape[1], 1, window.keys.shape[3]))
+    seen, _ = window.update_and_fetch(new, new)
+    last = window.keys[:, :, window.ends[0] - WINDOW : window.ends[0]]
+    assert np.array_equal(seen, last)
+    assert np.asarray(seen).flags.c_contiguous
+    assert not np.asarray(last).flags.c_contiguous
 
 
 def test_windows_stay_small_and_right_however_long_the_rows_become():

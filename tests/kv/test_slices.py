@@ -217,7 +217,7 @@ def test_a_cache_is_checked_against_the_model_before_use(tiny_model):
     live, _ = blocks_of(tiny_model("gemma3_text"), PROMPT, [600])
     layout.check(live)
     other, _ = blocks_of(tiny_model("llama"), PROMPT, [600])
-    with pytest.raises(CacheMismatch, match="the number of layers is 2, expected 8"):
+    with pytest.raises(CacheMismatch, match="the number of layers is 2, expected 4"):
         layout.check(other)
     with pytest.raises(CacheMismatch, match="Layer 3: the class"):
         layout.check(live[:3] + live[2:3] + live[4:])

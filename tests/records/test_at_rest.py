@@ -45,6 +45,10 @@ def test_the_device_restores_the_same_rows(dtype, codec, side):
     rows, name = rows_of(dtype), f"L0_B0_{side}"
     record = at_rest(record_of(Tensor(name, *to_buffer(rows)), **{WANTED: codec}))
     found = block_of(record).delta[name]
+    apart = np.zeros((1, 2, 300, 128), found.words.dtype)  # as a cache with more rows
+    found.write_to(apart[..., :256, :])
+    assert np.array_equal(apart[..., :256, :], found.words)
+    assert not apart[..., 256:, :].any()
     ours = as_floats(from_buffer(dtype, rows.shape, found.words.tobytes()).to_mx())
     theirs = as_floats(dequantized([part.to_mx() for part in found.parts], found.rounding))
     unit = {"BF16": 2**-8, "F16": 2**-11, "F32": 2**-22}[dtype]  # MLX rounds in between

@@ -53,10 +53,9 @@ def test_promoted_rows_are_not_evicted_first(memory):
     assert parts(memory, refs) == ["dw", "d", "dw", "dw"]
 
 
-@pytest.mark.parametrize("use", ["pin", "touch"])
-def test_rows_of_a_block_in_use_stay(memory, use):
+def test_rows_of_a_block_in_use_stay(memory):
     refs = fill(memory)
-    memory.pin(refs[0].key, "me") if use == "pin" else memory.touch([refs[0].key])
+    memory.touch([refs[0].key])
     newcomer(memory)
     assert parts(memory, refs) == ["dw", "d", "dw", "dw"]
 

@@ -127,9 +127,9 @@ def test_the_new_is_let_in_once_the_old_has_rested(tier, clock):
 def test_a_refused_chain_is_taken_when_there_is_room(tier, clock):
     made = chain_of(20, n_bytes=SIZE)
     tier.put(other := single(1))
-    tier.pin(other.header.key, "agent")
+    tier.touch([other.header.key])
     assert put_all(tier, made) == [True] * 15 + [False] * 5
-    tier.unpin(other.header.key, "agent")
+    tier.delete(other.header.key)
     clock.now += 1
     assert put_all(tier, made)[15:17] == [True, False]
 
@@ -422,11 +422,15 @@ def test_an_old_checkpoint_inside_a_block_goes_with_its_tail(roomy):
     assert roomy.stats().blocks == 12 + len(left)
 
 
-def test_a_pinned_checkpoint_stays_and_models_without_rows_keep_all(roomy):
+@pytest.mark.parametrize("roomy", ["disk", "sealed"], indirect=True)
+def test_a_pinned_checkpoint_stays(roomy):
     refs = refs_of(12)
     roomy.pin(refs[4].key, "agent")
     keep_states(roomy, refs, n_rows=20)
     assert [n for n, kept in enumerate(states(roomy, refs)) if kept] == [4, 9, 10, 11]
+
+
+def test_models_without_rows_keep_all_checkpoints(roomy):
     alone = refs_of(5, seed=9)
     for ref in alone:
         roomy.put(record(ref, Part.STATE))

@@ -410,10 +410,12 @@ class Store:
             with suppress(BadInput):
                 self.on_disk.agents.fork(agent_id, fork_id)
 
-    def check_agent(self, agent_id: str | None) -> None:
-        """Raise if this cannot be an agent's id; None is no agent."""
+    def check_agent(self, agent_id: str | None, *, exists: bool = False) -> None:
+        """Raise if this cannot be an agent's id, or with `exists` is none; None is no agent."""
         if self._on_disk is not None and agent_id is not None:
             self._on_disk.agents.check_id(agent_id)
+            if exists:
+                self._on_disk.agents.show(agent_id)
 
     def knows_agent(self, agent_id: str) -> bool:
         """Whether there is an agent with this id that has turns."""

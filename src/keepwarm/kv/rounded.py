@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from keepwarm.kv.buffers import HostArray, dtype_name
-from keepwarm.records.at_rest import GROUP, Rounded, Rounding, restored
+from keepwarm.records.at_rest import GROUP, Rounded, Rounding, restore_to, restored
 
 
 class RoundedArray(HostArray):
@@ -23,10 +23,16 @@ class RoundedArray(HostArray):
 
     @property
     def words(self) -> np.ndarray[Any, Any]:
+        return restored(self._read(), dtype_name(self.dtype), self.rounding)
+
+    def write_to(self, memory: np.ndarray[Any, Any]) -> None:
+        restore_to(memory, self._read(), dtype_name(self.dtype), self.rounding)
+
+    def _read(self) -> Rounded:
         weights, scales, biases = self.parts
         # Parts of a file are read into the same buffer, the largest last.
         small = [part.words.copy() for part in (scales, biases)]
-        return restored(Rounded(weights.words, *small), dtype_name(self.dtype), self.rounding)
+        return Rounded(weights.words, *small)
 
 
 def dequantized(parts: Sequence[mx.array], rounding: Rounding) -> mx.array:

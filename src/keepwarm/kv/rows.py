@@ -72,8 +72,10 @@ class RowsKVCache:
         self.ends = [end + n for end in self.ends]
         self.offset = self.offset + n
         if self._is_single(n):
-            seen = slice(self._first_seen(self.ends[0]), self.ends[0])
-            return tuple(_map(x, lambda y: y[:, :, seen]) for x in (self.keys, self.values))
+            first, end = self._first_seen(self.ends[0]), self.ends[0]
+            seen = tuple(_map(x, lambda y: y[:, :, first:end]) for x in (self.keys, self.values))
+            # On CUDA MLX would read a slice that begins later from outside the buffer.
+            return tuple(_map(x, mx.contiguous) for x in seen) if first else seen
         return self.keys, self.values
 
     def _is_single(self, n: int) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -59,7 +58,7 @@ def at_rest(record: Record) -> Record:
     if WANTED not in extra:
         return record
     if (codec := extra.pop(WANTED)) not in ROUNDINGS:
-        raise BadRecord(f"{codec!r} is no codec of rows at rest.")
+        raise BadRecord(f"{codec!r} is not a codec of rounded rows.")
     tensors = list(_rounded(codec, record.tensors))
     if len(tensors) > len(record.tensors):
         axes = {side: rounding.axis for side, rounding in ROUNDINGS[codec].items()}
@@ -120,7 +119,8 @@ def rounded(words: Array, dtype: str, rounding: Rounding) -> Rounded | None:
     groups += 0.5  # to the nearest
     numbers = groups.clip(0, largest, out=groups).astype(np.uint8)
     if rounding.bits == 4:
-        numbers = numbers[:, ::2] | numbers[:, 1::2] << np.uint8(4)
+        pairs = numbers.view(np.uint16)
+        numbers = (pairs | pairs >> np.uint16(4)).astype(np.uint8)
     small = (*rows, width // GROUP)
     return Rounded(
         numbers.view(np.uint32).reshape(*rows, width * rounding.bits // WORD_BITS),
@@ -131,24 +131,50 @@ def rounded(words: Array, dtype: str, rounding: Rounding) -> Rounded | None:
 
 def restored(parts: Rounded, dtype: str, rounding: Rounding) -> Array:
     """The words of the tensor, of what `rounded` has made."""
-    weights, scales, biases = parts
-    shape = (*weights.shape[:-1], rounding.width(weights.shape[-1]))
-    groups = _numbers(weights.view(np.uint8).reshape(-1), rounding.bits).reshape(-1, GROUP)
-    groups *= _widened(scales, dtype).reshape(-1, 1)
-    groups += _widened(biases, dtype).reshape(-1, 1)
-    words = _narrowed(groups, dtype).reshape(shape)
-    return _turned(words, shape[-1], GROUP).reshape(shape) if rounding.axis == "channel" else words
+    weights = parts.weights
+    words = np.empty((*weights.shape[:-1], rounding.width(weights.shape[-1])), WORDS[dtype])
+    restore_to(words, parts, dtype, rounding)
+    return words
 
 
-def _numbers(packed: Array, bits: int) -> Array:
-    """As float32; two numbers of 4 bits come out of a table at once."""
-    return _pairs().take(packed).view(np.float32) if bits == 4 else packed.astype(np.float32)
+def restore_to(words: Array, parts: Rounded, dtype: str, rounding: Rounding) -> None:
+    """Write them to this memory, the rows of which may be apart."""
+    is_float = dtype == "F32"
+    numbers: Array = words if is_float else np.empty(words.shape, np.float32)
+    scales, biases = (_widened(part, dtype) for part in parts[1:])
+    if rounding.axis == "channel":
+        *before, n_rows, width = numbers.shape
+        _unpack_channels(parts.weights, numbers, rounding.bits)
+        groups = numbers.reshape(*before, n_rows // GROUP, GROUP, width)
+        scales, biases = (part.reshape(*before, -1, 1, width) for part in (scales, biases))
+    else:
+        groups = numbers.reshape(*parts.scales.shape, GROUP)
+        groups[...] = _unpacked(parts.weights, rounding.bits).reshape(groups.shape)
+        scales, biases = scales[..., None], biases[..., None]
+    groups *= scales
+    groups += biases
+    if not is_float:
+        _narrow(numbers, dtype, words)
 
 
-@cache
-def _pairs() -> Array:
-    packed = np.arange(256, dtype=np.uint8)
-    return np.stack([packed & 15, packed >> 4], -1).astype(np.float32).view(np.float64)[:, 0]
+def _unpack_channels(weights: Array, numbers: Array, bits: int) -> None:
+    """Words are turned, which hold some tokens of a channel each: they are fewer than numbers."""
+    *before, n_rows, width = numbers.shape
+    n_words, n_each = GROUP * bits // WORD_BITS, WORD_BITS // bits
+    turned = _turned(weights.reshape(*before, -1, n_words), width, n_words)
+    tokens = numbers.reshape(*before, n_rows // GROUP, n_words, n_each, width)
+    for place in range(n_each):
+        tokens[..., place, :] = turned >> np.uint32(bits * place) & np.uint32((1 << bits) - 1)
+
+
+def _unpacked(weights: Array, bits: int) -> Array:
+    """One number a byte."""
+    packed = weights.reshape(-1).view(np.uint8)
+    if bits == 4:
+        pairs = packed.astype(np.uint16)
+        pairs |= pairs << np.uint16(4)
+        packed = (pairs & np.uint16(0x0F0F)).view(np.uint8)
+    return packed
 
 
 def _turned(words: Array, n_rows: int, width: int) -> Array:
@@ -169,15 +195,23 @@ def fit(shapes: Sequence[Shape], rounding: Rounding) -> bool:
 def _widened(words: Array, dtype: str) -> Array:
     """As float32, in memory of its own."""
     if dtype == "BF16":
-        return (words.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        bits = words.astype(np.uint32)
+        bits <<= np.uint32(16)
+        return bits.view(np.float32)
     return words.astype(np.float32)
 
 
 def _narrowed(numbers: Array, dtype: str) -> Array:
     """The nearest of a type; overwrites the numbers."""
+    words = np.empty(numbers.shape, WORDS[dtype])
+    _narrow(numbers, dtype, words)
+    return words
+
+
+def _narrow(numbers: Array, dtype: str, words: Array) -> None:
     if dtype != "BF16":
-        return numbers.astype(WORDS[dtype])
-    bits = np.ascontiguousarray(numbers).view(np.uint32)
+        words[...] = numbers
+        return
+    bits = numbers.view(np.uint32)
     bits += np.uint32(0x8000)
-    high: Array = bits.view(np.uint16)[..., 1::2]
-    return high
+    np.right_shift(bits, np.uint32(16), out=words)

@@ -143,9 +143,8 @@ class BlockTable:
         self.blocks: dict[BlockKey, _Block] = {}
         self.n_bytes = 0
         self._siblings: dict[BlockKey, _Siblings] = {}  # by parent
-        self._pins: dict[BlockKey, set[str]] = {}
         # Every block that may be evicted, by priority. Entries may be outdated: a block that was
-        # used, pinned or got a child is entered again when it may be evicted, and checked then.
+        # used or got a child is entered again when it may be evicted, and checked then.
         self._order: list[tuple[float, BlockKey]] = []
         self._latest = -math.inf  # use
 
@@ -217,8 +216,8 @@ class BlockTable:
         for key in siblings.states.keys() & own:
             state = self.blocks[key]
             at = state.header.number * BLOCK_TOKENS + state.info.n_tokens
-            n_bytes, is_pinned = state.size_of(Part.STATE), key in self._pins
-            yield Checkpoint(at, key, block.key, n_bytes, is_pinned, self._is_fork(state))
+            n_bytes, is_fork = state.size_of(Part.STATE), self._is_fork(state)
+            yield Checkpoint(at, key, block.key, n_bytes, held=False, is_fork=is_fork)
 
     def _is_fork(self, block: _Block) -> bool:
         """Whether conversations part at the end of a block, or soon after."""
@@ -234,7 +233,7 @@ class BlockTable:
         header, sizes = block.header, {part: block.size_of(part) for part in block.records}
         return StoredBlock(
             block.key, header.parent, header.namespace, header.number, block.info.n_tokens,
-            sizes, block.used, block.key in self._pins,
+            sizes, block.used, pinned=False,
         )  # fmt: skip
 
     # Changes
@@ -307,15 +306,6 @@ class BlockTable:
         self._latest = now
         self._reorder()
 
-    def pin(self, key: BlockKey, owner: str) -> None:
-        self._pins.setdefault(key, set()).add(owner)
-
-    def unpin(self, key: BlockKey, owner: str) -> None:
-        owners = self._pins.get(key, set())
-        owners.discard(owner)
-        if not owners and self._pins.pop(key, None) is not None and key in self.blocks:
-            self._offer(self.blocks[key])
-
     def delete_part(self, key: BlockKey, part: Part) -> int:
         """Delete one part, and the block with its last part; returns the bytes."""
         block = self.blocks.get(key)
@@ -356,7 +346,7 @@ class BlockTable:
         priority: float = math.inf,
         partial: bool = False,
     ) -> list[BlockKey]:
-        """Delete unpinned blocks, the least valuable first and each after its descendants, that
+        """Delete blocks, the least valuable first and each after its descendants, that
         together free `n_bytes`; unless `partial`, none at all where that cannot be reached.
 
         Only blocks up to this priority: the new block is worth no more than the others.
@@ -389,10 +379,10 @@ class BlockTable:
         return list(chosen)
 
     def _is_free(self, block: _Block, n_taken: int = 0) -> bool:
-        """Whether a block is unpinned and has no more children than these."""
+        """Whether a block has no more children than these."""
         siblings = self._siblings.get(block.key)
         n_children = len(siblings.keys) if siblings else 0
-        return n_children == n_taken and block.key not in self._pins
+        return n_children == n_taken
 
     def _offer(self, block: _Block) -> None:
         """Enter a block where it stands now in the order of eviction."""
@@ -569,7 +559,7 @@ class MemoryTier:
             return freed
 
     def clear(self) -> int:
-        """Delete all unpinned blocks, which is no eviction; returns the bytes."""
+        """Delete all blocks, which is no eviction; returns the bytes."""
         with self._lock:
             return self._drop(sys.maxsize)[0]
 
@@ -579,15 +569,6 @@ class MemoryTier:
         n_bytes -= self._evict_demoted(n_bytes)
         victims = self._table.evict(n_bytes, partial=True)
         return before - self._table.n_bytes, len(victims)
-
-    def pin(self, key: BlockKey, owner: str) -> None:
-        with self._opened("pin a block") as table:
-            self.promote_window(key)
-            table.pin(key, owner)
-
-    def unpin(self, key: BlockKey, owner: str) -> None:
-        with self._opened("unpin a block") as table:
-            table.unpin(key, owner)
 
     def touch(self, keys: Collection[BlockKey]) -> None:
         with self._lock:

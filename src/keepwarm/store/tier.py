@@ -346,13 +346,7 @@ class SharedTier(ReadableTier, Protocol):
 
 class Tier(ReadableTier, Protocol):
     def put(self, record: Record) -> PutResult:
-        """Store a record unless it is there; evicts unpinned blocks to make room."""
-
-    def pin(self, key: BlockKey, owner: str) -> None:
-        """Protect a block from eviction until every owner has unpinned it."""
-
-    def unpin(self, key: BlockKey, owner: str) -> None:
-        """Remove a pin; a missing one is not an error."""
+        """Store a record unless it is there; evicts others to make room."""
 
     def delete_superseded(self, key: BlockKey) -> None:
         """Delete what a block makes redundant, at once or soon: shorter siblings that it can

@@ -16,6 +16,7 @@ from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import probe
 from keepwarm.prefix.blocks import Namespace
 from keepwarm.prefix.policy import Policy
+from keepwarm.records.record import Part
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tiers import Tiers
@@ -188,6 +189,57 @@ def test_temporary_open_block_is_in_memory_only(tiny_model, tmp_path):
         writer.close()
         lengths = [sorted(block.n_tokens for block in tier.walk()) for tier in (memory, disk)]
     assert lengths == [[88, 256, 256], [256, 256]]
+
+
+class NotedStates(MemorySaver):
+    """Notes the lengths of blocks with a state that go to disk; a second memory stands for it."""
+
+    def __init__(self, memory, disk):
+        super().__init__(memory)
+        self.disk, self.noted = disk, []
+
+    def put(self, record, policy, memory_only=False, share=None):
+        super().put(record, policy, memory_only)
+        if policy.to_disk and not memory_only:
+            self.disk.put(record)
+            if record.header.part is Part.STATE:
+                self.noted.append(len(record.header.tokens) // 4)
+
+
+@pytest.mark.parametrize("policy", [Policy.READ_WRITE, Policy.DURABLE])
+def test_of_states_near_each_other_one_goes_to_disk(policy, tiny_model):
+    """Each is as large as thousands of tokens, and spares a few only after a restart."""
+    model, memory, disk = tiny_model("falcon_h1"), MemoryTier(1 << 30), MemoryTier(1 << 30)
+    saver, caches = NotedStates(memory, disk), make_prompt_cache(model)
+    tiers = Tiers([("memory", memory), ("disk", disk)])
+    kept = replace(restorer(model, memory), tiers=tiers, writer=saver)
+    at = 0
+    for stops in ([100, 115, 131], [134, 160, 163]):
+        capture = kept.open(PROMPT[: stops[-1] + 1], policy)
+        capture.start_at(at)
+        for stop in stops:
+            prefill(model, caches, PROMPT[at:stop])
+            at = stop
+            capture.capture(caches, at, checkpoint=True)
+        prefill(model, caches, PROMPT[at : stops[-1] + 2])
+        at = stops[-1] + 2
+        capture.finish(PROMPT[:at], caches)
+    everything = [100, 115, 131, 133, 134, 160, 163, 165]
+    wanted = {Policy.READ_WRITE: [100, 131, 133, 160, 165], Policy.DURABLE: everything}
+    assert saver.noted == wanted[policy]
+    assert all(kept.restore(PROMPT[: n + 1]).n_tokens == n for n in saver.noted[-3:])
+
+
+def test_a_state_near_one_that_is_only_in_memory_goes_to_disk(tiny_model):
+    model, memory, disk = tiny_model("falcon_h1"), MemoryTier(1 << 30), MemoryTier(1 << 30)
+    tiers, saver = Tiers([("memory", memory), ("disk", disk)]), NotedStates(memory, disk)
+    kept = replace(restorer(model, memory), tiers=tiers, writer=saver)
+    caches = prefill(model, make_prompt_cache(model), PROMPT[:133])
+    kept.open(PROMPT[:133], Policy.EPHEMERAL).finish(PROMPT[:133], caches)
+    capture = kept.open(PROMPT[:160])
+    capture.start_at(133)
+    capture.capture(prefill(model, caches, PROMPT[133:134]), 134, checkpoint=True)
+    assert saver.noted == [134]
 
 
 def test_policies(tier, tiny_model):

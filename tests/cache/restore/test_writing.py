@@ -276,7 +276,7 @@ def test_the_daily_budget_holds_over_processes_and_days(disk, records):
     assert writer.stats().over_budget == 1
     assert wear.by_day() == {"2026-11-15": 3 * size}
     day[0] = "2026-11-16"
-    assert wear.allows(size)
+    assert wear.take(size)
 
 
 def test_a_disk_that_refused_is_left_alone_for_a_while(disk, records, monkeypatch):

@@ -60,8 +60,8 @@ class Worker:
 
     def _clear(self) -> None:
         """A predecessor of this name may have been killed at any moment."""
+        self._tier.pin_only(self._name, ())
         for block in self._own:
-            self._tier.unpin(block.key, self._name)
             self._tier.delete(block.key)
 
     def _share(self) -> None:
@@ -84,10 +84,10 @@ class Worker:
 
     def _hold(self) -> None:
         """Pin and unpin blocks that other threads evict, delete and put."""
-        block = self._chance.choice(WORLD)
-        self._tier.pin(block.key, self._name)
+        block, owner = self._chance.choice(WORLD), f"{self._name} for a moment"
+        self._tier.pin(block.key, owner)
         self._tier.have([block.key])
-        self._tier.unpin(block.key, self._name)
+        self._tier.pin_only(owner, ())
 
     def _keep(self) -> None:
         """Put and pin a block of our own, or delete it again."""
@@ -96,7 +96,7 @@ class Worker:
         if block in self._kept:
             self._kept.discard(block)
             self._tier.delete(block.key)
-            self._tier.unpin(block.key, self._name)
+            self._tier.pin_only(self._name, [kept.key for kept in self._kept])
             self._expect(not self._tier.have([block.key]), "a deleted block was found")
             return
         self._tier.pin(block.key, self._name)

@@ -231,12 +231,12 @@ class Player:
 
     def pin(self, block: Block) -> None:
         say("begin", "pin", block.key.hex())
-        self._tier.pin(block.key, "test")
+        self._tier.pin(block.key, block.key.hex())
         say("done", "pin", block.key.hex())
 
     def unpin(self, block: Block) -> None:
         say("begin", "unpin", block.key.hex())
-        self._tier.unpin(block.key, "test")
+        self._tier.pin_only(block.key.hex(), ())
         say("done", "unpin", block.key.hex())
 
     def read(self, block: Block) -> None:

@@ -177,7 +177,7 @@ class Expected:
             if known:
                 self.rows |= {(key, part): known.w_rows for part in known.parts}
             self.pinned.discard(key)
-            self.pinned |= {key} if is_held(tier, key, "test") else set()
+            self.pinned |= {key} if is_held(tier, key, key.hex()) else set()
         there = {agent.id for agent in disk_store.agents.all()}
         for name, cut in self.cut_agents.items():
             if name in there:
@@ -211,7 +211,7 @@ def check_after_start(store_root: Path, expected: Expected, secret: str | None =
             marked - expected.pinned
         ), "a pinned block was evicted"
         for key in expected.pinned - expected.cut.keys():
-            assert is_held(tier, key, "test"), "a pin was lost"
+            assert is_held(tier, key, key.hex()), "a pin was lost"
         expected.settle(disk_store)
 
 

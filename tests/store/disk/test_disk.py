@@ -470,3 +470,37 @@ def test_a_bad_record_on_a_disk_that_takes_no_more_is_a_miss(open_tier):
         found = [tier.read(one.header.key, Part.DELTA) for one in made]
     assert found == [None, None]
     assert tier.stats().misses == 2
+
+
+# Pins
+
+
+def flood(tier, n, seed):
+    """Puts other blocks, more than there is room for."""
+    for i in range(n):
+        tier.put(record(first_block([seed + i]), n_bytes=MIB // 4))
+
+
+def test_a_pinned_block_and_its_ancestors_are_never_evicted(open_tier):
+    tier = open_tier(6 * MIB)
+    pinned, unpinned = chain_of(4, seed=1, n_bytes=MIB // 4), chain_of(4, seed=2, n_bytes=MIB // 4)
+    put_all(tier, pinned + unpinned)
+    tier.pin(pinned[-1].header.key, "agent")
+    flood(tier, 60, seed=10_000)
+    assert set(tier.have(keys_of(pinned))) == set(keys_of(pinned))
+    assert tier.have(keys_of(unpinned)) == {}
+
+
+def test_a_block_is_pinned_until_every_owner_lets_go(open_tier):
+    tier, one = open_tier(6 * MIB), record(first_block([1]), n_bytes=MIB // 4)
+    key = one.header.key
+    tier.put(one)
+    for owner in ("a", "b", "b"):
+        tier.pin(key, owner)
+    tier.pin_only("a", ())
+    tier.pin_only("nobody", ())
+    flood(tier, 40, seed=10_000)
+    assert key in tier.have([key])
+    tier.pin_only("b", ())
+    flood(tier, 40, seed=50_000)
+    assert key not in tier.have([key])

@@ -12,7 +12,7 @@ from benchmarks.requests.measure import drop_files
 from keepwarm.records.record import Part, ReadBuffer
 from keepwarm.store.atomic import Files
 from keepwarm.store.disk import disk as disk_module
-from keepwarm.store.disk.disk import DiskLimits, DiskTier
+from keepwarm.store.disk.disk import DiskLimits, DiskTier, Pages
 from tests.store.kit import chain_of
 
 MIB = 1 << 20
@@ -119,7 +119,7 @@ def test_not_more_is_remembered_than_was_allowed(disk, system, records, monkeypa
     system.dropped.clear()
     restore(disk, records[:1])
     assert system.dropped == names_of(disk, records[:1])
-    disk.records.pages.forget()
+    disk.records.pages = Pages(disk.files)
     for record in records:
         disk.read(record.header.key, Part.DELTA)
     system.cached, system.dropped = set(names_of(disk, records)), []
@@ -143,13 +143,19 @@ def test_pages_really_go_and_stay(on_disk):
         path = tier.records.path_of(made.header.key, Part.DELTA)
         restore(tier, [made])
         assert is_resident(path)  # it had just been written
-        tier.records.pages.forget()
         drop_files([path])
         stay = is_resident(path)
-        for is_first in (True, False):
+
+        def goes():
+            tier.records.pages = Pages(tier.files)
             drop_files([path])
             restore(tier, [made])
-            assert is_resident(path) == (stay or not is_first)
+            return not is_resident(path)
+
+        assert stay or any(goes() for _ in range(5))  # a page that another core holds may stay
+        drop_files([path])
+        restore(tier, [made])
+        assert is_resident(path)
 
 
 def is_resident(path):

@@ -64,10 +64,15 @@ class Bookkeeping(RuleBasedStateMachine):
         for part in Part:
             self.sizes.pop((key, part), None)
 
-    @rule(key=st.sampled_from(KEYS), owner=st.sampled_from("ab"), pin=st.booleans())
-    def pin(self, key, owner, pin):
-        (self.index.pin if pin else self.index.unpin)(key, owner)
-        (self.pins.add if pin else self.pins.discard)((key, owner))
+    @rule(key=st.sampled_from(KEYS), owner=st.sampled_from("ab"))
+    def pin(self, key, owner):
+        self.index.pin(key, owner)
+        self.pins.add((key, owner))
+
+    @rule(keys=st.sets(st.sampled_from(KEYS)), owner=st.sampled_from("ab"))
+    def pin_only(self, keys, owner):
+        self.index.pin_only(owner, keys)
+        self.pins = {pin for pin in self.pins if pin[1] != owner} | {(key, owner) for key in keys}
 
     @rule(ref=st.sampled_from(TREE), n_bytes=st.integers(1, 1000))
     def reserve(self, ref, n_bytes):

@@ -635,6 +635,7 @@ class Capture:
         self._parent = root(restorer.namespace)
         self._windowed: set[int] = set()  # blocks whose window rows go to disk
         self._behind: dict[int, int] = {}  # those saved without them, and the position to restore
+        self._state_at = -NEAR  # the latest state that goes to disk
         self._is_end_exact = True  # whether the last whole block was saved as it is
         self._latest: deque[BlockRef] = deque(maxlen=restorer.needs.window // BLOCK_TOKENS + 2)
 
@@ -664,8 +665,10 @@ class Capture:
         """
         if not self._policy.writes:
             return
-        if checkpoint and not temporary:
+        is_near = checkpoint and self._is_near(upto)
+        if checkpoint and not temporary and not is_near:
             self.expect([upto])
+            self._state_at = upto
         behind, n_whole = self._missing_windows(), upto // BLOCK_TOKENS
         cooled = self._cooled() if n_whole > self._n_blocks else []
         first = min([self._n_blocks, *(ref.number for ref in [*behind, *cooled])])
@@ -677,12 +680,13 @@ class Capture:
         blocks = self._cut(caches, upto, range(first, n_blocks), checkpoint)
         passed = list(islice(blocks, self._n_blocks - first))
         self._keep_cooled(cooled, passed)
-        self._keep_behind(behind, passed, checkpoint)
+        self._keep_behind(behind, passed, checkpoint, is_near)
         for ref in self._refs(upto if checkpoint else n_whole * BLOCK_TOKENS):
             block = next(blocks)
             is_whole = ref.n_tokens == BLOCK_TOKENS
-            policy = self._policy if is_whole or not temporary else Policy.EPHEMERAL
-            self._keep(ref, block if checkpoint else replace(block, state={}), policy)
+            is_kept = is_whole or not (temporary or is_near)
+            policy = self._policy if is_kept else Policy.EPHEMERAL
+            self._keep(ref, block if checkpoint else replace(block, state={}), policy, is_near)
             if is_whole:
                 self._passed(ref)
                 self._is_end_exact = self._codec(ref) is None
@@ -740,13 +744,25 @@ class Capture:
 
         return [ref for ref in refs if not has_window(ref)]
 
+    def _is_near(self, upto: int) -> bool:
+        """Whether this is so near behind a state on disk that another one, as large as thousands of
+        tokens, is not worth writing: few are computed again, and only after a restart.
+        """
+        is_last = upto == len(self._tokens)
+        if is_last or not self._restorer.needs.state or self._policy is Policy.DURABLE:
+            return False
+        if upto - self._state_at < NEAR:
+            return True
+        start = self._n_start
+        return upto - start < NEAR and self._restorer.survives(self._tokens[:start])
+
     def _is_stateless_end(self, upto: int) -> bool:
         """Whether this is the end of a block that was saved without the state there."""
         at_end = bool(self._latest) and upto == self._n_blocks * BLOCK_TOKENS
         return at_end and self._restorer.needs.state and upto > self._n_start
 
     def _keep_behind(
-        self, refs: Sequence[BlockRef], blocks: Iterable[Block], checkpoint: bool
+        self, refs: Sequence[BlockRef], blocks: Iterable[Block], checkpoint: bool, is_near: bool
     ) -> None:
         """Save the rows of the last window, which the caches still have, and the state if any."""
         wanted = {ref.number for ref in refs}
@@ -757,7 +773,7 @@ class Capture:
                 self._keep(passed[block.index], window, self._policy)
             if block.state and checkpoint:
                 state = replace(block, delta={}, window={}, first_rows={})
-                self._keep(passed[block.index], state, self._policy)
+                self._keep(passed[block.index], state, self._policy, is_near)
 
     def _codec(self, ref: BlockRef) -> str | None:
         """How the rows of a block are kept. In 4 bits only between the first and the last whole
@@ -779,13 +795,14 @@ class Capture:
             rows = replace(rows, window={}, first_rows={}, state={})
             self._keep(ref, rows, self._policy)
 
-    def _keep(self, ref: BlockRef, block: Block, policy: Policy) -> None:
+    def _keep(self, ref: BlockRef, block: Block, policy: Policy, is_near: bool = False) -> None:
         # Without delta layers, window rows are all that a block has.
         all_parts = ref.number in self._windowed or not self._restorer.needs.delta
         share = self.claim.share(ref)
         name = self._restorer.namespace
         for record in records_of(name, ref, block, self._prefill(ref), self._codec(ref)):
-            memory_only = record.header.part is Part.WINDOW and not all_parts
+            skipped = {Part.WINDOW: not all_parts, Part.STATE: is_near}
+            memory_only = skipped.get(record.header.part, False)
             with self.claim.unless_forgotten() as is_wanted:
                 if is_wanted:
                     self._restorer.writer.put(record, policy, memory_only, share)

@@ -72,8 +72,8 @@ class MemorySaver:
     ) -> None:
         """Make a record findable now and, if the policy says so, durable later.
 
-        Window rows that are `memory_only` are evicted first and never written to disk. A record is
-        not written once no request with a share in it has a claim any more.
+        What is `memory_only` is never written to disk, and window rows of it are evicted first. A
+        record is not written once no request with a share in it has a claim any more.
         """
         if self._memory is not None:
             _put_in_memory(self._memory, record, memory_only)

@@ -103,11 +103,6 @@ class Pages:
             self._files.drop_cached_pages(file)
         _add(name, self._known)
 
-    def forget(self) -> None:
-        """As after a start."""
-        self._brought.clear()
-        self._known.clear()
-
 
 def _add(name: str, names: set[str]) -> None:
     """Remember a file. Forgets all at the limit: that only costs some time."""
@@ -182,12 +177,12 @@ class RecordFiles:
             made = self.use_record(key, part, use)
         except BadRecord as bad:
             self._note_fault(key, part, "damaged")
-            self._note_repair(Repair(key, part, str(bad)))
+            self.note_repair(Repair(key, part, str(bad)))
         except NewerFormat as newer:
             self._note_fault(key, part, "newer")
             self.skip_newer(key, part, str(newer))
         except FileNotFoundError:
-            self._note_repair(Repair(key, part, None))
+            self.note_repair(Repair(key, part, None))
         except OSError as error:
             LOG.warning("%s could not be read: %s", self.path_of(key, part).name, error)
             self._note_fault(key, part, "unreadable")
@@ -216,7 +211,7 @@ class RecordFiles:
             check_identity(opened.header, key, part)
             return use(file, opened)
 
-    def _note_repair(self, repair: Repair) -> None:
+    def note_repair(self, repair: Repair) -> None:
         """Repair now if no lock is held by others, for which a reader does not wait."""
         self._repairs[repair] = None
         self.repair(wait_s=0.0)
@@ -240,16 +235,12 @@ class RecordFiles:
         else:
             self._quarantine(repair, wait_s)
 
-    @default_on_io_error(lambda: None)
-    def quarantine(self, key: BlockKey, part: Part, why: str) -> None:
-        """Move a bad record to quarantine, with the reason beside it; from now on it is a miss."""
-        self._quarantine(Repair(key, part, why))
-
     def discard(self, key: BlockKey, part: Part, why: str) -> None:
-        """The same for a record with right digests that does not fit the model."""
-        self._note_repair(Repair(key, part, why, is_misfit=True))
+        """Quarantine a record with right digests that does not fit the model."""
+        self.note_repair(Repair(key, part, why, is_misfit=True))
 
-    def _quarantine(self, repair: Repair, wait_s: float | None = None) -> None:
+    def _quarantine(self, repair: Repair, wait_s: float | None) -> None:
+        """Move a bad record to quarantine, with the reason beside it; from now on it is a miss."""
         key, part, why, is_misfit = repair
         path = self.path_of(key, part)
         with self.names_lock.hold(wait_s):
@@ -298,12 +289,8 @@ class RecordFiles:
             return False
         return True
 
-    @default_on_io_error(lambda: None)
-    def delete_missing(self, key: BlockKey, part: Part) -> None:
+    def _delete_missing(self, key: BlockKey, part: Part, wait_s: float | None) -> None:
         """Delete the row of a record without a file, unless the file has just been put."""
-        self._delete_missing(key, part)
-
-    def _delete_missing(self, key: BlockKey, part: Part, wait_s: float | None = None) -> None:
         known = self.index.lookups.have([key]).get(key)
         if known is None or part not in known.parts:
             return
@@ -438,10 +425,6 @@ class DiskTier:
     def pin(self, key: BlockKey, owner: str) -> None:
         with as_store_errors(self, "pin a block"):
             self.index.pin(key, owner)
-
-    def unpin(self, key: BlockKey, owner: str) -> None:
-        with as_store_errors(self, "unpin a block"):
-            self.index.unpin(key, owner)
 
     def pin_only(self, owner: str, keys: Collection[BlockKey]) -> None:
         """Replace all pins of an owner."""
@@ -705,7 +688,8 @@ def reconcile(records: RecordFiles, finish_deleting: Callable[[BlockKey], None],
         n_bytes += sum(map(bytes_of, changes.strays))
         n_bytes += sum(_adopt(records, key, part, now) for key, part in changes.added)
         for key, part in changes.missing:
-            records.delete_missing(key, part)
+            records.note_repair(Repair(key, part, None))
+    records.repair()
     return n_bytes
 
 
@@ -718,7 +702,7 @@ def _adopt(records: RecordFiles, key: BlockKey, part: Part, now: float) -> int:
             about = path.stat()
             records.index.add(header, about.st_size, min(about.st_mtime, now))
     except BadRecord as bad:
-        records.quarantine(key, part, str(bad))
+        records.note_repair(Repair(key, part, str(bad)))
     except NewerFormat as newer:
         records.skip_newer(key, part, str(newer))
         return size_of(path)

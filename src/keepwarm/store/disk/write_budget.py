@@ -30,10 +30,6 @@ class WriteBudget:
         self._max_bytes_per_day = max_bytes_per_day
         self._day = day
 
-    def allows(self, n_bytes: int) -> bool:
-        """Whether so many more bytes fit into today's budget; reserves nothing."""
-        return self._fits(self.by_day().get(self._day(), 0) + n_bytes)
-
     def take(self, n_bytes: int) -> bool:
         """Count bytes as written today; False, and not counted, if they exceed the budget.
 
@@ -41,7 +37,7 @@ class WriteBudget:
         """
         with self._file.lock.hold():
             written = self.by_day().get(self._day(), 0) + n_bytes
-            fits = self._fits(written)
+            fits = self._max_bytes_per_day is None or written <= self._max_bytes_per_day
             if fits:
                 self._write(written)
             return fits
@@ -50,9 +46,6 @@ class WriteBudget:
         """Uncount bytes that were taken but not written."""
         with self._file.lock.hold():
             self._write(max(0, self.by_day().get(self._day(), 0) - n_bytes))
-
-    def _fits(self, written: int) -> bool:
-        return self._max_bytes_per_day is None or written <= self._max_bytes_per_day
 
     def _write(self, written: int) -> None:
         today = self._day()

@@ -345,11 +345,6 @@ EVICTABLE = (
 
 
 class Victim(NamedTuple):
-    key: BlockKey
-    n_bytes: int
-
-
-class _Candidate(NamedTuple):
     """A block that may be evicted; they sort in the order of eviction."""
 
     priority: float
@@ -532,33 +527,33 @@ class Index:
         freed = 0
         with self.database.lock, closing(self._eviction_order(exclude, priority)) as rows:
             while freed < n_bytes and (row := next(rows, None)) is not None:
-                chosen.append(Victim(row.key, row.n_bytes))
+                chosen.append(row)
                 freed += row.n_bytes
         return chosen if freed >= n_bytes else []
 
     def _eviction_order(
         self, exclude: Collection[BlockKey], priority: float
-    ) -> Generator[_Candidate, None, None]:
+    ) -> Generator[Victim, None, None]:
         """Blocks without descendants, and each parent once its last child was taken."""
         columns = "SELECT used + value + cost, key, parent, d + w + s FROM blocks b"
         leaves = f"{columns} WHERE children = 0 AND {EVICTABLE} ORDER BY used + value + cost"
         above = f"{columns} WHERE key = ? AND children = ? AND {EVICTABLE}"
         taken: Counter[BlockKey] = Counter()
-        parents: list[_Candidate] = []
+        parents: list[Victim] = []
         with closing(self.database.execute(leaves, (priority,))) as found:
             leaf = found.fetchone()
             while leaf or parents:
                 if parents and (leaf is None or parents[0] < leaf):
                     block = heapq.heappop(parents)
                 else:
-                    block, leaf = _Candidate(*leaf), found.fetchone()
+                    block, leaf = Victim(*leaf), found.fetchone()
                 if block.key in exclude:
                     continue
                 yield block
                 taken[block.parent] += 1
                 arguments = (block.parent, taken[block.parent], priority)
                 for parent in self.database.rows(above, arguments):
-                    heapq.heappush(parents, _Candidate(*parent))
+                    heapq.heappush(parents, Victim(*parent))
 
     def select_victims(
         self, n_bytes: int, exclude: Collection[BlockKey] = (), priority: float = math.inf
@@ -573,11 +568,6 @@ class Index:
         row = (key, self.lookups.encode_owner(owner))
         with self._transaction() as db:
             db.execute("INSERT OR IGNORE INTO pins VALUES (?, ?)", row)
-
-    def unpin(self, key: BlockKey, owner: str) -> None:
-        row = (key, self.lookups.encode_owner(owner))
-        with self._transaction() as db:
-            db.execute("DELETE FROM pins WHERE key = ? AND owner = ?", row)
 
     def pin_only(self, owner: str, keys: Iterable[BlockKey]) -> None:
         """Replace all pins of an owner in one step that survives a power cut."""
