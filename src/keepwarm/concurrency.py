@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
+LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_WORKERS = 8
 
@@ -180,13 +182,22 @@ class SingleFlight(Generic[T]):
             return self._under_way.pop(what)
 
 
+def _compute() -> None:
+    """Something trivial, on the device."""
+    import mlx.core as mx  # what waits for a device has loaded it
+
+    mx.eval(mx.zeros(1) + 1)
+
+
 class DeviceLock:
     """One engine at a time computes; who waits longest is next.
 
     So engines with work alternate, a step each, and a step measures its own model alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, compute: Callable[[], object] = _compute) -> None:
+        self._compute = compute
+        self.lost = ""  # why nothing can be computed any more, in a sentence
         self._lock = threading.Lock()
         self._is_taken = False
         self._waiting: deque[threading.Event] = deque()
@@ -226,12 +237,28 @@ class DeviceLock:
             yield False
             return
         self._look()
-        is_idle = not self.others_ran()
+        is_idle = not (self.others_ran() or self.lost)
         self._turns[threading.get_ident()] += is_idle
         try:
             yield is_idle
         finally:
             self._pass_on()
+
+    def examine(self) -> str:
+        """After an error: why nothing can be computed any more, if so.
+
+        Some GPU errors stay until the process ends, such as an illegal memory access.
+        """
+        try:
+            self._compute()
+        except Exception as error:
+            if not self.lost and "out of memory" not in str(error):  # that one passes
+                self.lost = (
+                    f"The device computes nothing more in this process ({error}); retry when it "
+                    "has been started again, with its blocks on disk."
+                )
+                LOG.critical("%s", self.lost)
+        return self.lost
 
     def _look(self) -> None:
         own = threading.get_ident()

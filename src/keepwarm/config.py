@@ -147,6 +147,9 @@ class Settings:
         return Path(self.downloads or self.home) / "models"
 
 
+ARGUMENTS = "the arguments"
+
+
 def load(environ: Mapping[str, str] | None = None, **arguments: Any) -> Settings:
     """Settings from all four sources. Arguments that are None count as not given."""
     environ = os.environ if environ is None else environ
@@ -155,7 +158,7 @@ def load(environ: Mapping[str, str] | None = None, **arguments: Any) -> Settings
     settings = _override(settings, _from_file(file), "config.toml")
     settings = _override(settings, _from_environment(environ), "the environment")
     given = {key: value for key, value in arguments.items() if value is not None}
-    return _override(settings, given, "the arguments")
+    return _override(settings, given, ARGUMENTS)
 
 
 def is_given(name: str) -> bool:
@@ -332,7 +335,9 @@ def parse_setting(name: str, kind: type, value: Any, source: str) -> Any:
     except ValueError as error:
         shown = "not valid" if name in SECRETS else _shown(value)
         must = f"it must be {_must(name, kind)}"
-        raise BadInput(f"The setting {name} is {shown} in {source}; {must}.") from error
+        option = f"--{name.replace('_', '-')} is {shown}"
+        where = option if source == ARGUMENTS else f"The setting {name} is {shown} in {source}"
+        raise BadInput(f"{where}; {must}.") from error
 
 
 def _parse(name: str, kind: type, value: Any) -> Any:

@@ -131,7 +131,7 @@ def test_small_stored_responses_reach_a_plateau_and_few_of_them_look_at_all(tmp_
     """Each takes a page; all files are looked at some times, not for every response."""
     disk = DiskTier(tmp_path)
     n_most = 128
-    texts, now = AgentTexts(disk, "responses", n_most * PAGE, time.time), []
+    texts, now = AgentTexts(disk, n_most * PAGE, time.time), []
     sweep = texts._expire
     texts._expire = lambda ttl_s: now.append(sweep(ttl_s))
     for number in range(3 * n_most):

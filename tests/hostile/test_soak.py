@@ -38,7 +38,15 @@ def test_nothing_is_wrong_lost_or_left_after_attacks_and_kills(tmp_path, size):
 @pytest.mark.soak
 def test_a_second_run_finds_what_the_first_has_promised(tmp_path):
     checkpoint = write_checkpoint(tmp_path / "model", n_context=4096)
-    runs = [Soak(tmp_path, checkpoint, n_talks=4, seed=n, hours=0.02).run(0, 2) for n in (1, 2)]
+    known = []
+
+    def soak(seed):
+        made = Soak(tmp_path, checkpoint, 4, seed, 0.02, lambda it: known.append(it.as_json()))
+        return made.run(0, 2)
+
+    runs = [soak(1), soak(2)]
+    assert len(known) > 2, "a run that is cut has its report too"
+    assert known[0]["events"]["requests"] <= known[-1]["events"]["requests"]
     for report in runs:
         assert not report.unexpected
         assert report.answers["right"] > 0

@@ -7,7 +7,6 @@ import gc
 import json
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -66,14 +65,6 @@ class Live:
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
         usual = {"base_url": f"{self.url}/v1", "api_key": "any", "max_retries": 0, "timeout": 300}
         return usual | given
-
-    def http_seconds(self) -> float:
-        """Processor time that the thread of the event loop has used; the engine has its own."""
-
-        async def used() -> float:
-            return time.thread_time()
-
-        return asyncio.run_coroutine_threadsafe(used(), self.loop).result(300)
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         """A plain request; `body` may be bytes that no client would send."""

@@ -91,9 +91,14 @@ class Breaks:
         return getattr(self._module, name)
 
 
+def _fail() -> None:
+    raise RuntimeError("an illegal memory access was encountered")
+
+
 def main(checkpoint: str) -> None:
     """Serve with budgets so small that whatever grows is a leak."""
     from keepwarm.cache.store import Store
+    from keepwarm.concurrency import DeviceLock
     from keepwarm.device.memory import MemoryConfig
     from keepwarm.engine.admission import EngineConfig
     from keepwarm.engine.engine import Engine
@@ -110,7 +115,8 @@ def main(checkpoint: str) -> None:
         module = Breaks(model.module, int(os.environ["KEEPWARM_BREAKS_AT"]), model.tokenizer)
         model = replace(model, module=module)
     with bind(settings.host, 0) as listening, Store(settings=settings) as store:
-        engine = Engine(model, store, EngineConfig(memory), settings=settings)
+        device = DeviceLock(_fail) if "KEEPWARM_LOSES_DEVICE" in os.environ else None
+        engine = Engine(model, store, EngineConfig(memory), settings=settings, device=device)
         app = create_app(Models(EngineHost(engine, model.name), settings), settings)
         listening.listen()  # who reads the next line connects at once
         sys.stdout.write(f"answers at {address_of(listening)}\n")

@@ -13,7 +13,7 @@ AGAIN = {  # the bodies of the APIs, for an agent
     for name in ("chat/completions", "messages", "v1/messages", "compact")
 }
 GENERATING = APIS | AGAIN
-MANY, FEW = 6, 2
+MANY, FEW = 4, 2
 SHORT = {"max_tokens": 2, "max_completion_tokens": 2, "max_output_tokens": 2}
 RESPONSE = {"input": "Hello", "background": None, "conversation": None, "prompt": None}
 ADMIN = {"Authorization": "Bearer admin"}
@@ -69,7 +69,9 @@ def test_no_request_of_any_operation_breaks_the_server(server, document, pytestc
     n_times = 6 if pytestconfig.getoption("--soak") else 1
     for path, method in tried:
         n_examples = n_times * (MANY if path in APIS else FEW)
-        fuzz(path, document[path][method.upper()], made(server), n_examples)
+        needs_things = "{" in path or "responses" in path
+        known = made(server) if needs_things else {}
+        fuzz(path, document[path][method.upper()], known, n_examples)
 
 
 def fuzz(path, operation, known, n_examples):

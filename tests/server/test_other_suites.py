@@ -1,7 +1,7 @@
 """What the suites of vLLM, SGLang and llama.cpp ask of a server's calls, in our own words.
 
-By OpenAI's client, with a tiny model whose forced calls are real. `docs/answers.md` says where
-those servers answer otherwise.
+By OpenAI's client, with a tiny model whose forced calls are real. `docs/results/comparison.md` says
+where those servers answer otherwise.
 """
 
 import json

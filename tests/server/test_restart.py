@@ -4,6 +4,7 @@ Real processes: a signal reaches no thread alone.
 """
 
 import asyncio
+import re
 import signal
 from collections import Counter
 from contextlib import suppress
@@ -13,11 +14,17 @@ import httpx
 import pytest
 
 from keepwarm import config
+from keepwarm.cache.store import Store
+from keepwarm.concurrency import DeviceLock
+from keepwarm.errors import Stopping
+from keepwarm.server.admin.monitoring import ready
+from keepwarm.server.models.host import EngineHost, start_engine
+from keepwarm.server.models.models import Models
 from keepwarm.store.counts import CountsFile
 from keepwarm.telemetry.ledger import History, Ledger
 from tests.kit.waiting import wait_until
 from tests.server.conftest import serve
-from tests.server.processes import Breaks, served
+from tests.server.processes import SMALL, Breaks, served
 from tests.server.talks import (
     DURABLE,
     N_TOKENS,
@@ -59,11 +66,26 @@ async def no_longer_ready(client):
     return ready
 
 
+def accepted(server):
+    """Drafted tokens that were right."""
+    text = httpx.get(f"{server.url}/metrics").text
+    return float(re.search(r"^keepwarm_accepted_tokens_total (\S+)", text, re.MULTILINE)[1])
+
+
+async def begin_drafts(server, plain):
+    """Until the model was tried, in an idle moment."""
+    async with client_of(server.url) as client, asyncio.timeout(300):
+        while not accepted(server):
+            await ask(client, begun(N_TALKS), plain)
+
+
 async def cut_off(server, talks, plain):
-    """Begin an endless answer in all talks, kill the server; what each client had by then."""
+    """Begin an endless answer in all talks, kill the server once some of it was drafted; what each
+    client had by then.
+    """
     import openai
 
-    texts = [""] * len(talks)
+    texts, before = [""] * len(talks), accepted(server)
 
     async def read(number, client):
         with suppress(openai.APIConnectionError, httpx.RemoteProtocolError):
@@ -75,7 +97,7 @@ async def cut_off(server, talks, plain):
     async with client_of(server.url) as client:
         reading = [asyncio.create_task(read(number, client)) for number in range(len(talks))]
         async with asyncio.timeout(300):
-            while not all(texts):
+            while not all(texts) or accepted(server) == before:
                 await asyncio.sleep(0.01)
         server.process.kill()
         await asyncio.gather(*reading)
@@ -101,6 +123,7 @@ def test_server_killed_in_mid_stream_goes_on_where_it_was(
     with served(checkpoint, tmp_path, KEEPWARM_SPECULATION="auto") as server:
         first = asyncio.run(turns(server.url, talks, plain, extra_headers=DURABLE))
         assert [talk for talk, _ in first] == wanted[1]
+        asyncio.run(begin_drafts(server, plain))
         heard = asyncio.run(cut_off(server, wanted[1], plain))
         for text, talk in zip(heard, wanted[2], strict=True):
             said = talk[-2]["content"]
@@ -216,6 +239,34 @@ def test_stream_whose_model_fails_has_an_error_event_and_others_go_on(
     assert not isinstance(error, openai.APIStatusError)  # said in the stream, not as a status
     assert texts == [talk[1]["content"] for talk, _ in wanted]
     assert after.is_success
+
+
+def test_server_whose_device_is_lost_says_so_and_ends(checkpoint, tmp_path):
+    """So that its supervisor starts it again; nothing could be computed in this process."""
+    message = {"role": "user", "content": "The lazy dog."}
+    tokens = tokenizer_of(checkpoint).encode(message["content"]).ids
+    fails = {"KEEPWARM_BREAKS_AT": str(tokens[-1]), "KEEPWARM_LOSES_DEVICE": "1"}
+    with served(checkpoint, tmp_path, command=SMALL, **fails) as server:
+        body = {"model": "m", "messages": [message], "max_tokens": 2}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=300)
+        assert server.process.wait(300) == 1
+        logged = server.process.stderr.read()
+    assert answer.status_code == 503
+    reason = answer.json()["error"]["message"]
+    assert "illegal memory access" in reason
+    assert logged.count("CRITICAL") == 1
+
+
+def test_health_says_why_there_is_no_device(served_model, tmp_path):
+    settings, device = config.load({"KEEPWARM_HOME": str(tmp_path)}), DeviceLock()
+    with Store(settings=settings) as store:
+        engine = start_engine(served_model, store, settings, device=device)
+        models = Models(EngineHost(engine, "m"), settings)
+        assert asyncio.run(ready(models)) == {"status": "ok"}
+        device.lost = "An illegal access."
+        with pytest.raises(Stopping, match="An illegal access"):
+            asyncio.run(ready(models))
+        models.close()
 
 
 def test_client_that_leaves_costs_no_more_than_a_step(served_model, plain, tmp_path):

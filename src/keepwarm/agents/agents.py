@@ -77,7 +77,7 @@ class Agents:
         self._clock = clock
         self._lock = SharedLock(disk.root / "tmp" / "agents")  # while a file is changed
         self.turns = TurnFiles(disk)
-        self.responses = AgentTexts(disk, "responses", MAX_RESPONSE_BYTES, clock)
+        self.responses = AgentTexts(disk, MAX_RESPONSE_BYTES, clock)
         self._shares: AgentShares | None = None
 
     def limit(self, limits: AgentLimits) -> None:

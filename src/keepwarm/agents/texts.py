@@ -22,7 +22,7 @@ from keepwarm.store.tier import as_store_errors
 
 SEPARATOR = "~"  # is in no agent's id
 NAME = re.compile(r"[A-Za-z0-9._@-]*~[0-9a-f]{40,64}\.json")
-MESSAGES = "messages"
+MESSAGES, RESPONSES = "messages", "responses"
 VERSION = 1
 MAX_BYTES = 16 << 20  # of one agent; its oldest turns go first
 PAGE = 4096  # bytes that a file takes at least
@@ -154,7 +154,7 @@ def _turn(fields: Mapping[str, Any], pool: Sequence[Mapping[str, Any]]) -> KeptT
 
 
 class AgentTexts:
-    """Small texts of one kind, such as the responses that clients refer to by id. Thread-safe.
+    """The responses that clients refer to by id. Thread-safe.
 
     Each is a file, `responses/<agent>~<name>.json`, sealed and under hidden names in a sealed
     store. They are kept for a time and up to a size, the oldest deleted first: of small ones, each
@@ -164,12 +164,10 @@ class AgentTexts:
     def __init__(
         self,
         disk: DiskTier,
-        directory: str,
         max_bytes: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._disk = disk
-        self._name = directory
         self._max_bytes = max_bytes
         self._clock = clock
         self._unswept_bytes = max_bytes  # written since too much was last looked for
@@ -219,24 +217,24 @@ class AgentTexts:
             n_bytes -= _n_bytes(about)
 
     def _remove(self, paths: Iterable[Path]) -> None:
-        with as_store_errors(self._disk, f"delete {self._name}"):
+        with as_store_errors(self._disk, "delete responses"):
             for path in list(paths):
                 self._disk.files.remove(path)
 
     @property
     def _directory(self) -> Path:
-        return self._disk.root / self._name
+        return self._disk.root / RESPONSES
 
     def _stem(self, agent_id: str) -> str:
         cipher = self._disk.cipher
-        return agent_id if cipher is None else cipher.hidden(self._name, agent_id.encode()).hex()
+        return agent_id if cipher is None else cipher.hidden(RESPONSES, agent_id.encode()).hex()
 
     def _hash(self, name: str) -> str:
         """A name may be anything that a client sends."""
         plain = name.encode("utf-8", "surrogatepass")
         cipher = self._disk.cipher
         if cipher is not None:
-            return cipher.hidden(f"{self._name}.name", plain).hex()
+            return cipher.hidden(f"{RESPONSES}.name", plain).hex()
         return blake2b(plain, digest_size=20).hexdigest()
 
 

@@ -87,7 +87,7 @@ def set_(
     quota: Annotated[
         str | None,
         typer.Option(
-            "--quota", metavar="SIZE", help="Bytes that others cannot evict, as 2G; 0: none."
+            "--quota", metavar="SIZE", help="Bytes that others cannot evict, such as 2G; 0: none."
         ),
     ] = None,
     label: Annotated[
@@ -222,7 +222,7 @@ def _readable(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if value is None:
-        return "none"
+        return "not yet" if name.startswith("hit_rate") else "none"
     if name.endswith("bytes") or name == "written_by_day":
         return format_bytes(value)
     if name.startswith("hit_rate"):

@@ -89,6 +89,11 @@ def stats(as_json: AsJson = False) -> None:
         print_fields(stored | texts | counted | {"prompts": figures} | written, as_json)
         return
     kept = {name: stored[name] for name in ("blocks", "n_bytes", "max_bytes")}
+    hits = {tier: n for tier, n in figures.pop("hits").items() if n}
+    by_tier = [f"{n:,} from {tier}" for tier, n in hits.items()]
+    cold = figures["requests"] - sum(hits.values())
+    figures["requests"] = f"{figures['requests']:,} ({', '.join([*by_tier, f'{cold:,} cold'])})"
+    del figures["misses"]
     print_fields(kept | texts | figures | written, as_json)
 
 

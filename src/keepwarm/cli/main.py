@@ -77,8 +77,9 @@ HABITS = {  # commands of other programs
     "list": "`keepwarm models` lists the models on this machine",
     "ps": "the dashboard and `GET /api/ps` show what is loaded",
     "demo": "run `make demo` in a checkout",
-    "rm": "`keepwarm cache rm` deletes an agent",
-    "stop": "end `keepwarm serve` with Ctrl-C",
+    "rm": "`keepwarm cache rm` deletes an agent; a model is the path that `keepwarm models` shows",
+    "stop": "end `keepwarm serve` with Ctrl-C; the dashboard unloads a model",
+    "show": "`keepwarm models` shows models, `keepwarm cache show` an agent",
     "help": "use `keepwarm --help`",
 }
 UsageError: Any = typer.BadParameter.__base__  # typer exports only its subclasses

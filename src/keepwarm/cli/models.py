@@ -35,7 +35,9 @@ def models(
     ] = False,
     memory: Annotated[
         str | None,
-        typer.Option("--memory", help="Memory of another machine with a GPU, as 32G; for --fit."),
+        typer.Option(
+            "--memory", help="For --fit: memory of another machine with a GPU, such as 32G."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:

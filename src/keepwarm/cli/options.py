@@ -84,7 +84,7 @@ def open_engine(settings: config.Settings, request: Request) -> Iterator[Engine]
     budgets = replace(Budgets.of(settings), disk=request.policy.to_disk)
     with _log_discarded(), Store(budgets=budgets, settings=settings) as store:
         if request.agent is not None:
-            store.check_agent(request.agent)
+            store.check_agent(request.agent, exists=request.continues)
         with Engine(load_model(settings), store, settings=settings) as engine:
             yield engine
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from keepwarm.config import Settings
 
+SHORT_KEY = 16  # characters; a shorter one can be guessed
 RARELY = (1_000_000, 10, 10)  # objects made between two garbage collections, while starting
 # The shell writes the numbers: a prompt that is long enough to see what is reused of it.
 EXAMPLE = (
@@ -106,6 +108,8 @@ def _serve(settings: Settings) -> None:
             def greet() -> None:
                 names = ", ".join(name for slot in models.slots.all for name in slot.names)
                 print(_greeting(settings, names, address_of(listening)), flush=True)
+                if warning := short_key_warning(settings):
+                    print(warning, file=sys.stderr, flush=True)
 
             def make_app() -> FastAPI:
                 from keepwarm.server.app import create_app
@@ -126,6 +130,19 @@ def _greeting(settings: Settings, names: str, address: str) -> str:
         f"The answer's cached_tokens says what was reused.\n"
         f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'"
         f"{_key(settings)} -d '{EXAMPLE}'"
+    )
+
+
+def short_key_warning(settings: Settings) -> str:
+    """Where other machines reach the server; empty if no key is short."""
+    from keepwarm.server.http.limits import is_loopback
+
+    shortest = min(map(len, settings.read_api_keys()), default=SHORT_KEY)
+    if is_loopback(settings.host) or shortest >= SHORT_KEY:
+        return ""
+    return (
+        f"Warning: other machines reach this server, and an API key has fewer than {SHORT_KEY} "
+        "characters; use long random keys."
     )
 
 

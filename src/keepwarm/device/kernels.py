@@ -24,6 +24,7 @@ from keepwarm.files import replacing
 
 LOG = logging.getLogger(__name__)
 VARIABLE = "MLX_PTX_CACHE_DIR"
+CHECK = "MLX_ENABLE_CACHE_THRASHING_CHECK"
 PREFIX = "keepwarm-kernels-"
 KEPT = (".txt", ".ptx")  # not the source, which MLX never reads
 
@@ -36,9 +37,13 @@ def are_compiled() -> bool:
 def start(home: Path) -> None:
     """Have MLX find the kernels of earlier processes; call it before the first kernel.
 
-    Does nothing on other devices, and where `MLX_PTX_CACHE_DIR` is set.
+    Does nothing on other devices. Where `MLX_PTX_CACHE_DIR` is set, no kernels are kept.
     """
-    if VARIABLE in os.environ or not are_compiled():
+    if not are_compiled():
+        return
+    # Else MLX fails at every new shape after 512 of attention, or 800 graphs, of a thread.
+    os.environ.setdefault(CHECK, "0")
+    if VARIABLE in os.environ:
         return
     own = Path(tempfile.mkdtemp(prefix=PREFIX))
     atexit.register(shutil.rmtree, own, ignore_errors=True)

@@ -170,9 +170,9 @@ def event_publisher(models: Models, settings: Settings) -> EventPublisher | None
     addresses = settings.listed("kv_events")
     if not (settings.kv_events_public or all(map(_is_local, addresses))):
         raise BadInput(
-            "KV events are not encrypted, and whoever reaches them reads what is cached; set "
-            "kv_events to an address as tcp://127.0.0.1:5557, or kv_events_public on a network "
-            "that you trust."
+            "KV events are not encrypted, and anyone who reaches them can read them; set "
+            "kv_events to an address such as tcp://127.0.0.1:5557, or kv_events_public on a "
+            "network that you trust."
         )
     return EventPublisher(models, addresses, settings.kv_events_token_ids)
 
@@ -321,6 +321,6 @@ def _bind(addresses: Sequence[str]) -> tuple[Any, Any, Any]:
             context.destroy(linger=0)
             raise BadInput(
                 f"KV events cannot be published at {address} ({error}); set kv_events to a free "
-                "address of this machine, as tcp://127.0.0.1:5557."
+                "address of this machine, such as tcp://127.0.0.1:5557."
             ) from None
     return context, sockets[0], sockets[1] if sockets[1:] else None

@@ -27,13 +27,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from keepwarm.concurrency import in_background
 from keepwarm.config import Settings
-from keepwarm.errors import BadInput
+from keepwarm.errors import BadInput, Stopping
 from keepwarm.server.http.logs import log_drain, log_start, log_stop, log_to_stderr
 from keepwarm.server.http.problems import Problem, ProblemResponse, openai_body, problem_of
 from keepwarm.server.models.models import Models
 
 KEEP_ALIVE_S = 75
 DRAIN_LINES_S = 5.0  # between two lines about a drain
+LOST_S = 30  # to end in, without a device
 AFTER_DRAIN_S = 2  # for the last frames of streams that the drain cut short
 BACKLOG = 256  # connections that the system, and one turn of the loop, accept ahead
 SEND_BUFFER_BYTES = 256 << 10
@@ -104,6 +105,8 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT; running answers then have `drain_s` seconds to finish.
 
+    Raises if the device computes nothing more, so that a supervisor starts the server again.
+
     Meanwhile `start` loads the model; what it raises ends the server and is raised here. `greet` is
     called once it is loaded and the port is open. A second signal kills the process; only what is
     not yet on disk is lost.
@@ -133,6 +136,8 @@ def serve(
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     started.result()
+    if server.lost:
+        raise Stopping(server.lost)
 
 
 def _end_at_once(number: int, _: FrameType | None = None) -> None:
@@ -179,6 +184,7 @@ class DrainingServer(uvicorn.Server):
         self._models: Models = app.state.models
         self._drain_s = settings.drain_s
         self.stopped_by: int = signal.SIGTERM
+        self.lost = ""  # why the device computes nothing more
 
     @override
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -187,6 +193,14 @@ class DrainingServer(uvicorn.Server):
             signal.raise_signal(sig)
         self.stopped_by = sig
         self.should_exit = True  # uvicorn's own would raise the signal again after its shutdown
+
+    @override
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn asks ten times a second whether to stop."""
+        self.lost = self._models.lost
+        if self.lost:
+            signal.alarm(LOST_S)  # what frees memory of the device may hang
+        return await super().on_tick(counter) or bool(self.lost)
 
     def stop_if_failed(self, started: Future[None]) -> None:
         if started.exception() is not None:

@@ -60,13 +60,13 @@ class Explainer:
         if not self.request.policy.reads:
             return Miss(0, None, "disabled")
         scope, tokens = (self.request.kv, self.request.tenant), self.prompt.tokens
-        found = self.recent.explain(scope, tokens, (), n_known, stored)
+        found = self.recent.explain(scope, tokens, n_known, stored)
         if found is None:
             return None
         begins_anew = found.reason == "diverged" or (found.reason == "new" and not n_known)
         cause: MissCause = "compacted" if self.is_compacted and begins_anew else found.reason
         message = self.prompt.message_at(n_known)
-        return Miss(found.position, message, why or cause, found.nearest)
+        return Miss(n_known, message, why or cause, found.nearest)
 
 
 @dataclass(frozen=True)
@@ -89,18 +89,6 @@ class PreparedRequest:
     @property
     def tokens(self) -> list[int]:
         return self.prompt.tokens
-
-    @property
-    def cuts(self) -> list[int]:
-        return self.prompt.cuts
-
-    @property
-    def spliced(self) -> int:
-        return self.prompt.spliced
-
-    @property
-    def reordered(self) -> tuple[str, ...]:
-        return self.prompt.reordered
 
     @property
     def continued(self) -> int | None:

@@ -23,6 +23,7 @@ from keepwarm.text.request import Message, Tool
 
 SYSTEM_LABEL = "System message:\n"  # before a system text inside a user message
 BETWEEN = "\n\n"  # between texts joined into one message
+MAX_DEPTH = 100  # levels of the arguments of a call, as of a body
 MAX_STEPS = 3_000_000  # of a template that is probed: one of 50 KB takes a million
 TEMPLATE_CODE = "<template>"  # Jinja's name for the file of one that came as text
 
@@ -203,13 +204,26 @@ def _joined(first: Message, second: Message) -> dict[str, Any]:
 
 
 def parse_arguments(arguments: Any) -> Any:
-    """Clients send JSON text, templates want the object. Text that is not JSON stays text."""
+    """Clients send JSON text, templates want the object. Text that is not JSON stays text, and so
+    does what nests too deep for templates.
+    """
     try:
         value = json.loads(arguments or "{}")
         json.dumps(value, ensure_ascii=False).encode()  # lone surrogates stay text
     except (TypeError, ValueError, RecursionError):
         return arguments
-    return value
+    return arguments if _is_deep(value) else value
+
+
+def _is_deep(value: Any) -> bool:
+    """Level by level: how deep Python itself goes depends on its version."""
+    level: list[Iterable[Any]] = [[value]]
+    for _ in range(MAX_DEPTH + 1):
+        nested = (each for outer in level for each in outer if isinstance(each, dict | list))
+        level = [each.values() if isinstance(each, dict) else each for each in nested]
+        if not level:
+            return False
+    return True
 
 
 def _as_text(arguments: Any) -> Any:

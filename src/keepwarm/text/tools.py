@@ -299,10 +299,9 @@ def assistant_message(text: str, reasoning: str, calls: Sequence[ToolCall]) -> d
 def signature_of(name: str, arguments: Any) -> str:
     """A call in canonical form, to compare calls; a client may have sent no JSON, or an object."""
     try:
-        given = json.loads(arguments)
+        return json.dumps([name, json.loads(arguments)], sort_keys=True)
     except (TypeError, ValueError, RecursionError):
-        given = arguments
-    return json.dumps([name, given], sort_keys=True)
+        return json.dumps([name, arguments], sort_keys=True)
 
 
 def calls_of_round(messages: Sequence[Message]) -> set[str]:

@@ -13,8 +13,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.requests.measure import describe_machine
+from benchmarks.requests.targets import unwound_by_signals
 
-from tests.hostile.soak.run import Soak
+from tests.hostile.soak.run import Report, Soak
 from tests.kit.checkpoints import write_checkpoint
 
 N_CONTEXT = 4096
@@ -24,22 +25,26 @@ def main() -> int:
     given = _arguments()
     began = time.monotonic()
     length = f"--hours {given.hours:g}" if given.hours else f"--requests {given.requests}"
-    with _folder(given.folder) as folder:
-        checkpoint = write_checkpoint(folder / "model", n_context=N_CONTEXT)
-        soak = Soak(folder, checkpoint, given.talks, given.seed, given.hours)
-        report = soak.run(given.requests, given.kills).as_json()
     head = {
         "command": f"python -m tests.hostile.soak {length} --kills {given.kills}"
         f" --talks {given.talks} --seed {given.seed}",
         "date": datetime.now(UTC).date().isoformat(),
         "machine": describe_machine(),
-        "seconds": round(time.monotonic() - began),
     }
-    text = json.dumps({**head, **report}, indent=2)
-    sys.stdout.write(f"{text}\n")
-    if given.json:
-        given.json.write_text(f"{text}\n")
-    return 1 if report["unexpected"] else 0
+
+    def keep(report: Report) -> str:
+        seconds = round(time.monotonic() - began)
+        text = json.dumps({**head, "seconds": seconds, **report.as_json()}, indent=2) + "\n"
+        if given.json:
+            given.json.write_text(text)
+        return text
+
+    with _folder(given.folder) as folder:
+        checkpoint = write_checkpoint(folder / "model", n_context=N_CONTEXT)
+        soak = Soak(folder, checkpoint, given.talks, given.seed, given.hours, keep)
+        report = soak.run(given.requests, given.kills)
+    sys.stdout.write(keep(report))
+    return 1 if report.unexpected else 0
 
 
 @contextmanager
@@ -61,9 +66,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--hours", type=float, default=0.0, help="in place of requests")
     parser.add_argument("--folder", type=Path, help="of the stores; the next run goes on with them")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="written every minute of a run of hours")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with unwound_by_signals():
+        sys.exit(main())

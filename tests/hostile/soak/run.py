@@ -7,7 +7,7 @@ import json
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -74,8 +74,15 @@ class Soak:
     """
 
     def __init__(
-        self, folder: Path, checkpoint: Path, n_talks: int, seed: int, hours: float = 0.0
+        self,
+        folder: Path,
+        checkpoint: Path,
+        n_talks: int,
+        seed: int,
+        hours: float = 0.0,
+        keep: Callable[[Report], object] = lambda _: None,
     ) -> None:
+        """`keep` is given what is known after every minute of a run of hours, which may be cut."""
         self._shared = folder / "shared" if hours else None
         plain = Place("plain", folder / "plain", shared=self._shared)
         other = Place("sealed", folder / "sealed", encryption_key="a passphrase for the soak")
@@ -87,6 +94,7 @@ class Soak:
         ]
         self.places = [plain, other]
         self.report = Report()
+        self._keep_report = keep
         self._notes = folder / "kept.json"
         self._duration_s = 3600 * hours
         self._began = 0.0
@@ -321,7 +329,10 @@ class Soak:
     async def _sample(self) -> None:
         with suppress(asyncio.CancelledError):
             while True:
+                n_before = len(self.report.series)
                 await asyncio.to_thread(self._measure)
+                if len(self.report.series) > n_before:
+                    self._note()
                 await asyncio.sleep(SAMPLE_S)
 
     def _measure(self) -> None:
@@ -354,8 +365,14 @@ class Soak:
         self.report.events.update(logged(self.servers))
         self.report.events["requests"] = self._n_sent
         if self._duration_s:
-            kept = {name: sorted(numbers) for name, numbers in self._kept.items()}
-            self._notes.write_text(json.dumps(kept))
+            self._note()
+
+    def _note(self) -> None:
+        """What was promised, for the next run in this folder, and what has happened so far."""
+        kept = {name: sorted(numbers) for name, numbers in self._kept.items()}
+        self._notes.write_text(json.dumps(kept))
+        self.report.events["requests"] = self._n_sent
+        self._keep_report(self.report)
 
 
 def _known(measures: Measures) -> dict[str, int]:

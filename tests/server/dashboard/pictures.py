@@ -161,7 +161,7 @@ def show(page: Any, live: Live, view: str, width: int, height: int) -> bytes:
     if view == "requests":
         with prefilling(live):
             row = page.locator("#running tr", has_text="librarian")
-            row.get_by_text(re.compile(r"computed \d")).wait_for(timeout=MOST_MS)
+            row.get_by_text(re.compile(r"computed\s\d")).wait_for(timeout=MOST_MS)
             page.wait_for_timeout(2000)
             return bytes(page.screenshot(full_page=True))
     if view == "misses":

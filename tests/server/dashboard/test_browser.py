@@ -97,6 +97,28 @@ def test_the_time_shown_can_begin_with_the_server(page):
     assert page.locator("#hit-chart rect.fill").count() > 0
 
 
+def test_a_new_server_offers_a_request_and_demo_traffic(browser, serving):
+    """No dashes and no charts; after the traffic the handbook is stored once, and reused."""
+    with serving() as live, watched(browser, live.url) as page:
+        page.goto(f"{live.url}/dashboard")
+        page.get_by_role("heading", name="Send a first request").wait_for()
+        assert page.locator("#saved-tiles .tile").count() == 0
+        page.get_by_role("button", name="send demo traffic").click()
+        wait_until(lambda: len(live.get("/v1/agents").json()["data"]) == 3)
+        page.locator("#saved-tiles .tile").first.wait_for()
+        assert page.get_by_role("heading", name="Send a first request").count() == 0
+        wait_until(lambda: len(live.get("/v1/dashboard/requests").json()["data"]) == 6)
+        receipts = [one["receipt"] for one in live.get("/v1/dashboard/requests").json()["data"]]
+        computed = [receipt["recomputed"] for receipt in reversed(receipts)]
+        assert max(computed[1:]) < computed[0] / 4
+
+
+def test_a_refused_request_shows_why(page, own):
+    own.post("/v1/chat/completions", {"messages": []})
+    page.goto(f"{own.url}/dashboard#requests")
+    page.locator("#ended tr", has_text="messages is invalid: it is empty.").wait_for()
+
+
 def test_every_view_has_an_address(page, own):
     """By keyboard alone; one view is shown, and it is the one of the address."""
     for name in VIEWS:
@@ -179,7 +201,7 @@ def test_the_bar_grows_with_the_prefill(page, own):
     page.evaluate(PREFILLING)
     page.evaluate("location.hash = 'requests'")
     row = page.locator("#running tr", has_text="prefilling")
-    assert "50 of 100 prefilled (50\u00a0%) disk 40, computed 10" in row.inner_text()
+    assert "50 of 100 prefilled (50\u00a0%) disk\u00a040, computed\u00a010" in row.inner_text()
     bars = "[...document.querySelectorAll('#running .stack .fill')].map((one) => one.style.width)"
     assert page.evaluate(bars) == ["40%", "10%"]
 

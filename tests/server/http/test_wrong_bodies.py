@@ -89,7 +89,9 @@ def test_a_session_that_nests_deep(live):
     assert live.post("/v1/messages", body).status_code == 200
 
 
-@pytest.mark.parametrize("arguments", [nested(1_200), '{"a": "\\ud800"}', "{", "[1]", "7"])
+@pytest.mark.parametrize(
+    "arguments", [nested(120), nested(1_200), '{"a": "\\ud800"}', "{", "[1]", "7"]
+)
 def test_arguments_of_an_earlier_call_are_text_whatever_they_are(live, arguments):
     """A client's own JSON inside of a text: only what a template can walk through is parsed."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}

@@ -8,8 +8,25 @@ from keepwarm import config
 from keepwarm.cache.store import Store
 from keepwarm.server.app import create_app
 from keepwarm.server.models.models import Models
+from keepwarm.text.sandbox.process import SandboxProcess
 from tests.kit.checkpoints import write_checkpoint
 from tests.server.conftest import running
+
+START = SandboxProcess.start
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _late_processes():
+    """Processes that prepare start with their first task: a start takes longer than most tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SandboxProcess, "start", lambda self: self)
+        yield
+
+
+@pytest.fixture
+def early_processes(monkeypatch):
+    """They start before the model is loaded, as they do elsewhere."""
+    monkeypatch.setattr(SandboxProcess, "start", START)
 
 
 @pytest.fixture(scope="session")

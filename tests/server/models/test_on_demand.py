@@ -1,19 +1,13 @@
 """Models that are loaded when a request names them, within one budget of memory."""
 
-import asyncio
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import psutil
 import pytest
 
-from keepwarm import config
-from keepwarm.errors import Stopping
 from keepwarm.server.models import slots as slots_module
-from keepwarm.server.models.host import EngineHost
-from keepwarm.server.models.models import Models
 from keepwarm.text.sandbox.process import is_ready
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.engines import held
@@ -45,6 +39,7 @@ def in_use(live, model):
     wait_until(lambda: not slot.n_leases)
 
 
+@pytest.mark.usefixtures("early_processes")
 def test_the_least_recently_used_goes_and_comes_back_warm(several, big, small, third, n_bytes):
     names = (f"big={big}", f"small={small}", f"third={third}")
     with several(*names, weights_bytes=2 * n_bytes) as live:
@@ -113,136 +108,7 @@ def test_a_model_in_use_takes_requests_while_another_waits_for_its_room(
         assert loads(live) == {"big": 1, "small": 1}
 
 
-@pytest.fixture
-def models():
-    """With one model that is loaded, as far as its slot knows."""
-    made = Models(EngineHost(None, "m"), config.load({}))
-    made.default.host._engine = object()
-    made.default.is_offered = True
-    yield made
-    made.default.host.take()
-    made.close()
-
-
-@contextmanager
-def leaving(models, wait_s=300):
-    """A model in use that is to make room, and the wait for it."""
-    slots, slot = models.slots, models.default
-    with ThreadPoolExecutor(1) as thread:
-        before = ExitStack()
-        assert slots.lease(slot, before, "before")
-        idle = thread.submit(slots._wait_until_idle, slot, time.monotonic() + wait_s)
-        wait_until(lambda: bool(slots._changed._waiters) or idle.done())
-        yield slots, slot, before, idle
-
-
-def test_long_answers_of_one_key_in_a_row_keep_out_only_itself(models):
-    """While they last another key has its answers; all together end."""
-    with leaving(models) as (slots, slot, before, idle):
-        long, other = ExitStack(), ExitStack()
-        assert slots.lease(slot, long, "attacker")  # "before" keeps it loaded
-        before.close()
-        wait_until(lambda: slot.ending)
-        assert not slots.lease(slot, ExitStack(), "attacker")
-        for _ in range(3):
-            with ExitStack() as short:
-                assert slots.lease(slot, short, "victim")
-        assert slots.lease(slot, other, "victim")
-        long.close()
-        wait_until(lambda: slot.ending == slot.leases)
-        assert not slots.lease(slot, ExitStack(), "victim")  # its turn ends too
-        assert not idle.done()
-        other.close()
-        assert idle.result(300)
-        assert not slots.lease(slot, ExitStack(), "attacker")
-
-
-def test_nobody_starves_who_waits_for_room(models):
-    """Keys whose answers overlap without an end keep a model no longer than half of the wait."""
-    with leaving(models, wait_s=4) as (slots, slot, before, _):
-        answers = [before]
-        for number in range(2000):
-            answers.append(ExitStack())
-            if not slots.lease(slot, answers[-1], f"key {number % 3}"):
-                break
-            answers.pop(0).close()
-            time.sleep(0.01)
-        assert slot.is_leaving
-        answers[0].close()
-
-
-def test_a_model_that_cannot_be_unloaded_is_never_closed(models):
-    with leaving(models, wait_s=0.2) as (slots, slot, before, idle):
-        assert not idle.result(300)
-        with ExitStack() as held:
-            assert slots.lease(slot, held, "before")
-        before.close()
-
-
-def test_answers_that_overlap_keep_a_model_only_once(models):
-    """Who waited in vain before has all kept out after half of the time."""
-    with leaving(models, wait_s=0.2) as (slots, slot, before, idle):
-        assert not idle.result(300)
-        again = slots._wait_until_idle(slot, time.monotonic() + 0.2)
-        assert (again, slot.is_leaving) == (False, True)
-        before.close()
-
-
-def test_a_key_that_waits_is_let_in_when_its_own_answer_has_ended(models):
-    """Not only when the model that waits has had its turn."""
-    slots, slot = models.slots, models.default
-
-    async def use():
-        async with models.using("m", "victim") as host:
-            return host
-
-    async def scenario():
-        with ExitStack() as attacker:
-            own = ExitStack()
-            assert slots.lease(slot, attacker, "attacker")
-            assert slots.lease(slot, own, "victim")
-            slot.ending = set(slot.leases)
-            with slots.changing:  # nothing is loaded meanwhile
-                using = asyncio.create_task(use())
-                while not slot.n_waiting:
-                    await asyncio.sleep(0.01)
-                assert not using.done()
-                own.close()
-                assert await asyncio.wait_for(using, 60) is slot.host
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_load_for_which_nobody_waits_any_more_is_left(models, waits):
-    """Whoever had it queued was let in meanwhile, or has gone."""
-    slots, slot = models.slots, models.default
-    slot.host.take()
-    with ExitStack() as waiting:
-        with slots.changing:  # nothing is loaded meanwhile
-            waiting.enter_context(slots.waiting(slot))
-            loading = slots.loading(slot)
-            if not waits:
-                waiting.close()
-        error = loading.exception(60)
-    assert isinstance(error, Stopping) == waits  # there is no store: it was tried
-
-
-def test_who_waited_for_a_model_has_it_before_it_is_unloaded_for_another(models, monkeypatch):
-    monkeypatch.setattr(slots_module, "HAND_OVER_S", 300.0)
-    slots, slot = models.slots, models.default
-    with ThreadPoolExecutor(1) as thread:
-        with slots.waiting(slot):
-            idle = thread.submit(slots._wait_until_idle, slot, time.monotonic() + 300)
-            wait_until(lambda: bool(slots._changed._waiters))
-            assert not slot.is_leaving
-            held = ExitStack()
-            assert slots.lease(slot, held)
-        assert not idle.done()
-        held.close()
-        assert idle.result(300)
-
-
+@pytest.mark.usefixtures("early_processes")
 def test_others_answer_while_one_is_loaded_or_cannot_be(several, big, small, monkeypatch, tmp_path):
     """Requests for it wait, also more of them than are prepared at once."""
     go_on, began = threading.Event(), threading.Event()

@@ -109,7 +109,7 @@ def test_response_that_may_not_be_on_disk_is_in_memory_only(serving, tmp_path):
 @pytest.fixture
 def texts(tmp_path):
     disk = DiskTier(tmp_path)
-    yield AgentTexts(disk, "responses", max_bytes=20_000)
+    yield AgentTexts(disk, max_bytes=20_000)
     disk.close()
 
 

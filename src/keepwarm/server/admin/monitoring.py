@@ -435,7 +435,7 @@ async def ready(models: Served) -> HealthOut:
     of those that are compiled in idle time are done, while some are left.
     """
     if not models.ready:
-        _ = models.engine  # raises, with the reason, if there is none
+        models.engine.check_open()  # raises, with the reason
         raise Stopping("The engine is not accepting requests; retry later.")
     work = [each for engine in models.engines for each in engine.idle_work]
     n_left, n_all = sum(each.n_left for each in work), sum(each.n_all for each in work)

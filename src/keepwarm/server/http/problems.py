@@ -237,6 +237,8 @@ def validation_problem(reasons: Sequence[Mapping[str, Any]], body: object) -> Pr
 def _reason(first: Mapping[str, Any]) -> str:
     if first["type"] == "missing":
         return "it is required but missing"
+    if first["type"] in {"too_short", "string_too_short"} and not first.get("input"):
+        return "it is empty"
     message = str(first["msg"]).removeprefix("Value error, ").rstrip(".")
     return message[:1].lower() + message[1:]
 

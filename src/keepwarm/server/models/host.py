@@ -223,7 +223,7 @@ class EngineHost:
     def drain(self, timeout_s: float) -> None:
         """Refuse new requests; running ones finish, or fail after `timeout_s`."""
         self._draining = True
-        if self._engine is not None and self._engine.alive:
+        if self._engine is not None:
             self._engine.drain(timeout_s)
 
     @property

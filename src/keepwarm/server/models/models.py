@@ -350,17 +350,15 @@ class Models:
         """Have it loaded and take a lease, also if it takes requests of this key again before."""
         end = time.monotonic() + self._settings.load_wait_s
         loading: asyncio.Future[None] | None = None
-        with self.slots.waiting(slot):
+        with self.slots.waiting(slot, owner):
             while not self._lease(slot, held, owner):
                 if loading is not None and loading.done():
                     loading.result()
                     loading = None
                 loading = loading or self._loading(slot)
                 if time.monotonic() >= end:
-                    raise StillLoading(
-                        f"{slot.host.name} is being loaded ({slot.host.progress}); "
-                        "retry in a few seconds."
-                    )
+                    what = f"{slot.host.name} is being loaded ({slot.host.progress})"
+                    raise self.slots.late(slot, StillLoading(f"{what}; retry in a few seconds."))
                 await asyncio.wait({loading}, timeout=LOOK_AGAIN_S)
 
     def _loading(self, slot: Slot) -> asyncio.Future[None]:
@@ -383,6 +381,11 @@ class Models:
     def engines(self) -> list[Engine]:
         found = [slot.host.loaded for slot in self.slots.all]
         return [engine for engine in found if engine is not None]
+
+    @property
+    def lost(self) -> str:
+        """Why the device computes nothing more, in a sentence."""
+        return next((engine.lost for engine in self.engines), "")
 
     @property
     def engine(self) -> Engine:

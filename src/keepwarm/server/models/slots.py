@@ -1,8 +1,9 @@
 """The models of a server, each with its engine while it is loaded, within one budget of memory.
 
 A request holds a lease on its model. Models are loaded one at a time, on a thread for that. One
-that needs room has the least recently used unloaded: pinned ones stay. One that is in use takes
-requests as long as those before them keep it loaded, then turns come to an end, key by key.
+that needs room has the least recently used unloaded: pinned ones stay. Keys that use it have their
+turns first. Then it takes requests as long as those before them keep it loaded, and comes to an
+end key by key.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING
 from keepwarm.concurrency import DeviceLock
 from keepwarm.config import Settings
 from keepwarm.errors import (
+    Busy,
     EngineFailed,
     InsufficientResources,
     KeepwarmError,
@@ -41,6 +44,9 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 HAND_OVER_S = 5.0  # for a request that waited to take the lease of its model
+TURN_ANSWERS = 20  # that a key may have more than another which waits for a model
+NEXT_REQUEST_S = 0.5  # after its last answer a key still uses a model
+LOOK_S = 0.1  # between two looks at whether it does
 
 
 @dataclass(eq=False)
@@ -48,6 +54,29 @@ class ModelLease:
     """Keeps a model loaded."""
 
     owner: str  # the key of its request
+
+
+class KeyTurns:
+    """Whose turn it is, of keys that use models which do not fit together.
+
+    A key keeps its model beside one that waits until it has had TURN_ANSWERS more than the other
+    had while this one waited. So keys that never pause have twice as many in turn, and one that
+    asks now and then waits for no more answers than it has itself.
+    """
+
+    def __init__(self) -> None:
+        self._ahead: Counter[tuple[str, str]] = Counter()  # of the one, beside the other
+
+    def count(self, owner: str, waiting: Iterable[str]) -> None:
+        """An answer of one key, while others wait for its model to make room."""
+        for other in waiting:
+            if other != owner and self._ahead[owner, other] < TURN_ANSWERS:
+                self._ahead[owner, other] += 1
+                self._ahead[other, owner] -= 1
+
+    def has_turn(self, owner: str, waiting: Iterable[str]) -> bool:
+        ahead = [self._ahead[owner, other] for other in waiting if other != owner]
+        return bool(ahead) and max(ahead) < TURN_ANSWERS
 
 
 @dataclass(eq=False)
@@ -62,8 +91,10 @@ class Slot:
     is_offered: bool = False  # it is loaded when a request asks for it
     leases: set[ModelLease] = field(default_factory=set)
     ending: set[ModelLease] = field(default_factory=set)  # until then their keys get no other
-    n_waiting: int = 0  # requests that will take a lease once it is loaded
+    waiting: Counter[str] = field(default_factory=Counter)  # requests for a lease, by key
+    makes_room_for: Slot | None = None
     used: float = 0.0
+    used_by: dict[str, float] = field(default_factory=dict)  # when each key's last lease ended
     is_leaving: bool = False  # it takes no more requests, to be unloaded
     was_awaited: bool = False  # another model waited in vain for its memory
     loading: Future[None] | None = None
@@ -77,9 +108,36 @@ class Slot:
         return len(self.leases)
 
     def admits(self, owner: str) -> bool:
+        """Not a key with a lease that is to end first, nor one that waits for the other model; and
+        none once all of those have ended.
+        """
         if self.host.loaded is None or self.is_leaving:
             return False
-        return all(lease.owner != owner for lease in self.ending & self.leases)
+        if not self.ending:
+            return True
+        owners = {lease.owner for lease in self.ending & self.leases}
+        return bool(owners) and owner not in owners | self.awaiting
+
+    @property
+    def n_waiting(self) -> int:
+        return self.waiting.total()
+
+    @property
+    def awaiting(self) -> set[str]:
+        """The keys that wait for the model which needs its room."""
+        return set(self.makes_room_for.waiting) if self.makes_room_for else set()
+
+    def blocks_itself(self, leases: set[ModelLease]) -> bool:
+        """Whether only keys that wait for its room keep it loaded, with these leases."""
+        owners = {lease.owner for lease in leases & self.leases}
+        return bool(owners) and owners <= self.awaiting
+
+    @property
+    def users(self) -> set[str]:
+        """Keys with a request, or whose next one may follow."""
+        since = time.monotonic() - NEXT_REQUEST_S
+        recent = {owner for owner, when in self.used_by.items() if when > since}
+        return recent | {lease.owner for lease in self.leases}
 
     @property
     def n_bytes(self) -> int:
@@ -101,6 +159,7 @@ class Slots:
         self._is_closing = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="keepwarm-models")
         self._device = DeviceLock()
+        self._turns = KeyTurns()
         self.ledger = ledger
 
     def add(self, slot: Slot) -> Slot:
@@ -129,19 +188,20 @@ class Slots:
     def _release(self, slot: Slot, lease: ModelLease) -> None:
         with self._changed:
             slot.leases.remove(lease)
-            slot.used = time.monotonic()
+            slot.used = slot.used_by[lease.owner] = time.monotonic()
+            self._turns.count(lease.owner, slot.awaiting)
             self._changed.notify_all()
 
     @contextmanager
-    def waiting(self, slot: Slot) -> Iterator[None]:
+    def waiting(self, slot: Slot, owner: str = "") -> Iterator[None]:
         """While a request waits for a model, and until it has taken its lease."""
         with self._changed:
-            slot.n_waiting += 1
+            slot.waiting[owner] += 1
         try:
             yield
         finally:
             with self._changed:
-                slot.n_waiting -= 1
+                slot.waiting -= Counter([owner])  # without keys that wait no more
                 self._changed.notify_all()
 
     # loading
@@ -177,7 +237,7 @@ class Slots:
             with self._changed:
                 for other in self.all:
                     other.is_leaving = False
-                    other.ending = set()
+                    other.ending, other.makes_room_for = set(), None
             self._divide_memory()
         slot.used = time.monotonic()
         slot.n_loads += 1
@@ -237,39 +297,66 @@ class Slots:
                     "that stay loaded use; unpin one, or raise weights_bytes."
                 )
             leaver = min(free, key=lambda other: (other.n_leases > 0, other.used))
-            if not self._wait_until_idle(leaver, end):
-                raise StillLoading(
-                    f"{needs}, which models in use take at the moment; retry in a few seconds."
-                )
+            if not self._wait_until_idle(leaver, end, slot):
+                what = f"{needs}, which models in use take at the moment; retry in a few seconds."
+                raise self.late(slot, StillLoading(what))
             self.unload(leaver)
         require_memory(slot.host.name, n_bytes)
 
-    def _wait_until_idle(self, slot: Slot, end: float) -> bool:
-        """Wait for the requests that run, then let no more in; whether it is idle.
+    def late(self, slot: Slot, error: StillLoading) -> KeepwarmError:
+        """What a request is told that has waited for this model in vain."""
+        for other in self.all:
+            is_own = other.makes_room_for is slot and other.blocks_itself(other.leases)
+            if is_own and "" not in slot.waiting:
+                return Busy(
+                    f"{slot.host.name} needs the memory of {other.host.name}, which other requests "
+                    "of this API key use; wait for them."
+                )
+        return error
+
+    def _wait_until_idle(self, slot: Slot, end: float, other: Slot | None = None) -> bool:
+        """Let keys that use it have their turns, wait for the requests that run, then let no more
+        in; whether it is idle, to make room for `other`.
 
         While requests from before this wait run, it takes others: it could not be unloaded anyway.
         Then those of a key that has none, as long as others' run, for half of the time: so a key
         that lets long answers follow each other keeps out only itself, and no more than half of
-        the time goes by before all are kept out for the model that waits. Who waits again waits
-        so long for requests from before, too: answers that overlap keep it out once at most.
+        the time goes by before all are kept out for the model that waits; but not because of
+        requests of the key that waits. Who waits again waits so long for requests from before, too:
+        answers that overlap keep it out once at most.
 
         One that was just loaded is first used by those that waited for it: or two models that
         take turns might be loaded again and again before anybody is answered.
         """
         with self._changed:
+            slot.makes_room_for = other
             self._changed.wait_for(lambda: not self._is_awaited(slot), HAND_OVER_S)
+            self._wait_for_turns(slot, end)
             half = (time.monotonic() + end) / 2
             is_again, slot.was_awaited = slot.was_awaited, True
-            has_ended = self._wait_for_end(slot, set(slot.leases), half if is_again else end)
+            running = set(slot.leases)
+            has_ended = self._wait_for_end(slot, running, half if is_again else end)
             if not (has_ended or is_again):
                 return False
-            while slot.leases and time.monotonic() < half:
-                slot.ending = set(slot.leases)
-                self._wait_for_end(slot, slot.ending, half)
+            while slot.leases:
+                until = end if slot.blocks_itself(running) else half
+                if time.monotonic() >= until:
+                    break
+                slot.ending = running = set(slot.leases)
+                self._wait_for_end(slot, running, until)
             slot.is_leaving = True
             is_idle = self._wait_for_end(slot, slot.leases, end)
             slot.was_awaited = not is_idle
             return is_idle
+
+    def _wait_for_turns(self, slot: Slot, end: float) -> None:
+        """For a quarter of the time at most."""
+        end = (3 * time.monotonic() + end) / 4
+        while time.monotonic() < end:
+            waiting = slot.awaiting
+            if not any(self._turns.has_turn(user, waiting) for user in slot.users):
+                return
+            self._changed.wait(LOOK_S)
 
     def _wait_for_end(self, slot: Slot, leases: set[ModelLease], end: float) -> bool:
         left_s = max(0.0, end - time.monotonic())

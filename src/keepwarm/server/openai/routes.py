@@ -7,12 +7,10 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import Annotated, NamedTuple
 
-from fastapi import Query, Request, Response
+from fastapi import Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from keepwarm.errors import BadField
 from keepwarm.server.http.body import Fields, api_router
 from keepwarm.server.http.problems import CLAUDE_HEADER
 from keepwarm.server.http.sse import EventStream, WholeAnswer, answer_docs, new_id, receipt_dict
@@ -33,8 +31,6 @@ from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest, Embedd
 from keepwarm.text import request as engine_request
 from keepwarm.text.detokenize import decode
 from keepwarm.text.request import Vector
-
-MAX_LISTED = 1000  # models in a page, as Anthropic has it
 
 router = api_router(prefix="/v1", tags=["OpenAI"])
 
@@ -130,19 +126,10 @@ def _base64(vector: Vector) -> str:
 
 
 @router.get("/models")
-async def list_models(
-    request: Request,
-    models: Served,
-    limit: Annotated[int | None, Query(ge=1, le=MAX_LISTED)] = None,
-    after_id: str | None = None,
-    before_id: str | None = None,
-) -> Fields:
-    """The models that requests may name, the default first.
-
-    For Anthropic's clients in its form, in pages if they ask for them.
-    """
+async def list_models(request: Request, models: Served) -> Fields:
+    """The models that requests may name, the default first; for Anthropic's clients in its form."""
     found = [_model(each) for each in await run_in_threadpool(list, models.listed())]
-    return list_for(request, found, Page(limit, after_id, before_id))
+    return list_for(request, found)
 
 
 @router.get("/models/{name:path}")
@@ -168,37 +155,13 @@ def _model(model: ListedModel) -> Fields:
     }
 
 
-class Page(NamedTuple):
-    """The part of a list that Anthropic's clients ask for."""
-
-    limit: int | None = None
-    after_id: str | None = None
-    before_id: str | None = None
-
-
-def list_for(request: Request, models: Sequence[Fields], page: Page) -> Fields:
+def list_for(request: Request, models: Sequence[Fields]) -> Fields:
+    """All of them at once, also for clients that ask for pages: a server has few."""
     if CLAUDE_HEADER not in request.headers:
         return {"object": "list", "data": list(models)}
-    data, has_more = _paged([_claude(model) for model in models], page)
+    data = [_claude(model) for model in models]
     first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    return {"data": data, "has_more": has_more, "first_id": first, "last_id": last}
-
-
-def _paged(models: list[Fields], page: Page) -> tuple[list[Fields], bool]:
-    """The models of a page, and whether there are more in its direction."""
-    ids = [model["id"] for model in models]
-    first = _index(ids, page.after_id, "after_id") + 1 if page.after_id else 0
-    end = _index(ids, page.before_id, "before_id") if page.before_id else len(ids)
-    found = models[first:end]
-    limit = page.limit or len(found)
-    shown = found[-limit:] if page.before_id else found[:limit]
-    return shown, len(shown) < len(found)
-
-
-def _index(ids: Sequence[str], wanted: str, name: str) -> int:
-    if wanted not in ids:
-        raise BadField(f"{name} is no model of this server; omit it to list all.", name)
-    return ids.index(wanted)
+    return {"data": data, "has_more": False, "first_id": first, "last_id": last}
 
 
 def _claude(model: Fields) -> Fields:

@@ -4,7 +4,8 @@ import { h, svg } from "./dom.js";
 import { clock } from "./format.js";
 
 const NARROW = matchMedia("(max-width: 640px)");
-const [WIDE, SLIM] = [560, 340]; // in the same pixels as the text
+const MEDIUM = matchMedia("(min-width: 801px) and (max-width: 1150px)"); // two charts in a row
+const [WIDE, HALF, SLIM] = [560, 420, 340]; // in the same pixels as the text
 const HEIGHT = 170;
 const LEFT = 72; // as much as "16 min 40 s" takes
 const TOP = 8;
@@ -64,7 +65,7 @@ function column(point, index, points, series, whole, place) {
   });
 }
 
-const wide = () => (NARROW.matches ? SLIM : WIDE);
+const wide = () => (NARROW.matches ? SLIM : MEDIUM.matches ? HALF : WIDE);
 const step = (points) => (wide() - LEFT) / points.length;
 const middle = (index, points) => (LEFT + (index + 0.5) * step(points)).toFixed(1);
 const level = (share) => Number((TOP + (HEIGHT - FOOT - TOP) * (1 - share)).toFixed(1));

@@ -2,7 +2,7 @@
 
 import { stream } from "./api.js";
 import { byId, h, put, say } from "./dom.js";
-import { count, percent, saved } from "./format.js";
+import { count, percent, spared } from "./format.js";
 
 const MAX_TOKENS = 2048; // of thoughts and answer
 let known = new Set();
@@ -71,7 +71,7 @@ async function read(agent, text, answer) {
 function receipt({ prompt_tokens: whole, recomputed, saved_ms: ms }) {
   const warm = whole - recomputed;
   byId("chat-receipt").textContent = `${count(warm)} of ${count(whole)} prompt tokens warm (${percent(warm, whole)})`
-    + (ms === 0 ? "." : `; time saved: ${saved(ms && ms / 1000)}.`);
+    + (ms === 0 ? "." : `; ${spared(ms)}.`);
 }
 
 function busy(value) {

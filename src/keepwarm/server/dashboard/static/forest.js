@@ -2,7 +2,7 @@
 
 import { byId, h, hide, pages, put, say, slice, table } from "./dom.js";
 import { draw, drawMap, LEGENDS, ROW } from "./forest_draw.js";
-import { ago, bytes, count, isShort, middle, modelName, plural } from "./format.js";
+import { ago, bytes, count, cut, isShort, middle, modelName, plural } from "./format.js";
 import { arrange, BLOCK, lit, matches, neighbour, steady } from "./trees.js";
 
 const PADDING = 16;
@@ -198,9 +198,9 @@ function words(run) {
   ].filter(Boolean).join("; ") + ".";
 }
 
-const names = (indexes) => indexes.map((index) => {
+const names = (indexes, most = Infinity) => indexes.map((index) => {
   const { id, title, key, model } = state.data.agents[index];
-  const name = isShort(id) || !title ? middle(id, 32) : `${title} (${middle(id)})`;
+  const name = isShort(id) || !title ? middle(id, 32) : `${cut(title, most)} (${middle(id)})`;
   const more = [key && `key ${key}`, severalModels() && modelName(model)].filter(Boolean);
   return more.length ? `${name} (${more.join(", ")})` : name;
 });
@@ -220,7 +220,7 @@ function listed(all) {
 }
 
 // In one line, so that how many there are is not what is cut.
-const brief = (all) => (all.join(", ").length <= LABEL ? all.join(", ") : `${middle(all[0], LABEL)}${all.length > 1 ? ` and ${all.length - 1} more` : ""}`);
+const brief = (all) => (all.join(", ").length <= LABEL ? all.join(", ") : `${all[0]}${all.length > 1 ? ` and ${all.length - 1} more` : ""}`);
 
 function tiersOf(run) {
   const tiers = [run.memory && "in memory", run.disk && "on disk", run.pinned && "pinned"].filter(Boolean);
@@ -365,7 +365,7 @@ function render() {
   const reached = state.data.requests.map(({ number, agent }) => [agent, state.reached.get(number) ?? 0]);
   const glows = lit(state.data.runs, reached);
   canvas.dataset.lit = [...glows.values()].reduce((n, blocks) => n + Math.floor(blocks), 0);
-  const nameOf = (run) => brief(names(run.ends.length ? run.ends : run.agents));
+  const nameOf = (run) => brief(names(run.ends.length ? run.ends : run.agents, LABEL / 2));
   canvas.dataset.names = draw(canvas, { ...state, colour, nameOf, glows, labels: labels() });
   if (!map.hidden) drawMap(map, canvas, { ...state, colour });
   const items = LEGENDS[colour].map(([name, text]) => h("li", {}, h("span", { class: `key fill ${name}` }), text));

@@ -2,7 +2,7 @@
 
 const plain = new Intl.NumberFormat("en");
 const few = new Intl.NumberFormat("en", { maximumSignificantDigits: 2 });
-const GAP = "\u00a0"; // a number stays beside its unit
+export const GAP = "\u00a0"; // a number stays beside its unit
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 const STEPS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
 
@@ -11,7 +11,7 @@ export const count = (n) => plain.format(Math.round(n));
 export function short(n) {
   if (Math.abs(n) < 10) return few.format(n);
   if (Math.abs(n) < 10000) return count(n);
-  return new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 }).format(n);
+  return new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 }).format(n).replace("K", "k");
 }
 
 // A model may be a directory, or have an organisation before its name.
@@ -26,6 +26,9 @@ export function middle(name, most = MOST) {
   const kept = most - 1;
   return `${name.slice(0, Math.ceil(kept / 2))}…${name.slice(-Math.floor(kept / 2))}`;
 }
+
+// A title, cut at its end: words are read from their beginning.
+export const cut = (title, most) => (title.length <= most ? title : `${title.slice(0, most - 1).trimEnd()}…`);
 
 export function bytes(n) {
   let size = Math.abs(n);
@@ -51,6 +54,7 @@ export function seconds(s) {
 
 // Of prefill time that was saved; the server does not always know it.
 export const saved = (s) => (s === null ? "unknown" : seconds(s));
+export const spared = (ms) => (ms === null ? "time saved unknown" : `saved${GAP}${seconds(ms / 1000)}`);
 
 export function ago(when, now = Date.now() / 1000) {
   const passed = Math.max(0, now - when);

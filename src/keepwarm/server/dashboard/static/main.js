@@ -28,6 +28,7 @@ const AGES = 30 * SECOND; // after which "5 min ago" is written anew
 const OLD_NAMES = { now: "overview", saved: "overview" };
 
 let hours = 1;
+let chose = false; // else a server that is younger than an hour is shown from its start
 let sums = false; // whether this key may see totals over all keys
 let needsKey = false; // whether requests need one
 let refused = false;
@@ -73,6 +74,7 @@ function showNow(data) {
 }
 
 function showSaved(data) {
+  if (!chose && overview.hoursSince(data) === 1) hours = overview.SINCE;
   overview.show(data, hours, choose, needsKey);
   health.counts(data);
 }
@@ -83,7 +85,7 @@ function showAgents(data) {
 }
 
 function choose(value) {
-  hours = value;
+  [hours, chose] = [value, true];
   saved.text = ""; // the same figures are drawn otherwise
   refresh();
 }

@@ -1,14 +1,17 @@
 // Totals over all keys: latency, speed, where prompt tokens came from, answers, disk.
 
+import { post } from "./api.js";
 import { columns, legend, lines } from "./charts.js";
 import { card } from "./connect.js";
-import { byId, choice, empty, h, hide, put, table, tile } from "./dom.js";
-import { ago, bytes, clock, count, percent, plural, saved as timeSaved, seconds, short } from "./format.js";
+import { byId, choice, empty, h, hide, put, say, table, tile } from "./dom.js";
+import { bytes, clock, count, percent, plural, saved as timeSaved, seconds, short } from "./format.js";
 import { meter } from "./now.js";
 
 const KEY = '-H "Authorization: Bearer $KEEPWARM_API_KEY" ';
 const first = (needsKey) => `curl ${location.origin}/v1/chat/completions -H 'Content-Type: application/json' \\
   ${needsKey ? KEY : ""}-d '{"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}'`;
+const HANDBOOK = Array.from({ length: 30 }, (_, n) => `Rule ${n + 1}: read the whole file before you change it, and say what you changed.`).join("\n");
+const QUESTIONS = ["What is rule 7?", "Which rule is the last?", "Which rules matter most?"];
 export const SINCE = "start"; // of the server, up to a day ago
 const HOURS = [{ value: 1, name: "1 h" }, { value: 6, name: "6 h" }, { value: 24, name: "24 h" }, { value: SINCE, name: "Since start" }];
 const of = (name) => (point) => point[name];
@@ -37,9 +40,9 @@ export function show(saved, chosen, choose, needsKey) {
   choice("hours", HOURS, chosen, choose);
   const { hours } = saved;
   const points = saved.points.filter(({ at }) => chosen !== SINCE || at + 60 * hours > saved.started);
-  put("saved-tiles", tiles({ ...saved, points }));
   const isNew = saved.hit_rate === null && !points.some(answers);
-  put("first-request", isNew ? card({ title: "Send a first request", notes: [] }, first(needsKey)) : "");
+  put("saved-tiles", isNew ? "" : tiles({ ...saved, points }));
+  put("first-request", isNew ? card({ title: "Send a first request", notes: [], then: others() }, first(needsKey)) : "");
   for (const part of document.querySelectorAll("#overview .halves")) hide(part, isNew);
   const per = 60 * hours; // seconds of a point
   const decode = { kind: "decode", name: "decode", value: (point) => point.generated / per };
@@ -59,6 +62,25 @@ export function show(saved, chosen, choose, needsKey) {
   put("point-table", pointTable(points));
 }
 
+// What else a new server can be sent.
+const others = () => ["Or ", h("button", { type: "button", onclick: ({ target }) => demo(target) }, "send demo traffic"),
+  ": three agents that share a handbook, which is computed once (see ", h("a", { href: "#forest" }, "Forest"),
+  "). ", h("a", { href: "#connect" }, "Connect"), " has the lines that start a coding agent."];
+
+// The first request computes the handbook, all others reuse it.
+async function demo(button) {
+  button.disabled = true;
+  try {
+    for (const [n, content] of [...QUESTIONS, ...QUESTIONS].entries()) {
+      const messages = [{ role: "system", content: HANDBOOK }, { role: "user", content }];
+      await post("/v1/chat/completions", { messages, max_tokens: 16, keepwarm: { agent: `demo-${1 + (n % QUESTIONS.length)}` } });
+    }
+  } catch (error) {
+    say(error.message);
+    button.disabled = false;
+  }
+}
+
 function tiles(saved) {
   const { today, total, points } = saved;
   const [failed, refused] = ["failed", "refused"].map((name) => points.reduce((n, point) => n + point[name], 0));
@@ -67,11 +89,11 @@ function tiles(saved) {
   const rounded = saved.lossy_bytes ? `, ${bytes(saved.lossy_bytes)} of it rounded` : "";
   return [
     tile("Hit rate", rate(saved.hit_rate), `${rate(saved.hit_rate_from_turn_2)} after the first turn`),
-    tile("First token", ms(saved.ttft_p50_ms), `95th percentile ${ms(saved.ttft_p95_ms)}`),
+    tile("Time to first token", ms(saved.ttft_p50_ms), `median; 95th percentile ${ms(saved.ttft_p95_ms)}`),
     tile("Time saved today", timeSaved(today.saved_s), `in total ${timeSaved(total.saved_s)}`),
     tile("Errors", count(failed + refused), `${count(refused)} refused, of ${plural(all, "request")} in ${plural(saved.hours, "hour")}`),
     tile("On disk", bytes(saved.disk.n_bytes), `${plural(saved.blocks, "block")} and the index${rounded}; ${bytes(written)} written today`),
-    tile("Uptime", ago(saved.started).replace(" ago", ""), `version ${saved.version}`),
+    tile("Uptime", seconds(Math.max(1, Math.floor(Date.now() / 1000 - saved.started))), `version ${saved.version}`),
   ];
 }
 

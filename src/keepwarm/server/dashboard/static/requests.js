@@ -2,7 +2,7 @@
 
 import { post } from "./api.js";
 import { agentName, byId, details, empty, h, pages, put, say, slice, table } from "./dom.js";
-import { ago, count, percent, plural, saved, seconds } from "./format.js";
+import { ago, count, GAP, percent, plural, seconds, spared } from "./format.js";
 
 const PAGE = 20;
 const COLUMNS = [
@@ -80,18 +80,18 @@ async function cancel(one) {
 
 // While a prompt is prefilled the bar shows how far it is; then where its tokens came from.
 function receipt(one) {
-  if (!one.receipt) return plural(one.prompt_tokens, "token");
+  if (!one.receipt) return one.error ? h("span", { class: "quiet" }, one.error) : plural(one.prompt_tokens, "token");
   const { reused, recomputed, prompt_tokens: whole, saved_ms: ms, inexact = [] } = one.receipt;
   const warm = Object.values(reused).reduce((n, some) => n + some, 0);
   const isPrefilling = one.state === "prefilling";
   const computed = isPrefilling ? one.prefilled : recomputed;
   const parts = [...Object.entries(reused), ["computed", computed]].filter(([, n]) => n);
-  const places = parts.map(([tier, n]) => `${tier} ${count(n)}`).join(", ");
+  const places = parts.map(([tier, n]) => `${tier}${GAP}${count(n)}`).join(", ");
   const what = isPrefilling
     ? `${count(warm + computed)} of ${count(whole)} prefilled (${percent(warm + computed, whole)})`
     : `${count(warm)} of ${count(whole)} warm (${percent(warm, whole)})`;
   return h("div", { class: "receipt", title: places }, stack(parts, whole), h("span", {}, what),
-    h("span", { class: "quiet" }, [` ${places}`, ms === 0 || isPrefilling ? "" : `; time saved: ${saved(ms && ms / 1000)}`,
+    h("span", { class: "quiet" }, [` ${places}`, ms === 0 || isPrefilling ? "" : `; ${spared(ms)}`,
       ...inexact.map((reason) => `; ${reason}`)].join("")));
 }
 
