@@ -84,10 +84,11 @@ class Running:
 class Case:
     """One model with an engine; `unit` tokens stand for 8,192."""
 
-    def __init__(self, model: Model, engine: Engine, unit: int) -> None:
+    def __init__(self, model: Model, engine: Engine, unit: int, file: Path | None) -> None:
         self.model = model
         self.engine = engine
         self.unit = unit
+        self._file = file
         self.figures: list[Figure] = []
         self._seeds = count(1)
 
@@ -102,6 +103,11 @@ class Case:
         figure = Figure(what, value, against, goal, notes)
         print(figure, notes or "", flush=True)
         self.figures.append(figure)
+        if self._file:  # a time limit loses one only
+            self._file.write_text(json.dumps({"figures": self.as_json()}, indent=1))
+
+    def as_json(self) -> list[dict[str, Any]]:
+        return [asdict(f) | {"ratio": f.ratio, "holds": f.holds} for f in self.figures]
 
     # requests
 
@@ -390,7 +396,11 @@ def compile_ms(model: Model, store: Store, settings: config.Settings, compiled: 
 
 
 def measure(
-    shape: str, unit: int, folder: Path, home: Path, lengths: Sequence[int] = ()
+    shape: str,
+    folder: Path,
+    home: Path,
+    lengths: Sequence[int] = (),
+    file: Path | None = None,
 ) -> dict[str, Any]:
     settings = config.load({"KEEPWARM_HOME": str(home)}, store=folder / "store")
     kernels.start(settings.home)
@@ -404,15 +414,15 @@ def measure(
         before_ready_ms = compile_ms(model, store, settings, compiled)
         with Engine(model, store) as engine:
             gc.freeze()  # as `keepwarm serve` does: looking through all that is imported takes time
-            case = Case(model, engine, unit)
+            unit = 512 if shape.startswith("tiny") else 8192
+            case = Case(model, engine, unit, file)
             found = long_prompts(case, lengths) if lengths else measured(case)
             prompt = case.conversation()
     with Store(budgets=budgets, settings=settings) as store, Engine(model, store) as case.engine:
         case.restarted(prompt)
     compiled.saw("the end")
-    figures = [asdict(f) | {"ratio": f.ratio, "holds": f.holds} for f in case.figures]
-    notes = {"figures": figures, "compile_ms": before_ready_ms, "kernels": compiled.new}
-    return found | notes
+    notes = {"compile_ms": before_ready_ms, "kernels": compiled.new}
+    return found | {"figures": case.as_json()} | notes
 
 
 def measured(case: Case) -> dict[str, Any]:
@@ -460,10 +470,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     lengths = [int(length) for length in given.long.split(",")] if given.long else []
-    shape, unit = ("tiny", 512) if given.tiny else ("llama-8b", 8192)
+    shape = given.shape or ("tiny" if given.tiny else "llama-8b")
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         home = given.home or Path(folder) / "home"
-        found = measure(given.shape or shape, unit, Path(folder), home, lengths)
+        found = measure(shape, Path(folder), home, lengths, given.json)
     if given.json:
         given.json.write_text(json.dumps(found, indent=1))
 

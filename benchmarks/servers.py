@@ -10,6 +10,9 @@
     streams  seconds that answers take together; time to first token of a long cold prompt beside
              four of them, and the gaps of these meanwhile
     agents   the last first token of eight that share a long prompt and ask at once
+    faults   not in `all`: Keepwarm alone does `agents`; if it fails, again without our kernels; if
+             that fails too, with one more thing changed at a time. Errors are printed. With
+             `--samples 1` three minutes on a GPU, one if nothing fails
 
 `--shape llama-8b` takes random weights of that shape, prompts of 8,192 tokens and, on a GPU, four
 bits; `--shape tiny` is a check that everything runs.
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import tempfile
 import threading
@@ -34,7 +38,9 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import httpx
 
 from benchmarks.requests import files
 from benchmarks.requests.measure import describe_machine
@@ -51,7 +57,9 @@ from benchmarks.requests.workloads.streams import ENDLESS
 from benchmarks.requests.workloads.turns import RESTARTED, after_restart, long_conversation
 from benchmarks.shapes import config_of, write_checkpoint
 from keepwarm import config
-from keepwarm.errors import KeepwarmError
+from keepwarm.device import kernels
+from keepwarm.errors import KeepwarmError, Unreachable
+from keepwarm.state_file import MACHINE, StateFile
 
 N_BESIDE = 4  # streams beside a cold prompt
 KEPT_S = 6.0  # until an idle server has kept the kernels of its first answer
@@ -209,19 +217,110 @@ class TimedStream:
 
 
 def agents(runs: Runs) -> dict[str, Seconds]:
-    """The second round counts: the first meets kernels for batches of this size."""
+    """The second round counts: the first meets kernels for batches of this size.
+
+    One server after the other: eight long prompts take what memory a GPU has left.
+    """
+    found: Seconds = {run.target.name: [] for run in runs}
     for run in runs:
         run.target.start()
         _wait_for_kernels(run)
-    found: Seconds = {run.target.name: [] for run in runs}
-    for number in range(runs[0].sizes.samples + 1):
-        for run in _in_turn(runs, number):
-            shared, sizes = run.text(run.sizes.shared), run.sizes
-            prompts = [[system(shared), user(run.text(sizes.own))] for _ in range(sizes.n_agents)]
-            replies = ask_together([partial(run.ask, messages) for messages in prompts])
-            if number:
-                found[run.target.name].append(max(reply.ttft_s for reply in replies))
+        for number in range(run.sizes.samples + 1):
+            seconds = _last_of_agents(run)
+            if number and seconds is not None:
+                found[run.target.name].append(seconds)
+        run.target.kill()
     return {f"last of {runs[0].sizes.n_agents} agents": found}
+
+
+def _last_of_agents(run: WorkloadRun, policy: str | None = None) -> float | None:
+    """None when another server fails at it; ours must not."""
+    shared, sizes = run.text(run.sizes.shared), run.sizes
+    prompts = [[system(shared), user(run.text(sizes.own))] for _ in range(sizes.n_agents)]
+    try:
+        replies = ask_together([partial(run.ask, each, policy=policy) for each in prompts])
+    except Unreachable as error:
+        if run.target.is_ours:
+            raise
+        print(f"{run.target.name} failed: {error}", flush=True)
+        return None
+    return max(reply.ttft_s for reply in replies)
+
+
+class Variant(NamedTuple):
+    """What is changed to see whether a fault goes with it."""
+
+    what: str
+    environ: Mapping[str, str] = {}
+    policy: str | None = None
+    has_kernels: bool = False  # whether rows are multiplied by kernels of ours, once compiled
+
+
+USUAL = Variant("as it is", has_kernels=True)
+PLAIN = Variant("none of our kernels")
+MANY_SHAPES = {kernels.CHECK: "1", "MLX_CUDA_GRAPH_CACHE_SIZE": "40"}
+SUSPECTED = Variant("MLX fails at many shapes", MANY_SHAPES)
+CHANGED = (
+    Variant("nothing kept", policy="no-store"),
+    Variant("no CUDA graphs", {"MLX_USE_CUDA_GRAPHS": "0"}),
+    Variant("no cuDNN", {"MLX_CUDA_USE_CUDNN_SDPA": "0"}),
+    Variant("one kernel after the other", {"CUDA_LAUNCH_BLOCKING": "1"}),
+)
+
+
+def faults(runs: Runs) -> dict[str, Seconds]:
+    """What lives shows what a fault goes with. If none is met, one that was suspected is forced."""
+    run = next(run for run in runs if run.target.is_ours)
+    found: dict[str, Seconds] = {}
+
+    def lives(variant: Variant) -> bool:
+        seconds = _survived(run, variant)
+        found[f"{run.sizes.n_agents} agents, {variant.what}"] = {run.target.name: seconds}
+        return len(seconds) > run.sizes.samples
+
+    if lives(USUAL):
+        lives(SUSPECTED)
+    elif not lives(PLAIN):
+        for variant in CHANGED:
+            lives(variant)
+    return found
+
+
+def _survived(run: WorkloadRun, variant: Variant) -> list[float]:
+    """Seconds of each round until the server failed, if it did."""
+    target = cast("ServerProcess", run.target)
+    usual, found = target.environ, list[float]()
+    with tempfile.TemporaryDirectory() as home:
+        target.environ = {**usual, **variant.environ}
+        if not variant.has_kernels:
+            target.environ["KEEPWARM_HOME"] = str(_home_without_kernels(Path(home)))
+        try:
+            target.start()
+            _wait_for_kernels(run)
+            for _ in range(run.sizes.samples + 1):
+                found.append(_last_of_agents(run, variant.policy) or 0.0)
+        except (KeepwarmError, httpx.HTTPError) as error:
+            print(f"{variant.what}: failed after {len(found)} rounds: {error}", flush=True)
+        finally:
+            target.kill()
+            target.environ = usual
+    return found
+
+
+def _home_without_kernels(home: Path) -> Path:
+    """A copy of what is known of this machine, but that MLX's own products are the fastest."""
+    usual = config.load().home
+    for kept in ("kernels", MACHINE):
+        if (usual / kept).exists():
+            copy = shutil.copytree if (usual / kept).is_dir() else shutil.copy
+            copy(usual / kept, home / kept)
+    file = StateFile[dict[str, Any]](home / MACHINE, "products", dict)
+    file.change(lambda kept: {**kept, "names": _plain(kept.get("names", {}))})
+    return home
+
+
+def _plain(names: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
+    return {shape: dict.fromkeys(by_rows, "plain") for shape, by_rows in names.items()}
 
 
 def _in_turn(runs: Runs, number: int) -> Runs:
@@ -235,7 +334,9 @@ MEASURES: dict[str, Callable[[Runs], dict[str, Seconds]]] = {
     "restart": restart,
     "streams": streams,
     "agents": agents,
+    "faults": faults,
 }
+ALL = [name for name in MEASURES if name != "faults"]
 LONG_PROMPTS = Sizes(
     long=8192,
     shared=8192,
@@ -270,18 +371,22 @@ def measure(
 
 
 def ratios(found: Seconds) -> list[float]:
-    """Keepwarm's seconds over mlx_lm.server's, sample by sample."""
+    """Keepwarm's seconds over mlx_lm.server's, sample by sample; none where it failed."""
+    if len(found["keepwarm"]) != len(found.get("mlx-lm", ())):
+        return []
     return [ours / theirs for ours, theirs in zip(found["keepwarm"], found["mlx-lm"], strict=True)]
 
 
 def show(measured: Mapping[str, Seconds]) -> None:
     for what, seconds in measured.items():
-        medians = "  ".join(
-            f"{name} {statistics.median(samples):6.3f} s" for name, samples in seconds.items()
+        line = f"{what:22} " + "  ".join(
+            f"{name} {statistics.median(samples):6.3f} s"
+            for name, samples in seconds.items()
+            if samples
         )
-        shares = sorted(ratios(seconds))
-        spread = f"{shares[0]:.3f} to {shares[-1]:.3f}"
-        line = f"{what:22} {medians}  ratio {statistics.median(shares):.3f} ({spread})"
+        if shares := sorted(ratios(seconds)):
+            spread = f"{shares[0]:.3f} to {shares[-1]:.3f}"
+            line += f"  ratio {statistics.median(shares):.3f} ({spread})"
         print(line, flush=True)
 
 
@@ -300,7 +405,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write machine, versions and all samples here")
     asked = parser.parse_args()
-    names = list(MEASURES) if "all" in asked.what else asked.what
+    names = ALL if "all" in asked.what else asked.what
     sizes = replace(_sizes(asked.shape), samples=asked.samples)
     what, shape = " ".join(asked.what), f" --shape {asked.shape}" if asked.shape else ""
     report: dict[str, Any] = {

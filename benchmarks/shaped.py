@@ -29,7 +29,7 @@ from keepwarm.cache.store import Budgets, Store
 from keepwarm.engine.live import Live
 from keepwarm.engine.prefill import Prefill
 from keepwarm.models.load import Model
-from keepwarm.store.disk.disk import DiskTier
+from keepwarm.store.disk.disk import DiskTier, Pages
 from keepwarm.store.tiers import Tiers
 
 SLICE = 2048
@@ -80,7 +80,8 @@ class Case:
 
             def as_started() -> None:
                 drop()
-                self._disk().records.pages.forget()
+                disk = self._disk()
+                disk.records.pages = Pages(disk.files)
 
             self._time("from disk, pages dropped", lambda: self._restored("disk"), as_started)
             self._time("plain read, pages dropped", lambda: _read(files, 1), drop)

@@ -23,6 +23,14 @@ from keepwarm.models.catalog import read_config
 from keepwarm.models.load import Model
 
 BITS, GROUP = 4, 64
+NO_EXPERTS: dict[str, Any] = {  # what a dense model of Qwen3-Next's kind says of them
+    "num_experts": 0,
+    "num_experts_per_tok": 0,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 0,
+    "shared_expert_intermediate_size": 0,
+}
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {
@@ -73,6 +81,28 @@ SHAPES: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "norm_topk_prob": True,
+    },
+    "hybrid-8b": {  # layers of Qwen3-Next, as many as a dense model of 8 billion has
+        "model_type": "qwen3_next",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "full_attention_interval": 4,
+        "partial_rotary_factor": 0.25,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        **NO_EXPERTS,
+        "vocab_size": 151936,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e7,
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": False,
     },
     "small": {  # computes about as fast as a line of 50 MB/s brings its keys and values
         "model_type": "llama",
@@ -152,12 +182,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
         "linear_conv_kernel_dim": 4,
-        "num_experts": 0,
-        "num_experts_per_tok": 0,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": 0,
-        "shared_expert_intermediate_size": 0,
+        **NO_EXPERTS,
         "vocab_size": 256,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,

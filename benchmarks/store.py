@@ -43,7 +43,7 @@ from keepwarm.kv.slices import tensor_name
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockRef, Namespace, chain
 from keepwarm.records import record as store_record
 from keepwarm.records.record import Header, Part, Tensor, encode_record
-from keepwarm.store.disk.disk import DiskLimits, DiskTier
+from keepwarm.store.disk.disk import DiskLimits, DiskTier, Pages
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.names import INDEX, path_of
 from keepwarm.store.tiers import Tiers
@@ -199,7 +199,7 @@ def restores(shape: Shape, n_tokens: int, root: Path) -> list[Record]:
 def _prepare(live: int, disk: DiskTier, drop: Sequence[Path]) -> None:
     """Prepare memory for the rows and the page cache of the next sample."""
     drop_files(drop)
-    disk.records.pages.forget()
+    disk.records.pages = Pages(disk.files)
     touch_memory(2 * live)
 
 

@@ -35,6 +35,9 @@ if (used := blas.in_use()) and used.name in blas.LIBRARIES:
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
+# Begun last, it would keep one processor busy while the others have nothing left to do.
+FIRST = "tests/test_newcomer.py"
+
 # The default model is slow on two cores: what the whole suite may ask of it in this process.
 MAX_DECODED = 300
 MAX_PREFILLED = 6000
@@ -145,6 +148,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     absent |= {"glibc"} if platform.libc_ver()[0] != "glibc" else set()
     left = {item for item in items if any(item.get_closest_marker(name) for name in absent)}
     items[:] = [item for item in items if item not in left]
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
     if left:
         config.hook.pytest_deselected(items=list(left))
 

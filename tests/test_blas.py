@@ -252,9 +252,14 @@ def test_in_use_tells_what_is_loaded(tmp_path, found):
     assert not (tmp_path / "machine.json").exists()  # nothing was left to measure
 
 
-def test_none_gives_the_slow_path_and_the_default_is_clearly_faster(tmp_path):
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory):
+    return child(tmp_path_factory.mktemp("home"), KEEPWARM_BLAS="none")
+
+
+def test_none_gives_the_slow_path_and_the_default_is_clearly_faster(tmp_path, slow):
     """Where MLX brings its own fast products (Metal, CUDA) nothing is loaded either way."""
-    slow, fast = child(tmp_path, KEEPWARM_BLAS="none"), child(tmp_path)
+    fast = child(tmp_path)
     assert slow["blas"] is None
     assert (fast["blas"] is not None) == blas.wanted()
     assert fast["gflops"] > slow["gflops"] * (3 if blas.wanted() else 0.3)
@@ -270,10 +275,10 @@ said = [str(warning.message) for warning in caught]
 
 
 @linux_cpu
-def test_a_start_after_our_own_import_of_mlx_is_in_time(tmp_path, found):
+def test_a_start_after_our_own_import_of_mlx_is_in_time(tmp_path, found, slow):
     """Rooms that import MLX bind its BLAS late, so importing them loads and measures nothing."""
     late = "import keepwarm.kv\nimport keepwarm.engine.engine\n" + REPORT
-    slow, fast = child(tmp_path, late, KEEPWARM_BLAS="none"), child(tmp_path, late, **first(found))
+    fast = child(tmp_path, late, **first(found))
     assert fast["blas"] is not None
     assert fast["gflops"] > 3 * slow["gflops"]
 

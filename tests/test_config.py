@@ -47,7 +47,7 @@ def test_a_number_out_of_range_is_refused_from_every_source(name, tmp_path):
             load_file(tmp_path, f"{name} = {value}")
         with pytest.raises(BadInput, match="in the environment; it must be"):
             config.load({f"KEEPWARM_{name.upper()}": str(value)})
-        with pytest.raises(BadInput, match="in the arguments; it must be"):
+        with pytest.raises(BadInput, match=rf"^--{name.replace('_', '-')} is .+; it must be"):
             config.load({}, **{name: value})
         with pytest.raises(BadInput, match="in Settings; it must be"):
             Settings(tmp_path, tmp_path / "store", **{name: value})
@@ -61,7 +61,9 @@ def test_a_choice_is_one_of_those_listed(name, tmp_path):
         assert getattr(config.load({f"KEEPWARM_{name.upper()}": str(value)}), name) == value
     other = "other" if KINDS[name] is str else 3
     listed = ", ".join(map(str, CHOICES[name]))
-    with pytest.raises(BadInput, match=f"The setting {name} is .*; it must be one of {listed}"):
+    with pytest.raises(
+        BadInput, match=f"^--{name.replace('_', '-')} is .*; it must be one of {listed}"
+    ):
         config.load({}, **{name: other})
 
 
@@ -115,7 +117,7 @@ def test_a_home_that_is_no_path():
 
 
 def test_a_secret_is_not_repeated():
-    with pytest.raises(BadInput, match="admin_key is not valid") as refused:
+    with pytest.raises(BadInput, match="--admin-key is not valid") as refused:
         config.load({}, admin_key="hidden\0key")
     assert "hidden" not in str(refused.value)
 

@@ -325,7 +325,7 @@ def test_a_wrong_page_is_seen(tmp_path):
 
 def test_every_cache_class_has_its_row():
     """Class and kind as the code has them."""
-    page = (ROOT / "docs" / "caches.md").read_text()
+    page = (ROOT / "docs" / "results" / "kv.md").read_text()
     rows = re.findall(r"^\| `(\w+)`([^|]*)\| (\w+) \|", page, re.MULTILINE)
     documented = {name: kind for name, note, kind in rows if "keep` > 0" not in note}
     assert documented == {cls.__name__: kind.value for cls, kind in KINDS.items()}

@@ -17,7 +17,7 @@ SOURCE = Path(keepwarm.__file__).parent
 CALLED_BY_LIBRARIES = {
     "as_linear",
     *("field_title_should_be_set", "formatException", "handle_exit", "make_mask"),
-    "timeout_keep_alive_handler",
+    *("on_tick", "timeout_keep_alive_handler"),
 }
 MAX_FUNCTION_LINES = 60
 

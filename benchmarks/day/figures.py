@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from benchmarks.day.hosts import HourSample, RequestRecord
+from benchmarks.day.hosts import CUT, HourSample, RequestRecord
 from benchmarks.day.script import RETURN, SUB_TURN, TURN
 from keepwarm.units import format_bytes
 
@@ -138,7 +138,8 @@ def _restarted(records: Sequence[RequestRecord]) -> Goal:
 def _written(results: Results, records: Sequence[RequestRecord]) -> Goal:
     per_token, n_bytes = results["kv_bytes_per_token"], written_bytes(results, OURS)
     n_tokens = _sum_new(records) + sum(record.n_answer for record in records)
-    found = n_bytes / (per_token * n_tokens) if per_token and n_tokens else None
+    is_known = per_token and n_tokens and CUT not in results["servers"][OURS]["events"]
+    found = n_bytes / (per_token * n_tokens) if is_known else None
     notes = f" ({format_bytes(n_bytes)})"
     return _at_most("bytes written ÷ KV of new tokens", found, WRITTEN, notes)
 
@@ -150,10 +151,10 @@ def written_bytes(results: Results, name: str) -> int:
 
 
 def _flat(hours: Sequence[HourSample]) -> Goal:
-    """Without keys and values, for which there are budgets."""
-    beside = [hour.resident_bytes - hour.cached_bytes for hour in hours]
+    """Without what has budgets: keys and values, and MLX's freed buffers."""
+    beside = [hour.resident_bytes - hour.cached_bytes - hour.buffer_bytes for hour in hours]
     found = max(beside[1:]) / beside[0] if len(beside) > 1 else None
-    return _at_most("memory beside keys and values, most ÷ after the first hour", found, FLAT)
+    return _at_most("memory beside what has budgets, most ÷ after the first hour", found, FLAT)
 
 
 def _cold(compared: Sequence[Mapping[str, Any]]) -> Goal:

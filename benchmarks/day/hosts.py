@@ -21,6 +21,7 @@ from keepwarm.errors import KeepwarmError
 N_ANSWER = 8  # tokens that are read of an answer
 STOP_S = 180.0
 PAUSE_S = 1.5  # before memory is measured: nobody asks all day without a pause
+CUT = "cut"  # a run ended while this server ran, and another one goes on
 LOST = ("dropped", "failed", "over_budget", "disk_full", "orphans")  # of what is to be saved
 
 
@@ -63,6 +64,7 @@ class HourSample:
     n_descriptors: int
     stored_bytes: int  # files of its store
     n_evicted: int  # records, from the disk, since its start
+    buffer_bytes: int = 0  # freed ones that MLX keeps, where it says so; a limit holds for them
 
 
 @dataclass
@@ -82,9 +84,18 @@ class Host:
     lost_saves: int = 0  # of records that it could not save, for want of room or time
     cap_bytes: int = 0  # of its store, for the last third
     failure: str = ""  # why it has no further part in the day
+    n_steps: int = 0  # of the day that are done
+    runs: bool = False
 
     def start(self) -> None:
         self.starts_s.append(round(self.server.start(), 3))
+        self.runs = True
+
+    def go_on(self) -> None:
+        """Start where a run was cut in the middle."""
+        if self.n_steps:
+            self.events.append(CUT)
+        self.start()
 
     def end(self, event: str = "") -> None:
         """What it has written is read when its process has ended, before the system forgets it."""
@@ -98,14 +109,19 @@ class Host:
             time.sleep(0.02)
         self.written_bytes += _written(process)
         self.server.kill()
+        self.runs = False
 
     def restart(self, event: str) -> None:
         """At the disk's cap with no room but for what its store has."""
         self.events.append(event)
         if event == CAP and self.server.store is not None:
             self.cap_bytes = disk_bytes(self.server.store)
-            self.server.environ["KEEPWARM_DISK_BYTES"] = str(self.cap_bytes)
+        self._limit_disk()
         self.start()
+
+    def _limit_disk(self) -> None:
+        if self.cap_bytes:
+            self.server.environ["KEEPWARM_DISK_BYTES"] = str(self.cap_bytes)
 
     def ask(self, step: Step, expected: Sequence[RequestRecord]) -> None:
         """All requests of a step at the same moment."""
@@ -158,6 +174,7 @@ class Host:
             n_descriptors=sum(each.num_fds() for each in family),
             stored_bytes=disk_bytes(store) if store else 0,
             n_evicted=disk.get("evicted", 0),
+            buffer_bytes=self.server.buffer_bytes(),
         )
         self.hours.append(seen)
 
@@ -174,6 +191,19 @@ class Host:
             "hours": [asdict(hour) for hour in self.hours],
             "requests": [_rounded(asdict(record)) for record in self.records],
         }
+
+    def as_state(self) -> dict[str, Any]:
+        """For a run that goes on with this one."""
+        return {**self.as_json(), "texts": self.texts, "n_steps": self.n_steps}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        known = {name: state[name] for name in self.as_state() if name not in ("about", "requests")}
+        hours = [HourSample(**hour) for hour in known.pop("hours")]
+        for name, value in known.items():
+            setattr(self, name, value)
+        self.hours = hours
+        self.records = [RequestRecord(**each) for each in state["requests"]]
+        self._limit_disk()
 
 
 def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,14 +249,23 @@ def run(
     steps: Sequence[Step],
     expected: Sequence[Sequence[RequestRecord]],
     show: Callable[[str], None],
-) -> None:
-    """Every step to every server in turn; whoever was first is last the next time."""
+    n_segments: int = 0,
+) -> int:
+    """Every step to every server in turn; whoever was first is last the next time. Steps that are
+    done are left out. Returns how many segments were run, from a start of the servers to their end:
+    at most `n_segments`, if that is not 0.
+    """
+    n_run = 0
     for number, step in enumerate(steps):
         following = steps[number + 1] if number + 1 < len(steps) else None
-        for host in hosts if number % 2 == 0 else hosts[::-1]:
-            if not host.failure:
-                _try_step(host, step, expected[number], following)
-                show(f"{number + 1} of {len(steps)}, {step.hour}:00, {_outcome(host, step)}")
+        due = [host for host in hosts if not host.failure and host.n_steps <= number]
+        for host in due if number % 2 == 0 else due[::-1]:
+            _try_step(host, step, expected[number], following)
+            show(f"{number + 1} of {len(steps)}, {step.hour}:00, {_outcome(host, step)}")
+        n_run += bool(due) and (following is None or bool(following.event))
+        if n_segments and n_run == n_segments:
+            break
+    return n_run
 
 
 def _outcome(host: Host, step: Step) -> str:
@@ -253,6 +292,7 @@ def _try_step(
     except KeepwarmError as error:
         host.failure = error_line(error)
         host.server.kill()
+    host.n_steps += 1
 
 
 def _run_step(
@@ -261,8 +301,8 @@ def _run_step(
     """One step of one server, which ends at once if something happens before the following one."""
     if step.event:
         host.restart(step.event)
-    elif not host.starts_s:
-        host.start()
+    elif not host.runs:
+        host.go_on()
     host.ask(step, expected)
     if step.event:
         host.repeat(step)

@@ -15,6 +15,8 @@ from benchmarks.day.script import DayRequest
 from benchmarks.requests.client import Message
 from keepwarm.models.catalog import read_config
 
+LAST_FILE = "tokenizer_config.json"  # that `with_tools` writes
+
 
 class Tokens:
     """Counts prompts as the servers do, and what each has in common with those before."""
@@ -63,7 +65,7 @@ def with_tools(source: Path, folder: Path, n_context: int) -> Path:
         (folder / "chat_template.jinja").unlink(missing_ok=True)
         template = TOOLS_CHATML
     described |= {"chat_template": template, "model_max_length": longer}
-    _write(folder / "tokenizer_config.json", described)
+    _write(folder / LAST_FILE, described)
     return folder
 
 

@@ -22,7 +22,17 @@ TOTALS = (
     "prompts counted otherwise",
 )
 KINDS = ("kind of request", "server", "n", "p50, s", "p95, s", "new tokens", "computed")
-HOURS = ("hour", "server", "resident", "of it KV", "threads", "descriptors", "store", "evicted")
+HOURS = (
+    "hour",
+    "server",
+    "resident",
+    "of it KV",
+    "buffers",
+    "threads",
+    "descriptors",
+    "store",
+    "evicted",
+)
 VERDICTS = {True: "holds", False: "**does not hold**", None: "not measured"}
 
 
@@ -87,7 +97,9 @@ def _hours(results: Results) -> Iterator[Sequence[str]]:
     of_all = {name: hours_of(results, name) for name in results["servers"]}
     for name, hours in of_all.items():
         for hour in hours:
-            sizes = [format_bytes(n) for n in (hour.resident_bytes, hour.cached_bytes)]
+            sizes = [
+                format_bytes(n) for n in (hour.resident_bytes, hour.cached_bytes, hour.buffer_bytes)
+            ]
             counts = [str(hour.n_threads), str(hour.n_descriptors)]
             stored = format_bytes(hour.stored_bytes) if hour.stored_bytes else ""
             evicted = str(hour.n_evicted) if hour.stored_bytes else ""

@@ -223,10 +223,16 @@ class Views:
         }
         shown = {name: sum(point[name] for point in saved["points"]) for name in points}
         yield "dashboard: points", points, shown
+        restores = cache["failed_restores"]  # `missing`: evicted between plan and reading
+        yield (
+            "cache: restores",
+            dict.fromkeys({*restores} - {"missing"}, 0),
+            {reason: n for reason, n in restores.items() if reason != "missing"},
+        )
         faults = ("quarantined", "read_errors", "failed_saves", "failed_restores", "drifts")
         yield (
             "dashboard: health",
-            dict.fromkeys(faults, 0),
+            dict.fromkeys(faults, 0) | {"failed_restores": sum(restores.values())},
             {name: saved["health"][name] for name in faults},
         )
 

@@ -12,7 +12,7 @@ import html.entities
 import inspect
 import json
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -45,6 +45,7 @@ N_ANSWER = 64
 NEEDLE_TOKENS = 4096
 TAIL = 64  # tokens of a needle's prompt, at least, that come after the context was stored
 CORPUS_BYTES = 3_000_000
+PARTS = ("stored", "decode", "models", "first_token", "device")
 
 
 class Sizes(NamedTuple):
@@ -60,11 +61,13 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.price", description=__doc__)
     parser.add_argument("models", nargs="*", help="Default: the built-in and the trained models.")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048], help="Of the context.")
+    parser.add_argument("--texts", type=int, default=3, help="That are read.")
     parser.add_argument("--scored", type=int, default=256, help="Tokens after the context.")
     parser.add_argument("--questions", type=int, default=len(QUESTIONS), help="To each text.")
     parser.add_argument("--needles", type=int, default=8, help="Prompts with needles, each kind.")
-    parser.add_argument("--device", action="store_true", help="Only restores, on this device.")
-    parser.add_argument("--first-token", action="store_true", help="Only restores, by a client.")
+    parser.add_argument(
+        "--only", choices=PARTS, nargs="+", default=PARTS[:3], help="Default: the first three."
+    )
     parser.add_argument("--json", type=Path, help="Read and write results here.")
     parser.add_argument("--tiny", action="store_true", help="Every step in little.")
     return parser.parse_args()
@@ -73,45 +76,50 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     chosen = arguments()
     blas.start()
-    machine = f"{platform.machine()}, {platform.system()}"
-    found: dict[str, Any] = {"machine": machine, "models": {}}
+    found: dict[str, Any] = {"machine": f"{platform.machine()}, {platform.system()}", "models": {}}
     if chosen.json and chosen.json.exists():
         found = json.loads(chosen.json.read_text())
-    if chosen.device:
-        rates = device_rates(2, 1024) if chosen.tiny else device_rates()
-        print(json.dumps({"device": str(mx.default_device()), "rates": rates}, indent=1))
-        return
-    if chosen.first_token:
-        name, n_tokens, n_rounds = ("smollm2", RESTORED, 5)
-        if chosen.tiny:
-            name, n_tokens, n_rounds = (str(TRAINED[0]), 1024, 1)
-        seconds = first_tokens(load(name, config.load({})), n_tokens, n_rounds)
-        asked = {"model": Path(name).name, "n_tokens": n_tokens}
-        found["first_token"] = {**asked, "seconds": seconds}
-        print(json.dumps(found["first_token"], indent=1))
+    found["date"] = datetime.now(UTC).date().isoformat()
+    for part, result in results(chosen, found["models"]):
+        found[part] = result
+        print(f"{part}: {json.dumps(result)}", flush=True)
         if chosen.json:
             chosen.json.write_text(json.dumps(found, indent=1) + "\n")
-        return
-    found["date"] = datetime.now(UTC).date().isoformat()
-    found["stored"] = stored_rates(1, 1024) if chosen.tiny else stored_rates()
-    decoding = load(str(TRAINED[0]), config.load({}))
-    found["decode"] = decode_rates(decoding, *((16, 1) if chosen.tiny else ()))
-    default = [str(TRAINED[0])] if chosen.tiny else ["smollm2", *map(str, TRAINED)]
-    for name in chosen.models or default:
-        of_model = found["models"].setdefault(Path(name).name, {})
+    if found.keys() >= set(PARTS[:3]):
+        print(markdown(found))
+
+
+def results(chosen: argparse.Namespace, models: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Part by part; models as far as they were measured."""
+    tiny = chosen.tiny
+    if "stored" in chosen.only:
+        yield "stored", stored_rates(1, 1024) if tiny else stored_rates()
+    if "decode" in chosen.only:
+        decoding = load(str(TRAINED[0]), config.load({}))
+        yield "decode", decode_rates(decoding, *((16, 1) if tiny else ()))
+    if "first_token" in chosen.only:
+        name, *sizes = (str(TRAINED[0]), 1024, 1) if tiny else ("smollm2", RESTORED, 5)
+        seconds = first_tokens(load(name, config.load({})), *sizes)
+        yield (
+            "first_token",
+            {"model": Path(name).name, "n_tokens": sizes[0], "seconds": seconds},
+        )
+    if "device" in chosen.only:
+        rates = device_rates(2, 1024) if tiny else device_rates()
+        yield "device", {"device": str(mx.default_device()), "rates": rates}
+    default = [str(TRAINED[0])] if tiny else ["smollm2", *map(str, TRAINED)]
+    for name in (chosen.models or default) if "models" in chosen.only else ():
         for part, result in measure(name, chosen):
-            of_model[part] = result
-            print(f"{name}, {part}: {json.dumps(result)}", flush=True)
-            if chosen.json:
-                chosen.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(markdown(found))
+            models.setdefault(Path(name).name, {})[part] = result
+            yield "models", models
 
 
 def measure(name: str, chosen: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     sizes = TINY if chosen.tiny else Sizes(chosen.scored, chosen.questions, N_ANSWER)
-    model, texts = load(name, config.load({})), read_texts()[: 1 if chosen.tiny else None]
+    model, texts = load(name, config.load({})), read_texts()[: 1 if chosen.tiny else chosen.texts]
     for n_tokens in [768] if chosen.tiny else chosen.tokens:
-        yield str(n_tokens), price(model, texts, n_tokens, sizes)
+        for found in price(model, texts, n_tokens, sizes):
+            yield str(n_tokens), found
     n_prompts = 1 if chosen.tiny else chosen.needles
     if Path(name).resolve() in TRAINED and n_prompts:
         yield "needles", needles(model, n_prompts, 1024 if chosen.tiny else NEEDLE_TOKENS)
@@ -123,8 +131,10 @@ def read_texts() -> list[str]:
     return [code, "\n".join(topics.values()), table]
 
 
-def price(model: Model, texts: Sequence[str], n_tokens: int, sizes: Sizes) -> dict[str, Any]:
-    """Over all texts together; every codec goes on from the same context."""
+def price(
+    model: Model, texts: Sequence[str], n_tokens: int, sizes: Sizes
+) -> Iterator[dict[str, Any]]:
+    """Over all texts so far; every codec goes on from the same context."""
     scored: dict[str, list[Any]] = {codec.name: [] for codec in CODECS}
     same: dict[str, list[bool]] = {name: [] for name in WAYS}
     for text in texts:
@@ -141,15 +151,16 @@ def price(model: Model, texts: Sequence[str], n_tokens: int, sizes: Sizes) -> di
             answer = reader.answer(asked, sizes.answer)
             for name, chosen in WAYS.items():
                 same[name].append(says_the_same(reader, asked, answer, chosen))
-    figures = {
-        name: summary([np.concatenate(x) for x in zip(*s, strict=True)])
-        for name, s in scored.items()
-    }
-    answers = {name: [sum(equal), len(equal)] for name, equal in same.items()}
-    return {"codecs": figures, "answers": answers}
+        yield {
+            "codecs": {
+                name: summary(map(np.concatenate, zip(*s, strict=True)))
+                for name, s in scored.items()
+            },
+            "answers": {name: [sum(equal), len(equal)] for name, equal in same.items()},
+        }
 
 
-def summary(scored: Sequence[Any]) -> dict[str, Any]:
+def summary(scored: Iterable[Any]) -> dict[str, Any]:
     """Means with 95 % of their bootstrap over blocks of 32 tokens."""
     divergence, agrees, exact_loss, loss = scored
     return {

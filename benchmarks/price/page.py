@@ -106,7 +106,7 @@ def _stored(stored: Mapping[str, Any]) -> Iterator[str]:
 def _first_token(found: Mapping[str, Any]) -> Iterator[str]:
     ways = {"cold": "from disk", "warm": "from the page cache"}
     rows = [
-        [name, *(f"{float(f'{seconds[way]:.1g}'):g}" for way in ways)]
+        [name, *(f"{float(f'{seconds[way]:.2g}'):g}" for way in ways)]
         for name, seconds in found["seconds"].items()
     ]
     title = f"{found['model']} in fp32, seconds until a conversation of {found['n_tokens']:,}"
@@ -114,7 +114,7 @@ def _first_token(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _decode(rates: Mapping[str, float]) -> Iterator[str]:
-    shares = [f"{rate / rates['exact']:.1f}" for rate in rates.values()]
+    shares = [f"{rate / rates['exact']:.2f}" for rate in rates.values()]
     yield from _table("Tokens decoded in a second of processor time", [*rates], [shares])
 
 
@@ -125,7 +125,8 @@ def _model(name: str, parts: Mapping[str, Any]) -> Iterator[str]:
         if "codecs" in found:
             rows = [_row(codec, int(length), found) for codec in CODECS]
             n_sure, n_answers = found["answers"]["exact"]
-            title = f"{name}, {int(length):,} tokens, {n_answers} answers"
+            many = "s" if n_answers > 1 else ""
+            title = f"{name}, {int(length):,} tokens, {n_answers} answer{many}"
             yield from _table(f"{title}, {n_sure} equal without a codec", head, rows)
     if "needles" in parts:
         found = parts["needles"]

@@ -47,7 +47,8 @@ class Reader:
         self._model, self.n_tokens = model, len(tokens)
         self._caches: Caches = kv.make_caches(model.module)
         for start in range(0, len(tokens), SLICE):
-            self._feed(tokens[start : start + SLICE], self._caches)
+            self._logits(tokens[start : start + SLICE], self._caches)  # never evaluated
+            kv.evaluate(self._caches)
         self._rounded: dict[Codec, Caches] = {}
 
     def logits(self, tokens: Tokens, codec: Codec | None) -> Floats:
@@ -80,9 +81,13 @@ class Reader:
         return caches
 
     def _feed(self, tokens: Tokens, caches: Caches) -> mx.array:
-        logits: mx.array = self._model.module(mx.array([list(tokens)]), cache=caches)
+        logits = self._logits(tokens, caches)
         mx.eval(logits, [cache.state for cache in caches])
         return logits
+
+    def _logits(self, tokens: Tokens, caches: Caches) -> mx.array:
+        found: mx.array = self._model.module(mx.array([list(tokens)]), cache=caches)
+        return found
 
 
 def _round_rows(cache: Any, codec: Codec, n_tokens: int) -> None:

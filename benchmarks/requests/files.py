@@ -130,12 +130,14 @@ def stop_tokens(source: Path) -> list[int]:
 
 
 def kv_bytes_per_token(source: Path) -> int | None:
-    """KV bytes per token; None if the model has sliding windows, states or an unknown layout."""
+    """Bytes of keys and values that a token adds, in layers with a window too; without states. None
+    if the layout is unknown.
+    """
     found = read_config(source)
     heads = found.get("num_key_value_heads") or found.get("num_attention_heads")
-    is_mixed = found.get("sliding_window") or found.get("full_attention_interval")
-    if not heads or is_mixed or "num_hidden_layers" not in found:
+    if not heads or "num_hidden_layers" not in found:
         return None
+    n_layers = found["num_hidden_layers"] // found.get("full_attention_interval", 1)
     width = found.get("head_dim") or found["hidden_size"] // found["num_attention_heads"]
     n_bytes = 2 if mx.default_device() == mx.gpu else 4
-    return int(2 * found["num_hidden_layers"] * heads * width * n_bytes)
+    return int(2 * n_layers * heads * width * n_bytes)

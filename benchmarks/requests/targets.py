@@ -185,6 +185,13 @@ class ServerProcess:
         shown: Mapping[str, Any] = self._client.get("/cache")
         return shown
 
+    def buffer_bytes(self) -> int:
+        """Freed buffers that MLX keeps in Keepwarm's process; 0 for other servers."""
+        if not self.is_ours or self._client is None:
+            return 0
+        uses = self._client.get("/dashboard/now")["memory"] or []
+        return sum(use["n_bytes"] for use in uses if use["budget"] == "buffers")
+
     def is_compiling(self) -> bool:
         """Whether Keepwarm says that kernels are left to compile."""
         if not self.is_ours:

@@ -1,17 +1,20 @@
 """The day of a coding agent: what is sent in which order, and what is made of the records."""
 
+import json
 from collections import Counter
 from dataclasses import asdict, replace
 from itertools import pairwise
 from types import SimpleNamespace
 
+import mlx.core as mx
 import psutil
 import pytest
 from benchmarks.day import script
-from benchmarks.day.__main__ import ROOT, Plan
+from benchmarks.day.__main__ import ROOT, Plan, measure
 from benchmarks.day.cold import judge, sample_positions
 from benchmarks.day.figures import goals, percentile
 from benchmarks.day.hosts import (
+    CUT,
     Host,
     HourSample,
     RequestRecord,
@@ -23,9 +26,10 @@ from benchmarks.day.model import Tokens, with_tools
 from benchmarks.day.page import tables
 from benchmarks.day.script import Day, DayRequest
 from benchmarks.requests.client import ReplyToken, TimedReply
+from benchmarks.requests.files import kv_bytes_per_token
 from benchmarks.requests.prompts import PromptGenerator, assistant, system, user
 
-from keepwarm.errors import Unreachable
+from keepwarm.errors import BadInput, Unreachable
 from tests.kit import generated
 from tests.kit.agent_model import TOKENIZER
 from tests.kit.checkpoints import write_checkpoint
@@ -298,6 +302,9 @@ class StubServer:
 
     held_bytes = cache_stats
 
+    def buffer_bytes(self):
+        return 3
+
 
 class CountNothing:
     def count(self, request):
@@ -321,6 +328,7 @@ def test_a_server_is_killed_at_once_after_an_answer_and_started_for_the_next():
     assert server.calls == [*asked, "SIGKILL", *asked, "SIGTERM", *asked, "SIGTERM"]
     assert host.events == [script.KILL, script.RESTART]
     assert [sample.hour for sample in host.hours] == [9, 10]
+    assert {sample.buffer_bytes for sample in host.hours} == {3}
     assert host.written_bytes == 3 * 7
 
 
@@ -339,3 +347,71 @@ def test_a_server_that_does_not_start_again_has_no_further_part():
         "1 of 3, 9:00, stub: turn 0.50 s, 6 computed, 6 new of 10",
         "2 of 3, 9:00, stub: It does not start.",
     ]
+
+
+def test_a_day_in_segments_is_the_day():
+    """Each run ends where the servers end anyway, and the next one knows all that came before."""
+    day = [step(), step(event=script.KILL), step(), step(10, script.RESTART)]
+    whole, server, state, asked = run_day(StubServer(), *day), StubServer(), None, []
+    for _ in range(3):
+        host = Host(server, [], pause_s=0.0)
+        if state is not None:
+            host.resume(json.loads(json.dumps(state)))
+        n_run = run([host], day, expected_records(day, CountNothing()), lambda _: None, 1)
+        asked.append((n_run, host.n_steps))
+        state = host.as_state()
+    assert asked == [(1, 1), (1, 3), (1, 4)]
+    assert server.calls == whole.server.calls
+    assert host.as_state() == whole.as_state()
+
+
+def test_a_run_that_was_cut_goes_on_and_says_so():
+    day = [step(), step(), step()]
+    expected = expected_records(day, CountNothing())
+    first, second = (Host(StubServer(), [], pause_s=0.0) for _ in range(2))
+
+    def cut(_):
+        if first.n_steps == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run([first], day, expected, cut)
+    second.resume(first.as_state())
+    run([second], day, expected, lambda _: None)
+    assert second.server.calls == ["start", "ask", "SIGTERM"]
+    assert len(second.records) == len(second.texts) == 3
+    assert second.events == [CUT]
+    found = results([record()])
+    assert held(found)[4] is True
+    found["servers"]["keepwarm"]["events"] = [CUT]
+    assert held(found)[4] is None, "what the killed process wrote is not known"
+
+
+def test_the_cap_of_the_disk_is_kept_between_runs():
+    host = Host(StubServer(), [])
+    host.server.environ = {}
+    host.resume({**host.as_state(), "cap_bytes": 5})
+    assert host.server.environ == {"KEEPWARM_DISK_BYTES": "5"}
+
+
+def test_another_day_in_the_same_folder_is_refused(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"command": "another"}))
+    with pytest.raises(BadInput, match="another day"):
+        measure(Plan("any", "", 8, 12, 4, False, [], []), lambda _: None, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "n_layers"),
+    [({}, 8), ({"sliding_window": 4}, 8), ({"full_attention_interval": 4}, 2)],
+)
+def test_bytes_of_keys_and_values_of_a_token(tmp_path, config, n_layers):
+    rows = {
+        "model_type": "any",
+        "num_hidden_layers": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        **config,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(rows))
+    n_bytes = 2 if mx.default_device() == mx.gpu else 4
+    assert kv_bytes_per_token(tmp_path) == 2 * n_layers * 2 * 16 * n_bytes

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.requests.report import tables
 from benchmarks.requests.report.results import Results
 
-from tests.kit import figure, generated
+from tests.kit import generated
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 ONE_PASS = {"trace", "stress"}  # their samples are requests
@@ -48,17 +48,6 @@ def test_what_the_readme_says_was_measured():
     assert "±" not in page
     finer = {"29.2 ±12%": "29", "0.331 ±86%": "0.33", "0.422 ±4%": "0.422", "9.97 ±10%": "9.97"}
     assert {cell: generated.SPREAD.sub(generated.rounded_median, cell) for cell in finer} == finer
-
-
-def test_the_figure_is_of_these_results(kept):
-    """Its bars are as long as the measured seconds, on one scale."""
-    assert generated.FIGURE.read_text() == figure.svg(kept), "run: python -m tests.kit.generated"
-    widths = re.findall(r'width="([\d.]+)" height="24"', figure.svg(kept))
-    seconds = re.findall(r">([\d.]+)</text>$", figure.svg(kept), re.MULTILINE)
-    assert [float(width) / 480 for width in widths] == pytest.approx(
-        [float(one) / max(map(float, seconds)) for one in seconds], abs=0.001
-    )
-    assert f"]({generated.FIGURE.relative_to(generated.ROOT)})" in generated.README.read_text()
 
 
 def test_the_figures_of_the_gpu_are_those_of_its_files():

@@ -1,15 +1,20 @@
 """Two servers asked in turn; engines in this process stand for them."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from benchmarks.requests.run import QUICK
 from benchmarks.requests.suite import run_factory
 from benchmarks.requests.targets import InProcess
 from benchmarks.requests.workloads.turns import RESTARTED, after_restart, long_conversation
-from benchmarks.servers import agents, ratios, restart, streams, turns
+from benchmarks.servers import CHANGED, agents, faults, ratios, restart, streams, turns
 
 from benchmarks import servers
+from keepwarm.device import kernels
+from keepwarm.errors import Unreachable
 from tests.kit.checkpoints import write_checkpoint
 
 SIZES = replace(QUICK, samples=2, turns=2)
@@ -26,6 +31,41 @@ class Noted(InProcess):
         if ask.policy is None:
             self._asked.append(self.name)
         return super().ask(ask)
+
+
+class Failing:
+    """Starts, and answers nothing."""
+
+    is_ours = False
+
+    def __init__(self, name, target):
+        self.name, self.start, self.kill = name, target.start, target.kill
+
+    def ask(self, ask):
+        raise Unreachable("it died")
+
+
+class Changed:
+    """Notes what it was started with. `fails`: by the environment and the machine's file."""
+
+    is_ours, name = True, "keepwarm"
+
+    def __init__(self, home, fails):
+        self.environ, self.started, self.policies = {"KEEPWARM_HOME": str(home)}, [], set()
+        self._fails = fails
+
+    def start(self):
+        home = Path(self.environ["KEEPWARM_HOME"])
+        self.started.append((self.environ, json.loads((home / "machine.json").read_text())))
+
+    def ask(self, ask):
+        self.policies.add((len(self.started), ask.policy))
+        if self._fails(*self.started[-1]):
+            raise Unreachable("an illegal memory access was encountered")
+        return SimpleNamespace(ttft_s=1.0)
+
+    def kill(self):
+        self.started[-1] += ("killed",)
 
 
 @pytest.fixture
@@ -86,5 +126,61 @@ def test_agents_ask_at_once_and_the_last_one_counts(runs, asked):
     runs = [replace(run, sizes=replace(run.sizes, samples=1)) for run in runs]
     (seconds,) = agents(runs).values()
     assert len(ratios(seconds)) == 1
-    each = [SIZES.n_agents * [run.target.name] for run in runs]
-    assert asked == [*each[0], *each[1], *each[1], *each[0]]
+    assert asked == [run.target.name for run in runs for _ in range(2 * SIZES.n_agents)]
+
+
+def test_agents_of_a_server_that_fails_have_no_seconds(runs, capsys):
+    ours, other = (replace(run, sizes=replace(run.sizes, samples=1)) for run in runs)
+    failing = Failing("mlx-lm", other.target)
+    (seconds,) = agents([ours, replace(other, target=failing)]).values()
+    assert [len(samples) for samples in seconds.values()] == [1, 0]
+    assert ratios(seconds) == []
+    assert "it died" in capsys.readouterr().out
+
+
+@pytest.fixture
+def looked_for(runs, tmp_path, monkeypatch):
+    """Of a server that fails so: what lived, by what was changed; and the server."""
+    names = {"4 to 4": {"3": "keepwarm_alike"}}
+    known = {"blas": 1, "products": {"depends": 3, "names": names}}
+    (tmp_path / "machine.json").write_text(json.dumps(known))
+    monkeypatch.setenv("KEEPWARM_HOME", str(tmp_path))
+
+    def look(fails):
+        target = Changed(tmp_path, fails)
+        found = faults([replace(runs[0], target=target, sizes=replace(SIZES, samples=1))])
+        assert target.environ == {"KEEPWARM_HOME": str(tmp_path)}
+        assert all("killed" in each for each in target.started)
+        lived = {what.partition(", ")[2]: len(by["keepwarm"]) == 2 for what, by in found.items()}
+        return lived, target
+
+    return look
+
+
+def has_kernels(machine):
+    return "keepwarm_alike" in str(machine["products"])
+
+
+def test_a_server_that_lives_is_given_many_shapes(looked_for):
+    lived, target = looked_for(lambda environ, _: kernels.CHECK in environ)
+    assert lived == {"as it is": True, "MLX fails at many shapes": False}
+    assert [has_kernels(machine) for _, machine, _ in target.started] == [True, False]
+
+
+def test_a_fault_of_our_kernels_is_found(looked_for, capsys):
+    lived, target = looked_for(lambda _, machine: has_kernels(machine))
+    assert lived == {"as it is": False, "none of our kernels": True}
+    assert "as it is: failed after 0 rounds: an illegal memory" in capsys.readouterr().out
+    plain = {"blas": 1, "products": {"depends": 3, "names": {"4 to 4": {"3": "plain"}}}}
+    assert target.started[1][1] == plain
+
+
+def test_another_fault_is_looked_for_with_one_thing_changed_at_a_time(looked_for):
+    lived, target = looked_for(lambda environ, _: "MLX_USE_CUDA_GRAPHS" not in environ)
+    assert list(lived) == [
+        "as it is", "none of our kernels", *(variant.what for variant in CHANGED)
+    ]  # fmt: skip
+    assert [what for what, lives in lived.items() if lives] == ["no CUDA graphs"]
+    changed = [environ.items() - target.environ.items() for environ, *_ in target.started]
+    assert [len(each) for each in changed] == [0, 1, 1, 2, 2, 2]  # each but the first has a home
+    assert {number for number, policy in target.policies if policy == "no-store"} == {3}

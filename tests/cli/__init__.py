@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest import mock
@@ -44,10 +45,17 @@ def keepwarm_here(
     *arguments: object, home: Path, stdin: bytes = b"", **more: str
 ) -> subprocess.CompletedProcess[bytes]:
     """The same without a process of its own, whose start takes longer than most commands."""
+    return main_here(environment(home, **more), *arguments, stdin=stdin)
+
+
+def main_here(
+    environ: Mapping[str, str], *arguments: object, stdin: bytes = b""
+) -> subprocess.CompletedProcess[bytes]:
+    """Run a command to its end in this process, with these variables alone."""
     words = ["keepwarm", *map(str, arguments)]
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
     with (
-        mock.patch.dict(os.environ, environment(home, **more), clear=True),
+        mock.patch.dict(os.environ, environ, clear=True),
         mock.patch.object(sys, "argv", words),
         mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "utf-8")),
         redirect_stdout(out),

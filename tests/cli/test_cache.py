@@ -72,6 +72,8 @@ def test_figures_have_words_for_names(home, verb):
     if verb == "stats":
         assert re.search(r"^limit: 20\.0 GiB$", shown, re.MULTILINE)
         assert re.search(r"^hit rate: \d+\.\d %$", shown, re.MULTILINE)
+        requests, cold = re.search(r"^requests: (\d+) \((.*)(\d+) cold\)$", shown, re.M).group(1, 3)
+        assert int(requests) >= int(cold) > 0
     else:
         assert "\ndamaged: 0\n" in shown
 

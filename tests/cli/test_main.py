@@ -119,6 +119,8 @@ def test_version(main_here):
         ("ps", "the dashboard"),
         ("help", "`keepwarm --help`"),
         ("demo", "`make demo`"),
+        ("stop", "the dashboard unloads a model"),
+        ("show", "`keepwarm cache show` an agent"),
     ],
 )
 def test_commands_of_other_programs_are_answered_with_ours(main_here, verb, says):

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from keepwarm import config
+from keepwarm.cli.serve import short_key_warning
 from tests.cli import keepwarm_here
 from tests.kit.checkpoints import write_checkpoint
 
@@ -178,7 +180,7 @@ def test_a_second_server_on_the_port_is_told(main_here, checkpoint):
     ("arguments", "sentence"),
     [
         (("--host", "0.0.0.0"), "no API key is set"),
-        (("--port", "70000"), "port is 70000 in the arguments"),
+        (("--port", "70000"), "--port is 70000; it must be"),
         (("--host", "no.such.host.invalid"), "no API key is set"),
         (("--api-key-file", "/nowhere/keys"), "cannot be read"),
         (("--model", "second=nosuch"), "There is no model 'nosuch'"),
@@ -189,3 +191,17 @@ def test_serve_with_bad_arguments_is_one_sentence(main_here, checkpoint, argumen
     assert code == 2
     assert sentence in err
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "warned"),
+    [
+        ("0.0.0.0", "short", True),
+        ("0.0.0.0", f"{'long' * 4},short", True),
+        ("0.0.0.0", "long" * 4, False),
+        ("127.0.0.1", "short", False),
+    ],
+)
+def test_a_short_key_that_others_can_try_is_warned_of(host, keys, warned):
+    settings = config.load({"KEEPWARM_API_KEYS": keys}, host=host)
+    assert ("fewer than 16" in short_key_warning(settings)) == warned

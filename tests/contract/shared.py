@@ -116,15 +116,6 @@ EXEMPTIONS = (
         ("test_the_least_recently_used_goes_first", "test_eviction_goes_from_the_tail"),
     ),
     Exemption(
-        "keeps what is pinned",
-        "Redis knows no pins, and those of one machine would fill the place for all",
-        (
-            "test_a_pinned_block_and_its_ancestors_are_never_evicted",
-            "test_a_block_is_pinned_until_every_owner_lets_go",
-            "test_pins_hold_while_others_evict",
-        ),
-    ),
-    Exemption(
         "tells which blocks it holds, and how many bytes",
         "to tell is to list the whole place, as the janitor and `keepwarm remote ls` do",
         ("test_stats_tell_what_is_held",),

@@ -452,31 +452,6 @@ def test_a_record_larger_than_the_tier_is_not_kept_and_evicts_nothing(small):
     assert small.stats().evicted == 0
 
 
-def test_a_pinned_block_and_its_ancestors_are_never_evicted(small):
-    pinned, unpinned = chain_of(4, seed=1, n_bytes=MIB // 4), chain_of(4, seed=2, n_bytes=MIB // 4)
-    for one in pinned + unpinned:
-        small.put(one)
-    small.pin(pinned[-1].header.key, "agent")
-    flood(small, 60)
-    assert set(small.have(keys_of(pinned))) == set(keys_of(pinned))
-    assert small.have(keys_of(unpinned)) == {}
-
-
-def test_a_block_is_pinned_until_every_owner_lets_go(small):
-    one = record(first_block([1]), n_bytes=MIB // 4)
-    key = one.header.key
-    small.put(one)
-    for owner in ("a", "b", "b"):
-        small.pin(key, owner)
-    small.unpin(key, "a")
-    small.unpin(key, "nobody")
-    flood(small, 40)
-    assert key in small.have([key])
-    small.unpin(key, "b")
-    flood(small, 40, seed=50_000)
-    assert key not in small.have([key])
-
-
 def test_eviction_goes_from_the_tail(small):
     """At every moment what is left of a chain is its beginning."""
     made = chain_of(16, n_bytes=MIB // 4)
@@ -558,28 +533,6 @@ def test_racing_puts_and_deletes_leave_all_or_nothing(tier):
     assert tier.stats().blocks == 0
 
 
-def test_pins_hold_while_others_evict(small):
-    """A pin that was granted is not undone by an eviction already under way."""
-    numbers = iter(range(1_000_000))
-    lock = threading.Lock()
-
-    def crowd():
-        with lock:
-            n = next(numbers)
-        small.put(record(first_block([1000 + n]), n_bytes=MIB // 4))
-
-    with busy(crowd):
-        for n in range(6):
-            one = record(first_block([n]), n_bytes=MIB // 4)
-            small.put(one)
-            small.pin(one.header.key, "me")
-            if one.header.key in small.have(keys_of([one])):
-                for _ in range(3):
-                    crowd()
-                assert small.read(one.header.key, Part.DELTA) is not None
-            small.unpin(one.header.key, "me")
-
-
 # Counting and closing
 
 
@@ -644,12 +597,10 @@ def test_a_closed_tier_answers_nothing(make):
 @pytest.mark.parametrize(
     "do",
     [
-        lambda tier, key: tier.pin(key, "me"),
-        lambda tier, key: tier.unpin(key, "me"),
         lambda tier, key: tier.delete(key),
         lambda tier, _: list(tier.walk()),
     ],
-    ids=["pin", "unpin", "delete", "walk"],
+    ids=["delete", "walk"],
 )
 def test_what_must_be_known_to_fail_fails_in_our_words(do, make):
     """No error of SQLite or of the system leaves a tier."""

@@ -67,15 +67,20 @@ def test_a_home_that_cannot_be_written_costs_nothing(own, tmp_path, caplog):
     assert "cannot be kept" in caplog.text
 
 
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    for name in (kernels.VARIABLE, kernels.CHECK):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+
+
 def test_without_cuda_nothing_is_set(tmp_path, monkeypatch):
-    monkeypatch.delenv(kernels.VARIABLE, raising=False)
     monkeypatch.setattr(kernels, "are_compiled", lambda: False)
     kernels.start(tmp_path)
-    assert kernels.VARIABLE not in kernels.os.environ
+    assert not {kernels.VARIABLE, kernels.CHECK} & {*kernels.os.environ}
 
 
 def test_each_process_has_a_directory_of_its_own(tmp_path, monkeypatch, own):
-    monkeypatch.delenv(kernels.VARIABLE, raising=False)
     monkeypatch.setattr(kernels, "are_compiled", lambda: True)
     monkeypatch.setattr(kernels.tempfile, "tempdir", str(tmp_path))
     pack(own, kernels.archive(tmp_path))
@@ -87,6 +92,17 @@ def test_each_process_has_a_directory_of_its_own(tmp_path, monkeypatch, own):
     (tmp_path / first / "later.ptx").write_bytes(b"code")
     kernels.keep(tmp_path)
     assert kernels.n_kept(tmp_path) == 3
+
+
+def test_mlx_counts_no_shapes_to_fail_at_some_number(tmp_path, monkeypatch, own):
+    """Also where the kernels are the user's; what the user wants is left."""
+    monkeypatch.setattr(kernels, "are_compiled", lambda: True)
+    monkeypatch.setenv(kernels.VARIABLE, str(own))
+    kernels.start(tmp_path)
+    assert kernels.os.environ[kernels.CHECK] == "0"
+    monkeypatch.setenv(kernels.CHECK, "1")
+    kernels.start(tmp_path)
+    assert kernels.os.environ[kernels.CHECK] == "1"
 
 
 def test_a_directory_of_the_users_is_left_alone(tmp_path, monkeypatch, own):

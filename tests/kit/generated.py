@@ -1,6 +1,6 @@
 """Pages generated from code and results: the public API, the command line's help, the tables of
 settings, metrics and rules, models by memory, the results of `benchmarks.requests`, the README's
-figure and table of them, and the pages of the zoo, of the conversations, of coding agents, of their
+tables, and the pages of the zoo, of the conversations, of coding agents, of their
 working day, of other projects' tests and of the price of fewer bits.
 
 `python -m tests.kit.generated` writes them; tests compare them with the code.
@@ -37,7 +37,6 @@ from tests.clients.coders import page as coders
 from tests.clients.foreign.page import RESULTS as FOREIGN
 from tests.clients.foreign.page import page as foreign_page
 from tests.hostile.conversations.page import page as conversations_page
-from tests.kit import figure
 from tests.kit.api_page import api_page
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +47,6 @@ MODELS = DOCS / "models.md"
 README = ROOT / "README.md"
 BASELINE = DOCS / "results" / "baseline.json"
 RESULTS = DOCS / "results" / "bench.md"
-FIGURE = DOCS / "images" / "first-token.svg"
 ZOO = DOCS / "results" / "zoo.json"
 ZOO_ON_CUDA = DOCS / "results" / "zoo-h200.json"
 ARCHITECTURES = DOCS / "results" / "architectures.md"
@@ -289,7 +287,6 @@ if __name__ == "__main__":
     MODELS.write_text(models(MODELS.read_text()))
     RESULTS.write_text(tables.markdown(Results.read(BASELINE)))
     README.write_text(readme(README.read_text()))
-    FIGURE.write_text(figure.svg(Results.read(BASELINE)))
     ARCHITECTURES.write_text(zoo_page(ZooResults.read(ZOO), ZooResults.read(ZOO_ON_CUDA)))
     EXACT.write_text(exact_types(ZooResults.read(ZOO)))
     said = json.loads(CONVERSATIONS.with_suffix(".json").read_text())

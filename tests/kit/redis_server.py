@@ -55,12 +55,6 @@ class RedisServer:
             return False
         return True
 
-    def n_reads(self) -> int:
-        """How many whole values were read."""
-        said = self._info("commandstats")
-        found = [line for line in said.splitlines() if line.startswith("cmdstat_get:")]
-        return int(found[0].split("calls=")[1].split(",")[0]) if found else 0
-
     def n_connections(self) -> int:
         """That are open, besides the one that asks."""
         return int(self._info("clients").split("connected_clients:")[1].split()[0]) - 1

@@ -1,7 +1,8 @@
 """Cases that the suites of vLLM, SGLang and llama.cpp have, in our own words.
 
 Which answers a request with tools allows: by `tool_choice`, with a format, with strict tools, after
-reasoning, and which arguments. `docs/answers.md` says where those servers answer otherwise.
+reasoning, and which arguments. `docs/results/comparison.md` says where those servers answer
+otherwise.
 """
 
 import pytest
