@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import weakref
@@ -117,3 +118,26 @@ def test_clearing_an_engine_shrinks_the_process(models, tmp_path):
         engine.clear()
         assert kept > 60 * MIB  # much against what else comes and goes in a process of many tests
         assert start - rss() > kept / 2
+
+
+COMPILED = """
+import sys
+from pathlib import Path
+import mlx.core as mx
+from keepwarm import Engine
+from tests.kit.engines import Models
+home = Path(sys.argv[1])
+engine = Engine(Models(home / "models").of("llama"))
+double = mx.compile(lambda x: {"doubled": 2 * x})
+engine.call(lambda: [double(mx.zeros(n)) for n in range(5000)] and None).result()
+engine.close()
+"""
+
+
+def test_a_process_that_ends_as_its_engine_is_closed_is_not_aborted(tmp_path):
+    """What MLX compiled on the engine's thread has Python objects, to be freed before `close`."""
+    command = [sys.executable, "-W", "ignore", "-c", COMPILED, tmp_path]
+    environ = {name: value for name, value in os.environ.items() if name != "MLX_DISABLE_COMPILE"}
+    environ["KEEPWARM_HOME"] = str(tmp_path)
+    ended = subprocess.run(command, cwd=ROOT, env=environ, check=False, stderr=subprocess.PIPE)
+    assert ended.returncode == 0, ended.stderr

@@ -16,6 +16,8 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
+import mlx.core as mx
+
 from keepwarm import blas
 from keepwarm.agents.agent import Branch
 from keepwarm.cache.store import Store
@@ -411,6 +413,10 @@ class Engine:
             if work and not self._is_awaited:
                 self._run_idle(work)
         self._run_commands()  # posted before `_closing` was set
+        # What MLX keeps for a thread holds Python objects. Left to the end of the thread, which is
+        # after `join`, they are freed without the interpreter's lock, or abort one that ends.
+        with suppress(RuntimeError):  # of a device that is lost
+            mx.clear_streams()
 
     def _run_idle(self, work: IdleWork) -> None:
         """Other engines must be idle too. A request that comes now waits until it can be given up:
