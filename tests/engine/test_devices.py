@@ -99,6 +99,36 @@ def test_a_key_does_not_wait_for_the_prompts_of_another(sim, device, n_tokens):
     assert not any(sent.has_begun for sent in others)
 
 
+def test_a_key_does_not_wait_for_the_prompts_and_answers_of_another(sim, device):
+    """A slice of its prompt for each of the other's, and the steps beside them."""
+    running = [sim.send(16, 100_000, Policy.NO_STORE, tenant="other") for _ in range(2)]
+    sim.run_until(lambda: all(sent.has_begun for sent in running))
+    alone = sim.first_s(LONG // 4)
+    for _ in range(8):
+        sim.send(LONG, 4, tenant="other")
+    sim.run_until(lambda: len(sim.scheduler.prefilling) >= 3)
+    mine, begun = sim.send(LONG // 4, tenant="mine"), sim.clock.now
+    sim.run_until(lambda: mine.has_begun or sim.clock.now > begun + 4 * alone)
+    assert mine.has_begun
+
+
+def test_a_prompt_does_not_wait_for_kept_ones_of_another_key(sim, device):
+    """Of which only the last token is computed, however fast they follow each other."""
+    kept = sim.prompt(64)
+    sim.first_s(kept)
+    alone = sim.first_s(LONG // 4)
+
+    def arrive() -> None:
+        sim.send(kept, 1, tenant="other")
+        sim.arrivals.append((sim.clock.now + device.step_seconds(1) / 2, arrive))
+
+    for _ in range(4):
+        arrive()
+    mine, begun = sim.send(LONG // 4, tenant="mine"), sim.clock.now
+    sim.run_until(lambda: mine.has_begun or sim.clock.now > begun + 3 * alone)
+    assert mine.has_begun
+
+
 def test_answers_of_a_key_go_on_beside_the_prompts_of_another(sim, device):
     """At a third of their pace at least; the other's prompts take half as long again at most."""
     alone = sim.first_s(LONG)

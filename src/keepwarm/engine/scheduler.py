@@ -660,7 +660,7 @@ class Scheduler:
 
     def _next_task(self) -> PrefillTask | None:
         """The highest priority, that of waiting jobs included. Of equal ones keys are served in
-        rotation, and the prompts of a key; but a last token, which takes only a step, goes first.
+        rotation, and the prompts of a key; of these a last token, which takes a step, goes first.
 
         None also while another key's answers have not had their share of the time.
         """
@@ -676,14 +676,15 @@ class Scheduler:
         own, rows = task.job.request, (row.job.request for row in self.rows)
         return any(row.tenant != own.tenant and row.priority >= own.priority for row in rows)
 
-    def _rank(self, task: PrefillTask) -> tuple[int, bool, float]:
+    def _rank(self, task: PrefillTask) -> tuple[int, float, bool]:
         waiters = [job.request.priority for job in self.jobs if job.waits_for is task]
         priority = max([task.job.request.priority, *waiters])
-        return priority, task.is_at_last_token, -self._slices.last(task.job)
+        return priority, -self._slices.last(task.job), task.is_at_last_token
 
     def _count_slice(self, task: PrefillTask, context: int, seconds: float) -> None:
         n_tokens = task.prefill.n_done - context
-        self._owed_s = seconds / PER_ANSWER_S
+        # A prompt that is beside nobody is of the key that has the answers: its time is theirs.
+        self._owed_s = seconds / PER_ANSWER_S if self._is_beside(task) else self._owed_s - seconds
         self.slice_sizer.record_slice(n_tokens, seconds)
         rates = task.lane.restorer.rates
         if self.slice_sizer.is_typical(rates.slices, n_tokens, context):
