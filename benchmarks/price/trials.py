@@ -15,7 +15,7 @@ from keepwarm.kv.kinds import Caches, Kind, kind_of, leaves
 from keepwarm.models.load import Model
 
 Tokens: TypeAlias = Sequence[int]
-Floats: TypeAlias = NDArray[np.float32]
+Floats: TypeAlias = NDArray[np.floating[Any]]
 
 SLICE = 512
 OPENING = "<|im_start|>user\n"
