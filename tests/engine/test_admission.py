@@ -142,6 +142,38 @@ def test_an_answer_may_grow_while_there_is_room(admission):
     assert first.n_bytes == 200
 
 
+def test_requests_of_one_key_leave_memory_to_others(admission):
+    """Also as they grow. One that is its key's only one may take all; without keys nothing is
+    left."""
+    first, second = (admission.reserve(300, tenant="other") for _ in range(2))
+    assert first is not None
+    assert second is None, "one row, and two caches that join, are 900 of 750"
+    first.end_joining()
+    assert admission.reserve(300, tenant="other") is None
+    second = admission.reserve(100, tenant="other")
+    second.end_joining()
+    assert not second.grow(400), "padded: 800 of 750"
+    mine = admission.reserve(100, batch=None, tenant="mine")
+    assert mine is not None
+    mine.release()
+    second.release()
+    assert first.grow(1000)
+    first.release()
+    for _ in range(3):
+        admission.reserve(200).end_joining()
+    assert admission.reserve(200) is not None
+
+
+def test_a_short_request_beside_another_keys_long_one_runs_alone(admission):
+    """Where its row would be as long as the long one; rows of its own key wait."""
+    admission.reserve(450, tenant="other").end_joining()
+    assert admission.reserve(450, tenant="other") is None
+    mine = admission.reserve(150, tenant="mine")
+    assert (mine.batch, admission.used_bytes) == (None, 600)
+    short = admission.reserve(40, tenant="mine")
+    assert (short.batch, admission.used_bytes) == (None, 640)
+
+
 @given(st.lists(st.tuples(st.sampled_from("rjgx"), st.integers(1, 700)), max_size=40))
 def test_the_budget_is_never_passed(steps):
     """Whatever comes, joins, grows and leaves; and at the end nothing is left over."""
@@ -149,7 +181,7 @@ def test_the_budget_is_never_passed(steps):
     for step, n in steps:
         if step == "r":
             try:
-                lease = admission.reserve(n)
+                lease = admission.reserve(n, tenant=("", "one", "two")[n % 3])
             except InsufficientResources:
                 assert 2 * n > LIMIT
                 continue

@@ -217,6 +217,24 @@ def test_what_can_never_fit_is_refused_and_what_fits_later_waits(models, tmp_pat
         assert 1 <= seen < 4
 
 
+@pytest.mark.parametrize(("n_long", "n_fit"), [(600, 2), (1900, 1)])
+def test_a_key_does_not_wait_for_the_memory_of_another(models, tmp_path, exam, n_long, n_fit):
+    """That has more long requests than fit, whose rows would make its own as long: its answer
+    ends before any of them, and is the same as alone."""
+    prompt, budget = prompt_of(20, 99), memory(batch_bytes=int(10.2 * 2**20))
+    with engine_on(models.of("llama"), tmp_path, memory=budget) as engine:
+        long = [engine.submit(ask(prompt_of(n_long, i), 600, tenant="other")) for i in range(4)]
+        for answer in long[:n_fit]:
+            for _ in range(4):  # steps, in which one more would begin if it fitted
+                next(event for event in answer if isinstance(event, Delta))
+        mine = engine.submit(ask(prompt, 16, tenant="mine")).result()
+        assert engine.stats().counters["finished"] == 1
+        exam.add(prompt, mine.choices[0])
+        for answer in long[n_fit:]:
+            answer.cancel()
+        assert all(answer.result().choices[0].reason == "length" for answer in long[:n_fit])
+
+
 # -- time -----------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,8 @@ from keepwarm.text.request import KVOptions, Request
 from keepwarm.text.sampling_rules import DrawRules
 from keepwarm.units import format_bytes
 
+OWN_SHARE = 0.75  # of the memory, for several requests of one API key
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -75,6 +77,7 @@ class Lease:
     batch: Hashable | None  # the batch that it joins; None: it runs alone
     n_rows: int  # answers to one prompt
     _admission: Admission = field(repr=False)
+    tenant: str = ""
     is_joining: bool = True  # it has its own caches beside the batch
 
     def end_joining(self) -> None:
@@ -93,7 +96,8 @@ class Admission:
     """Decides by bytes which requests may run at the same time.
 
     In a batch every row takes as much as the longest, because mlx-lm pads. A request counts twice
-    until it has joined: as caches of its own, and as a row of the batch.
+    until it has joined: as caches of its own, and as a row of the batch. Several requests of one
+    key leave a part to others, and one that does not fit beside another key's rows runs alone.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -107,10 +111,10 @@ class Admission:
             return _total_bytes(self._leases)
 
     def reserve(
-        self, n_bytes: int, batch: Hashable | None = "batch", n_rows: int = 1
+        self, n_bytes: int, batch: Hashable | None = "batch", n_rows: int = 1, tenant: str = ""
     ) -> Lease | None:
         """Memory for a request; None while others need it. Raises if it could never fit."""
-        lease = Lease(n_bytes, batch, n_rows, self)
+        lease = Lease(n_bytes, batch, n_rows, self, tenant)
         alone = _total_bytes([lease])
         if alone > self.limit_bytes:
             raise InsufficientResources(
@@ -119,18 +123,26 @@ class Admission:
                 "lower max_tokens, or raise the memory budget."
             )
         with self._lock:
+            if not self._fits(lease) and any(other.tenant != tenant for other in self._leases):
+                lease.batch = None
             if not self._fits(lease):
                 return None
             self._leases.append(lease)
         return lease
 
     def _fits(self, lease: Lease) -> bool:
-        return _total_bytes([*self._leases, lease]) <= self.limit_bytes
+        others = [other for other in self._leases if other is not lease]
+        own = [other for other in others if other.tenant == lease.tenant != ""]
+        own_limit = OWN_SHARE * self.limit_bytes if own else self.limit_bytes
+        return (
+            _total_bytes([*own, lease]) <= own_limit
+            and _total_bytes([*others, lease]) <= self.limit_bytes
+        )
 
     def _grow(self, lease: Lease, n_bytes: int) -> bool:
         with self._lock:
             before, lease.n_bytes = lease.n_bytes, max(lease.n_bytes, n_bytes)
-            if _total_bytes(self._leases) > self.limit_bytes:
+            if not self._fits(lease):
                 lease.n_bytes = before
             return lease.n_bytes >= n_bytes
 

@@ -178,7 +178,8 @@ class Intake:
                 kv_bytes(lane.exact_lane.restorer.layout, lane.n_exact) if lane.exact_lane else 0,
             )
             batch = lane.options if lane.can_batch else None
-            job.lease = self._admission.reserve(n_bytes, batch, n_rows=max(1, job.n_answers))
+            n_rows, tenant = max(1, job.n_answers), job.request.tenant
+            job.lease = self._admission.reserve(n_bytes, batch, n_rows, tenant)
         return job.lease is not None
 
     def has_slot(self, job: Job, slots: BatchSlots) -> bool:
@@ -581,15 +582,18 @@ class Scheduler:
         slots = BatchSlots(self.prefilling, self.rows, self._slice_tokens)
         if slots.full:
             return None
-        is_full = False
+        is_full, wait_for_own = False, set[str]()
         for job in self._starts.order(self.waiting):
-            if job.is_blocked or (is_full and job.lease is None):
+            if job.is_blocked or (
+                job.lease is None and (is_full or job.request.tenant in wait_for_own)
+            ):
                 continue  # overtaking a job that lacks memory would starve it
             try:
                 if not self._intake.has_slot(job, slots):
                     continue
                 if not self._intake.reserve(job):
-                    is_full = True
+                    is_full = not self._has_own_memory(job) or is_full
+                    wait_for_own.add(job.request.tenant)
                     continue
                 if not self._is_ready(job):
                     continue
@@ -602,6 +606,11 @@ class Scheduler:
                 self._fail(job, error)
             return job
         return None
+
+    def _has_own_memory(self, job: Job) -> bool:
+        """Whether its API key has some: then no other key need wait until it has more."""
+        tenant = job.request.tenant
+        return any(other.lease and other.request.tenant == tenant != "" for other in self.jobs)
 
     def _is_ready(self, job: Job) -> bool:
         """Whether it waits neither for another job's prefix nor for its own blocks.
@@ -721,9 +730,10 @@ class Scheduler:
             task.job.lease.end_joining()
 
     def _join(self, sequence: RunningSequence, caches: kv.Caches, token: mx.array) -> None:
-        lane = sequence.job.lane
+        lane, lease = sequence.job.lane, sequence.job.lease
+        is_apart = lease is not None and lease.batch is None
         # A sequence whose batch failed decodes alone: if it is the cause, no other one fails.
-        shares_batch = lane.can_batch and not sequence.n_failures
+        shares_batch = lane.can_batch and not sequence.n_failures and not is_apart
         key: Hashable = lane.options if shares_batch else sequence
         batch = self._batches.setdefault(key, _new_batch(lane))
         try:
