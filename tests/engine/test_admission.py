@@ -145,17 +145,17 @@ def test_an_answer_may_grow_while_there_is_room(admission):
 def test_requests_of_one_key_leave_memory_to_others(admission):
     """Also as they grow. One that is its key's only one may take all; without keys nothing is
     left."""
-    first, second = (admission.reserve(300, tenant="other") for _ in range(2))
+    first, second = (admission.reserve(300, caller="other") for _ in range(2))
     assert first is not None
     assert second is None, "one row, and two caches that join, are 900 of 750"
     first.end_joining()
-    assert admission.reserve(300, tenant="other") is None
-    second = admission.reserve(100, tenant="other")
+    assert admission.reserve(300, caller="other") is None
+    second = admission.reserve(100, caller="other")
     second.end_joining()
+    mine = admission.reserve(100, batch=None, caller="mine")
     assert not second.grow(400), "padded: 800 of 750"
-    mine = admission.reserve(100, batch=None, tenant="mine")
-    assert mine is not None
     mine.release()
+    assert second.grow(400), "nobody else is there"
     second.release()
     assert first.grow(1000)
     first.release()
@@ -164,14 +164,15 @@ def test_requests_of_one_key_leave_memory_to_others(admission):
     assert admission.reserve(200) is not None
 
 
-def test_a_short_request_beside_another_keys_long_one_runs_alone(admission):
+def test_a_short_request_beside_another_keys_long_one_joins_a_batch_of_its_own_key(admission):
     """Where its row would be as long as the long one; rows of its own key wait."""
-    admission.reserve(450, tenant="other").end_joining()
-    assert admission.reserve(450, tenant="other") is None
-    mine = admission.reserve(150, tenant="mine")
-    assert (mine.batch, admission.used_bytes) == (None, 600)
-    short = admission.reserve(40, tenant="mine")
-    assert (short.batch, admission.used_bytes) == (None, 640)
+    admission.reserve(450, caller="other").end_joining()
+    assert admission.reserve(450, caller="other") is None
+    mine = admission.reserve(150, caller="mine")
+    assert (mine.batch, admission.used_bytes) == (("batch", "mine"), 450 + 2 * 150)
+    mine.end_joining()
+    short = admission.reserve(40, caller="mine")
+    assert (short.batch, admission.used_bytes) == (("batch", "mine"), 450 + 2 * 150 + 40)
 
 
 @given(st.lists(st.tuples(st.sampled_from("rjgx"), st.integers(1, 700)), max_size=40))
@@ -181,7 +182,7 @@ def test_the_budget_is_never_passed(steps):
     for step, n in steps:
         if step == "r":
             try:
-                lease = admission.reserve(n, tenant=("", "one", "two")[n % 3])
+                lease = admission.reserve(n, caller=("", "one", "two")[n % 3])
             except InsufficientResources:
                 assert 2 * n > LIMIT
                 continue

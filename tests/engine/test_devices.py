@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 
+from keepwarm.engine.jobs import JobStatus
 from keepwarm.engine.scheduler import MAX_OWN_ROWS, NEXT_REQUEST_S
 from keepwarm.errors import Cancelled
 from keepwarm.prefix.policy import Policy
@@ -112,20 +113,38 @@ def test_a_key_does_not_wait_for_the_prompts_and_answers_of_another(sim, device)
     assert mine.has_begun
 
 
-def test_a_prompt_does_not_wait_for_kept_ones_of_another_key(sim, device):
-    """Of which only the last token is computed, however fast they follow each other."""
+@pytest.mark.parametrize("whose", ["tenant", "caller"])
+def test_a_prompt_does_not_wait_for_kept_ones_of_another_key(sim, device, whose):
+    """Of which only the last token is computed, however fast they follow each other; also where
+    all keys share what is kept."""
     kept = sim.prompt(64)
     sim.first_s(kept)
     alone = sim.first_s(LONG // 4)
 
     def arrive() -> None:
-        sim.send(kept, 1, tenant="other")
+        sim.send(kept, 1, **{whose: "other"})
         sim.arrivals.append((sim.clock.now + device.step_seconds(1) / 2, arrive))
 
     for _ in range(4):
         arrive()
-    mine, begun = sim.send(LONG // 4, tenant="mine"), sim.clock.now
+    mine, begun = sim.send(LONG // 4, **{whose: "mine"}), sim.clock.now
     sim.run_until(lambda: mine.has_begun or sim.clock.now > begun + 3 * alone)
+    assert mine.has_begun
+
+
+def test_a_long_prompt_begins_beside_many_short_ones_of_another_key(sim, device):
+    """Which take all places that are for short ones, too."""
+    alone = sim.first_s(LONG)
+
+    def arrive() -> None:
+        sim.send(200, 1, Policy.NO_STORE, tenant="other")
+        sim.arrivals.append((sim.clock.now + device.step_seconds(1) / 2, arrive))
+
+    for _ in range(16):
+        arrive()
+    sim.run_until(lambda: len(sim.scheduler.prefilling) >= 5)
+    mine, begun = sim.send(LONG, tenant="mine"), sim.clock.now
+    sim.run_until(lambda: mine.has_begun or sim.clock.now > begun + 4 * alone)
     assert mine.has_begun
 
 
@@ -166,6 +185,21 @@ def test_a_key_does_not_hold_every_place(sim):
     mine = sim.send(16, 1, Policy.NO_STORE, tenant="mine")
     sim.run_until(lambda: mine.has_begun)
     assert len(sim.scheduler.rows) <= MAX_OWN_ROWS + 1
+
+
+def test_a_key_does_not_hold_every_row_by_many_answers_to_few_prompts(sim):
+    for _ in range(8):
+        sim.send(LONG // 8, 100_000, Policy.NO_STORE, tenant="other", n=16)
+    sim.run_until(lambda: len(sim.scheduler.rows) >= MAX_OWN_ROWS)
+    for _ in range(100):
+        sim.scheduler.step()
+    assert len(sim.scheduler.rows) == MAX_OWN_ROWS
+
+
+def test_an_answer_that_is_being_saved_needs_no_memory(sim):
+    sent = sim.send(16, 4, Policy.DURABLE)
+    sim.run_until(lambda: sent.job.status is JobStatus.SAVING)
+    assert sent.job.lease is None
 
 
 def test_a_key_does_not_queue_behind_another(sim):

@@ -203,6 +203,17 @@ def test_the_queue_is_bounded(models, tmp_path):
         engine.submit(ask([1, 2], 3)).result()
 
 
+def test_one_key_leaves_places_in_the_queue_to_others(models, tmp_path):
+    with engine_on(models.of("llama"), tmp_path, max_queue=8) as engine, held(engine):
+        answers = [engine.submit(ask(prompt_of(10, i), 3, tenant="other")) for i in range(6)]
+        with pytest.raises(Busy, match="6 requests of this API key already"):
+            engine.submit(ask(prompt_of(10, 6), 3, tenant="other"))
+        answers += [engine.submit(ask(prompt_of(10, i), 3, tenant="mine")) for i in (7, 8)]
+        with pytest.raises(Busy, match="8 requests already"):
+            engine.submit(ask(prompt_of(10, 9), 3, tenant="mine"))
+    assert len(answers) == 8
+
+
 def test_what_can_never_fit_is_refused_and_what_fits_later_waits(models, tmp_path):
     """The budget that an engine is made with holds: a row of llama takes 1,024 bytes a
     token here, in steps of 256."""

@@ -233,6 +233,21 @@ def test_a_request_of_another_agent_is_recorded(engine, other):
     assert answer(engine, bobs, 1).receipt.recomputed == 1
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_request_is_recorded_if_many_other_agents_are_deleted_meanwhile(engine, other, at_once):
+    """Whether this process sees each deletion by itself or all of them together."""
+    running = engine.submit(ask(PROMPT, 40, agent="bob"))
+    assert any(isinstance(event, Started) for event in running)
+    for number in range(200):
+        other.disk.index.forgotten.add(f"agent-{number}", ())
+        if not at_once:
+            engine.store.catch_up()
+    running.result()
+    engine.wait_until_saved()
+    assert other.agents.show("bob").turns == (len(PROMPT) + 40,)
+    assert answer(engine, PROMPT, 1).receipt.recomputed == 1
+
+
 def test_prompts_and_answers_are_forgotten(engine, other):
     """They are remembered beside the blocks: to splice answers in, and to explain misses."""
     question = [{"role": "user", "content": "What is a prefix?"}]

@@ -260,12 +260,13 @@ class Simulation:
         n_answer: int = 1,
         policy: Policy = Policy.READ_WRITE,
         tenant: str = "",
+        **fields: Any,
     ) -> Sent:
         """A request for so many tokens after a prompt, or after a new one of this length."""
         tokens = self.prompt(prompt) if isinstance(prompt, int) else list(prompt)
         sampling = Sampling(max_tokens=n_answer, temperature=0)
         prepared = self.preparer.prepare(
-            Request(prompt=tokens, sampling=sampling, policy=policy, tenant=tenant)
+            Request(prompt=tokens, sampling=sampling, policy=policy, tenant=tenant, **fields)
         )
         answer = StampedAnswer(self.clock)
         job = Job(prepared.request, prepared, self.lane, answer, clock=self.clock)

@@ -77,7 +77,7 @@ class Lease:
     batch: Hashable | None  # the batch that it joins; None: it runs alone
     n_rows: int  # answers to one prompt
     _admission: Admission = field(repr=False)
-    tenant: str = ""
+    caller: str = ""
     is_joining: bool = True  # it has its own caches beside the batch
 
     def end_joining(self) -> None:
@@ -97,7 +97,8 @@ class Admission:
 
     In a batch every row takes as much as the longest, because mlx-lm pads. A request counts twice
     until it has joined: as caches of its own, and as a row of the batch. Several requests of one
-    key leave a part to others, and one that does not fit beside another key's rows runs alone.
+    key leave a part to others; one that does not fit beside another key's rows joins a batch of
+    its own key.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -111,10 +112,10 @@ class Admission:
             return _total_bytes(self._leases)
 
     def reserve(
-        self, n_bytes: int, batch: Hashable | None = "batch", n_rows: int = 1, tenant: str = ""
+        self, n_bytes: int, batch: Hashable | None = "batch", n_rows: int = 1, caller: str = ""
     ) -> Lease | None:
         """Memory for a request; None while others need it. Raises if it could never fit."""
-        lease = Lease(n_bytes, batch, n_rows, self, tenant)
+        lease = Lease(n_bytes, batch, n_rows, self, caller)
         alone = _total_bytes([lease])
         if alone > self.limit_bytes:
             raise InsufficientResources(
@@ -123,8 +124,8 @@ class Admission:
                 "lower max_tokens, or raise the memory budget."
             )
         with self._lock:
-            if not self._fits(lease) and any(other.tenant != tenant for other in self._leases):
-                lease.batch = None
+            if batch is not None and not self._fits(lease) and self._has_others(caller):
+                lease.batch = (batch, caller)
             if not self._fits(lease):
                 return None
             self._leases.append(lease)
@@ -132,12 +133,16 @@ class Admission:
 
     def _fits(self, lease: Lease) -> bool:
         others = [other for other in self._leases if other is not lease]
-        own = [other for other in others if other.tenant == lease.tenant != ""]
-        own_limit = OWN_SHARE * self.limit_bytes if own else self.limit_bytes
+        own = [other for other in others if other.caller == lease.caller != ""]
+        is_bounded = own and (lease not in self._leases or self._has_others(lease.caller))
+        own_limit = OWN_SHARE * self.limit_bytes if is_bounded else self.limit_bytes
         return (
             _total_bytes([*own, lease]) <= own_limit
             and _total_bytes([*others, lease]) <= self.limit_bytes
         )
+
+    def _has_others(self, caller: str) -> bool:
+        return any(lease.caller != caller for lease in self._leases)
 
     def _grow(self, lease: Lease, n_bytes: int) -> bool:
         with self._lock:

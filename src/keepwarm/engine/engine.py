@@ -32,7 +32,7 @@ from keepwarm.device.memory import (
     memories,
     scopes_of_process,
 )
-from keepwarm.engine.admission import Admission, EngineConfig
+from keepwarm.engine.admission import OWN_SHARE, Admission, EngineConfig
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.jobs import Job, RunningSequence
 from keepwarm.engine.lane import Lane, Lanes, Lookup, look_up, make_options
@@ -235,7 +235,7 @@ class Engine:
             )
             with self._changed:  # a job posted here is seen by `close`, which ends it
                 self.check_open()
-                self._check_queue()
+                self._check_queue(job)
                 self._post(Submit(job))
         return job.answer
 
@@ -514,9 +514,15 @@ class Engine:
         if not self._accepting:
             raise Stopping("The engine is shutting down and takes no more requests.")
 
-    def _check_queue(self) -> None:
-        if len(self._client_jobs) + len(self._commands) >= self.config.max_queue:
-            raise Busy(f"{self.config.max_queue} requests already wait or run; retry later.")
+    def _check_queue(self, job: Job) -> None:
+        """One API key leaves places to others."""
+        most, jobs = self.config.max_queue, self._client_jobs
+        if len(jobs) + len(self._commands) >= most:
+            raise Busy(f"{most} requests already wait or run; retry later.")
+        sent = [command.job for command in self._commands if isinstance(command, Submit)]
+        n_own = sum(other.caller == job.caller != "" for other in (*jobs, *sent))
+        if n_own >= OWN_SHARE * most:
+            raise Busy(f"{n_own} requests of this API key already wait or run; retry later.")
 
     def _refuse_more(self) -> None:
         with self._changed:

@@ -300,6 +300,11 @@ class Job:
         return limit is not None and self.clock() - self.arrived > limit
 
     @property
+    def caller(self) -> str:
+        """Whose places and time it takes."""
+        return self.request.caller or self.request.tenant
+
+    @property
     def is_blocked(self) -> bool:
         """Whether it still waits for a prefix that another request is computing."""
         other = self.waits_for

@@ -52,7 +52,7 @@ MAX_PREFILLS = 4  # prompts that are prefilled in rotation
 MAX_EXTRA_PREFILLS = 4  # more that need only one slice, or have a higher priority
 MAX_ROWS = 64  # sequences in all batches together
 MAX_OWN_PREFILLS, MAX_OWN_ROWS = 6, 48  # of one API key
-MAX_TENANTS = 1024  # that are remembered
+MAX_CALLERS = 1024  # that are remembered
 MAX_DRAFTED_ROWS = 16  # looking up drafts for more takes longer than they could spare
 PER_ANSWER_S = 2  # seconds for prompts of a key, for each of another key's answers beside them
 NEXT_REQUEST_S = 1.0  # after an answer: a client's next request should not meet a long slice
@@ -105,24 +105,23 @@ class KeyRotation:
 
     def __init__(self, now: Clock | None = None) -> None:
         """`now`: what is noted of each; else a number."""
-        self._last: dict[str, float] = {}  # by tenant, the latest last
+        self._last: dict[str, float] = {}  # by caller, the latest last
         self._now = now or count(1).__next__
 
     def serve(self, job: Job) -> None:
-        tenant = job.request.tenant
-        self._last.pop(tenant, None)
-        self._last[tenant] = self._now()
-        if len(self._last) > MAX_TENANTS:
+        self._last.pop(job.caller, None)
+        self._last[job.caller] = self._now()
+        if len(self._last) > MAX_CALLERS:
             del self._last[next(iter(self._last))]
 
     def last(self, job: Job) -> float:
         """When its key was last served; 0 if it never was."""
-        return self._last.get(job.request.tenant, 0)
+        return self._last.get(job.caller, 0)
 
     def last_of_others(self, job: Job) -> float:
         """When another key was last served."""
         found = reversed(self._last.items())
-        return next((when for tenant, when in found if tenant != job.request.tenant), -math.inf)
+        return next((when for caller, when in found if caller != job.caller), -math.inf)
 
     def order(self, jobs: Iterable[Job]) -> list[Job]:
         """By priority, then by when their keys were last served, then as they were."""
@@ -142,13 +141,12 @@ class BatchSlots(NamedTuple):
         return len(self.prefilling) >= most or len(self.rows) >= MAX_ROWS
 
     def of_key(self, job: Job) -> tuple[int, int]:
-        """Prefills and rows of the job's API key; without keys none is anyone's own."""
-        tenant = job.request.tenant
-        held = (self.prefilling, self.rows) if tenant else ((), ())
-        n_prefills, n_rows = (
-            sum(one.job.request.tenant == tenant for one in running) for running in held
-        )
-        return n_prefills, n_rows
+        """Prefills of the job's API key, and its rows with those that these will be; without keys
+        none is anyone's own.
+        """
+        tasks = [task for task in self.prefilling if task.job.caller == job.caller != ""]
+        rows = [row for row in self.rows if row.job.caller == job.caller != ""]
+        return len(tasks), len(rows) + sum(len(task.sequences) for task in tasks)
 
 
 class Intake:
@@ -178,16 +176,18 @@ class Intake:
                 kv_bytes(lane.exact_lane.restorer.layout, lane.n_exact) if lane.exact_lane else 0,
             )
             batch = lane.options if lane.can_batch else None
-            n_rows, tenant = max(1, job.n_answers), job.request.tenant
-            job.lease = self._admission.reserve(n_bytes, batch, n_rows, tenant)
+            n_rows = max(1, job.n_answers)
+            job.lease = self._admission.reserve(n_bytes, batch, n_rows, job.caller)
         return job.lease is not None
 
     def has_slot(self, job: Job, slots: BatchSlots) -> bool:
         """Some are left to other keys, some to jobs that are urgent or need only one slice."""
         n_prefills, n_rows = slots.of_key(job)
-        if n_prefills >= MAX_OWN_PREFILLS or n_rows >= MAX_OWN_ROWS:
+        has_rows = not n_rows or n_rows + max(1, job.n_answers) <= MAX_OWN_ROWS
+        if n_prefills >= MAX_OWN_PREFILLS or not has_rows:
             return False
-        if len(slots.prefilling) < MAX_PREFILLS and n_prefills < MAX_PREFILLS - 1:
+        is_first = job.caller and not n_prefills
+        if is_first or (len(slots.prefilling) < MAX_PREFILLS and n_prefills < MAX_PREFILLS - 1):
             return True
         if job.request.priority > max(task.job.request.priority for task in slots.prefilling):
             return True
@@ -584,16 +584,14 @@ class Scheduler:
             return None
         is_full, wait_for_own = False, set[str]()
         for job in self._starts.order(self.waiting):
-            if job.is_blocked or (
-                job.lease is None and (is_full or job.request.tenant in wait_for_own)
-            ):
+            if job.is_blocked or (job.lease is None and (is_full or job.caller in wait_for_own)):
                 continue  # overtaking a job that lacks memory would starve it
             try:
                 if not self._intake.has_slot(job, slots):
                     continue
                 if not self._intake.reserve(job):
                     is_full = not self._has_own_memory(job) or is_full
-                    wait_for_own.add(job.request.tenant)
+                    wait_for_own.add(job.caller)
                     continue
                 if not self._is_ready(job):
                     continue
@@ -609,8 +607,7 @@ class Scheduler:
 
     def _has_own_memory(self, job: Job) -> bool:
         """Whether its API key has some: then no other key need wait until it has more."""
-        tenant = job.request.tenant
-        return any(other.lease and other.request.tenant == tenant != "" for other in self.jobs)
+        return any(other.lease and other.caller == job.caller != "" for other in self.jobs)
 
     def _is_ready(self, job: Job) -> bool:
         """Whether it waits neither for another job's prefix nor for its own blocks.
@@ -682,8 +679,11 @@ class Scheduler:
 
     def _is_beside(self, task: PrefillTask) -> bool:
         """Whether there are answers of another key that are no less urgent."""
-        own, rows = task.job.request, (row.job.request for row in self.rows)
-        return any(row.tenant != own.tenant and row.priority >= own.priority for row in rows)
+        own, jobs = task.job, (row.job for row in self.rows)
+        return any(
+            job.caller != own.caller and job.request.priority >= own.request.priority
+            for job in jobs
+        )
 
     def _rank(self, task: PrefillTask) -> tuple[int, float, bool]:
         waiters = [job.request.priority for job in self.jobs if job.waits_for is task]
@@ -731,10 +731,9 @@ class Scheduler:
 
     def _join(self, sequence: RunningSequence, caches: kv.Caches, token: mx.array) -> None:
         lane, lease = sequence.job.lane, sequence.job.lease
-        is_apart = lease is not None and lease.batch is None
         # A sequence whose batch failed decodes alone: if it is the cause, no other one fails.
-        shares_batch = lane.can_batch and not sequence.n_failures and not is_apart
-        key: Hashable = lane.options if shares_batch else sequence
+        shares_batch = lane.can_batch and not sequence.n_failures
+        key = lease.batch if lease is not None and shares_batch else sequence
         batch = self._batches.setdefault(key, _new_batch(lane))
         try:
             batch.join(sequence, caches, token)
@@ -910,6 +909,7 @@ class Scheduler:
             return
         if job.request.policy is Policy.DURABLE:
             self._open.pop(job, None)
+            job.release()
             job.advance(JobStatus.SAVING)
             self._end_durably(job)
         else:

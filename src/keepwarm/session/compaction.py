@@ -125,6 +125,7 @@ class Compaction:
             kv=asked.kv,
             agent=asked.agent,
             tenant=asked.tenant,
+            caller=asked.caller,
             timeout_s=asked.timeout_s,
         )
 

@@ -149,6 +149,7 @@ class Request:
     continues: bool = False  # messages or prompt are only what is new in the agent's conversation
     history: KnownHistory | None = None  # what they continue; the engine finds it
     tenant: str = ""  # tenants never reuse each other's blocks
+    caller: str = ""  # callers alternate, and each leaves places to others; "": as the tenant
     breakpoints: Sequence[Breakpoint] = ()
     scrubbed: tuple[str, ...] = ()  # scrubbing rules that were applied, for the receipt
     unread: tuple[str, ...] = ()  # kinds of parts that became a note, for the receipt

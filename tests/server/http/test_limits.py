@@ -3,9 +3,11 @@
 import asyncio
 import json
 import logging
+from types import SimpleNamespace
 
 import httpx
 import pytest
+from fastapi import Request
 from fastapi.testclient import TestClient
 
 from keepwarm import config
@@ -20,6 +22,7 @@ from keepwarm.server.http.limits import (
     check_binding,
     concurrency_limit,
 )
+from keepwarm.server.http.request_fields import request_fields
 from keepwarm.server.models.host import EngineHost
 from keepwarm.server.models.models import Models
 
@@ -83,6 +86,18 @@ def test_each_key_is_a_tenant_of_its_own_unless_shared():
     assert tenants[0] == tenants[2] != tenants[1]
     shared = settings(api_keys="a,b", share_cache=True)
     assert {ask(shared, x_api_key=key).json()["tenant"] for key in "ab"} == {""}
+
+
+@pytest.mark.parametrize("share_cache", [True, False])
+def test_keys_alternate_in_the_engine_also_where_they_share_the_cache(share_cache):
+    given = settings(api_keys="a,b", share_cache=share_cache)
+    state = ask(given, x_api_key="a").json()
+    app = SimpleNamespace(state=SimpleNamespace(settings=given))
+    scope = {"type": "http", "headers": [], "path_params": {}, "state": state, "app": app}
+    fields = request_fields(Request(scope))
+    whose = ("", state["owner"]) if share_cache else (state["owner"], "")
+    assert (fields.tenant, fields.caller) == whose
+    assert state["owner"]
 
 
 def test_an_admin_alone_is_no_tenant_of_its_own():

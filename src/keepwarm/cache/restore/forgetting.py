@@ -22,7 +22,7 @@ from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tier import NamedBlock, agent_owner, default_on_io_error
 
 MAX_UNRECORDED = 4096  # agents, and blocks of each, that only memory has
-MAX_LOGGED = 64  # deletions that a running request is compared with
+MAX_LOGGED = 1 << 14  # deletions that a running request is compared with
 
 
 class KeptTokens(NamedTuple):
@@ -129,18 +129,25 @@ class Forgetting:
             for method in self._forgets:
                 if (forget := method()) is not None:
                     forget(deletions)
-            self._log.append((now, deletions))
-            while len(self._log) > MAX_LOGGED:
+            if found is None:
+                self._log.clear()
+                self._oldest = now
+            else:
+                self._log.append((now, deletions))
+            if len(self._log) > MAX_LOGGED:
                 self._oldest, _ = self._log.popleft()
             self.generation = self._disk.generation = now
 
     def later(self, since: int) -> list[Deletions]:
         """What was forgotten after a generation; if that was too long ago, everything."""
+        found: list[Deletions] = []
         with self.lock:
-            numbers = [self._oldest, *(number for number, _ in self._log)]
-            if since not in numbers:
-                return [Deletions(None, self._disk.index.forgotten.owner)]
-            return [deletions for _, deletions in list(self._log)[numbers.index(since) :]]
+            for number, deletions in reversed(self._log):
+                if number == since:
+                    return found
+                found.append(deletions)
+            is_known = since == self._oldest
+        return found if is_known else [Deletions(None, self._disk.index.forgotten.owner)]
 
     def note_unrecorded(self, agent: str, key: BlockKey) -> None:
         """Remember a block in memory that no file of its agent will name."""

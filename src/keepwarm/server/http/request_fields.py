@@ -98,6 +98,7 @@ class RequestFields(NamedTuple):
     arrival: Arrival | None = None
     ignored_fields: tuple[str, ...] = ()
     speculation: bool = True
+    caller: str = ""
 
 
 def settings_of(request: Request) -> Settings:
@@ -122,12 +123,13 @@ def request_fields(
 
     `hint` is the API's own name for the conversation; `body` is what was understood of the request.
     """
-    options = options or KeepwarmOptions()
+    options, settings = options or KeepwarmOptions(), settings_of(request)
     continued: str | None = request.path_params.get(AGENT_IN_PATH)
     tenant: str = getattr(request.state, "tenant", "")
     agent = continued or _agent(request.headers, options, hint)
     return RequestFields(
         tenant=tenant,
+        caller=getattr(request.state, "owner", "") if settings.share_cache else "",
         agent=tenant_agent_id(tenant, agent) if agent else None,
         continues=bool(continued) or options.continues,
         policy=_policy(request.headers, options),
@@ -135,7 +137,7 @@ def request_fields(
         speculation=options.speculation == "auto",
         kv=_kv(options),
         exact=_is_exact(options),
-        timeout_s=settings_of(request).request_timeout_s or None,
+        timeout_s=settings.request_timeout_s or None,
         request_id=getattr(request.state, "request_id", ""),
         client=_client(request.headers),
         arrival=getattr(request.state, "arrival", None),

@@ -135,6 +135,7 @@ class _Preparing(NamedTuple):
             sampling=Sampling(max_tokens=0),
             policy=policy,
             tenant=self.fields.tenant,
+            caller=self.fields.caller,
             timeout_s=self.fields.timeout_s,
             request_id=self.fields.request_id,
             ignored_fields=self.fields.ignored_fields,

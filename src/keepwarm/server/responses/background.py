@@ -156,11 +156,11 @@ class BackgroundResponses:
         )
         self._running: dict[tuple[str, str], RunningResponse] = {}
 
-    def slot(self, tenant: str) -> AbstractContextManager[None]:
+    def slot(self, caller: str) -> AbstractContextManager[None]:
         """A place among the responses that may run, from before the first `await` of a request
         until its response has ended; raises if there is none.
         """
-        return self._slots.one_more(tenant)
+        return self._slots.one_more(caller)
 
     def add(self, tenant: str, running: RunningResponse) -> None:
         key = tenant, running.response["id"]

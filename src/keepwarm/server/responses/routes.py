@@ -68,6 +68,7 @@ class TenantResponses:
         self.store: ResponseStore = request.app.state.responses
         self.background: BackgroundResponses = request.app.state.background
         self.tenant: str = getattr(request.state, "tenant", "")
+        self.caller: str = getattr(request.state, "owner", "")
 
     async def get(self, response_id: str) -> StoredResponse:
         return await self.store.get(self.tenant, response_id)
@@ -154,7 +155,7 @@ async def create_response(body: ResponsesRequest, call: Call, answers: Answers) 
     host, slot = await call.host(body.model), call.slot
     _reject_unsupported(body)
     if body.background:
-        slot.held.enter_context(answers.background.slot(answers.tenant))
+        slot.held.enter_context(answers.background.slot(answers.caller))
     since = await slot.run(lambda _: answers.store.generation())
     items = await answers.conversation(body)
     build = partial(response_request, body, call)

@@ -15,7 +15,7 @@ from keepwarm.prefix.blocks import BlockRef, Namespace, block_key
 from keepwarm.store.index.database import Database
 from keepwarm.store.tier import NamedBlock
 
-MAX_GENERATIONS = 64  # a process that is further behind forgets everything
+MAX_GENERATIONS = 1024  # a process that is further behind forgets everything
 NO_BLOCK = (None, None, 0)  # for an owner without blocks
 
 
