@@ -7,7 +7,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -21,11 +22,12 @@ from keepwarm.store.disk.maintenance import file_path, read_file, write_file
 from keepwarm.store.tier import as_store_errors
 
 SEPARATOR = "~"  # is in no agent's id
-NAME = re.compile(r"[A-Za-z0-9._@-]*~[0-9a-f]{40,64}\.json")
+NAME = re.compile(r"[A-Za-z0-9._@-]*~[0-9a-f]{40,72}\.json")
 MESSAGES, RESPONSES = "messages", "responses"
 VERSION = 1
 MAX_BYTES = 16 << 20  # of one agent; its oldest turns go first
 PAGE = 4096  # bytes that a file takes at least
+OWNER_DIGITS = 8  # of a file's name, for the part of a text's name before "/"
 SWEEPS = 64  # while as much is written as may be there: each looks at all files
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, BadRecord, NewerFormat)
 LOG = logging.getLogger(__name__)
@@ -157,8 +159,9 @@ class AgentTexts:
     """The responses that clients refer to by id. Thread-safe.
 
     Each is a file, `responses/<agent>~<name>.json`, sealed and under hidden names in a sealed
-    store. They are kept for a time and up to a size, the oldest deleted first: of small ones, each
-    of which takes a page, a few thousand.
+    store. They are kept for a time and up to a size, of small ones, each of which takes a page, a
+    few thousand. The oldest goes first, of the owner that has most: what a text's name has before
+    "/".
     """
 
     def __init__(
@@ -204,17 +207,26 @@ class AgentTexts:
 
     def _expire(self, ttl_s: float) -> None:
         """Delete the oldest texts, until the rest is neither too old nor too much."""
-        found: list[tuple[Path, os.stat_result]] = []
+        by_owner: defaultdict[str, list[tuple[Path, int]]] = defaultdict(list)
+        n_bytes: Counter[str] = Counter()
+        for path, about in sorted(self._files(), key=lambda pair: -pair[1].st_mtime):
+            if self._clock() - about.st_mtime > ttl_s:
+                self._remove([path])
+                continue
+            owner = path.name.partition(SEPARATOR)[2][:OWNER_DIGITS]
+            by_owner[owner].append((path, _n_bytes(about)))
+            n_bytes[owner] += _n_bytes(about)
+        while n_bytes.total() > self._max_bytes:
+            ((owner, _),) = n_bytes.most_common(1)
+            path, size = by_owner[owner].pop()
+            self._remove([path])
+            n_bytes[owner] -= size
+
+    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
         for entry in os.scandir(self._directory):
             with suppress(FileNotFoundError):  # another process has deleted it
                 if NAME.fullmatch(entry.name):
-                    found.append((Path(entry.path), entry.stat(follow_symlinks=False)))
-        n_bytes, now = sum(_n_bytes(about) for _, about in found), self._clock()
-        for path, about in sorted(found, key=lambda pair: pair[1].st_mtime):
-            if n_bytes <= self._max_bytes and now - about.st_mtime <= ttl_s:
-                return
-            self._remove([path])
-            n_bytes -= _n_bytes(about)
+                    yield Path(entry.path), entry.stat(follow_symlinks=False)
 
     def _remove(self, paths: Iterable[Path]) -> None:
         with as_store_errors(self._disk, "delete responses"):
@@ -231,6 +243,9 @@ class AgentTexts:
 
     def _hash(self, name: str) -> str:
         """A name may be anything that a client sends."""
+        return self._digest(name.partition("/")[0])[:OWNER_DIGITS] + self._digest(name)
+
+    def _digest(self, name: str) -> str:
         plain = name.encode("utf-8", "surrogatepass")
         cipher = self._disk.cipher
         if cipher is not None:

@@ -115,19 +115,28 @@ def texts(tmp_path):
 
 def test_agent_texts_over_their_limit_lose_the_oldest_first(texts, tmp_path):
     for number in range(5):
-        texts.put("ops", f"text {number}", b"x" * 6000, DAY_S)
-        path = texts.path_of("ops", f"text {number}")
+        texts.put("ops", f"/text {number}", b"x" * 6000, DAY_S)
+        path = texts.path_of("ops", f"/text {number}")
         os.utime(path, (0, time.time() - 100 + number))
     foreign = tmp_path / "responses" / "notes.txt"
     foreign.write_text("mine")
-    texts.put("", "last", b"x" * 6000, DAY_S)
-    found = [bool(texts.get(f"text {number}", DAY_S)) for number in range(5)]
+    texts.put("", "/last", b"x" * 6000, DAY_S)
+    found = [bool(texts.get(f"/text {number}", DAY_S)) for number in range(5)]
     assert found == [False, False, False, True, True]
-    assert texts.get("text 4", ttl_s=10) is None  # too old
-    texts.put("", "later", b"x", ttl_s=10)
-    assert not texts.path_of("ops", "text 4").exists()
-    assert texts.get("last", DAY_S)
+    assert texts.get("/text 4", ttl_s=10) is None  # too old
+    texts.put("", "/later", b"x", ttl_s=10)
+    assert not texts.path_of("ops", "/text 4").exists()
+    assert texts.get("/last", DAY_S)
     assert foreign.exists()
+
+
+def test_agent_texts_over_their_limit_are_those_of_the_owner_with_most(texts):
+    texts.put("", "mine/first", b"x" * 6000, DAY_S)
+    os.utime(texts.path_of("", "mine/first"), (0, time.time() - 100))
+    for number in range(9):
+        texts.put("", f"other/{number}", b"x" * 6000, DAY_S)
+    assert texts.get("mine/first", DAY_S)
+    assert [number for number in range(9) if texts.get(f"other/{number}", DAY_S)] == [7, 8]
 
 
 def test_name_of_a_text_is_neither_pattern_nor_path(texts):
@@ -219,6 +228,21 @@ def test_responses_in_memory_evict_the_least_recently_used(tmp_path):
         put(responses, "large", size=50_000, to_disk=False)
         assert not await has(responses, "", "large")
         assert responses.n_bytes == 0
+
+    with Store(tmp_path) as store, response_store(store, max_bytes=40_960) as responses:
+        asyncio.run(check(responses))
+
+
+def test_responses_of_a_tenant_in_memory_are_not_evicted_for_those_of_another(tmp_path):
+    async def check(responses):
+        put(responses, "first", tenant="mine", size=10_000, to_disk=False)
+        for name in "abcdefgh":
+            put(responses, name, tenant="other", size=10_000, to_disk=False)
+        assert await has(responses, "mine", "first")
+        assert [name for name in "abcdefgh" if await has(responses, "other", name)] == list("gh")
+        put(responses, "large", tenant="other", size=50_000, to_disk=False)
+        assert await has(responses, "mine", "first")
+        assert not await has(responses, "other", "large")
 
     with Store(tmp_path) as store, response_store(store, max_bytes=40_960) as responses:
         asyncio.run(check(responses))

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import secrets
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -148,7 +148,15 @@ class ResponseStore:
         self._memory[name] = entry
         self.n_bytes += _size(name, entry)
         while self.n_bytes > self._max_bytes:
-            self._drop(next(iter(self._memory)))
+            self._drop(self._oldest_of_largest())
+
+    def _oldest_of_largest(self) -> str:
+        """The response that was used longest ago, of the tenant with most."""
+        n_bytes: Counter[str] = Counter()
+        for name, entry in self._memory.items():
+            n_bytes[name.partition("/")[0]] += _size(name, entry)
+        ((largest, _),) = n_bytes.most_common(1)
+        return next(name for name in self._memory if name.partition("/")[0] == largest)
 
     def _drop(self, name: str) -> None:
         if entry := self._memory.pop(name, None):
