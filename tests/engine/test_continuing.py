@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from functools import partial
 
@@ -11,12 +12,13 @@ import keepwarm
 from keepwarm.agents.agent import Branch
 from keepwarm.agents.texts import TurnFiles
 from keepwarm.engine.engine import Engine
-from keepwarm.errors import BadInput, Cancelled, StoreFailed, UnknownAgent
+from keepwarm.errors import BadInput, Cancelled, StoreFailed, TimedOut, UnknownAgent
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.prefix.policy import Policy
 from keepwarm.prefix.turn import KeptTurn
 from keepwarm.text.prompt_limits import HEAVY_MESSAGES
 from keepwarm.text.request import Delta, KVOptions, Request, Result, Sampling
+from keepwarm.text.sandbox.deadline import PrepareDeadline
 from keepwarm.text.sandboxed import new_process
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.engines import engine_on
@@ -53,6 +55,19 @@ def prompt_of(engine: Engine, *messages, **wishes) -> list[int]:
 @pytest.fixture(params=["llama", "gemma3_text", "mamba2"])
 def model(models, request):
     return models.of(request.param, endless=False)
+
+
+def test_a_turn_whose_predecessor_is_not_on_disk_in_time_is_refused(models, tmp_path):
+    """With what to do; later it is there."""
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        lets_go = threading.Event()
+        engine._recorder._pool.submit(lets_go.wait)
+        ask(engine, SYSTEM, ASK)
+        request = Request(messages=[NEXT], agent="ops", sampling=EIGHT, continues=True)
+        with pytest.raises(TimedOut, match=r"than 0\.2 s, most of it for the turn before to be on"):
+            engine.submit(request, PrepareDeadline(0.2))
+        lets_go.set()
+        assert engine.submit(request, PrepareDeadline(60)).result().receipt.continued
 
 
 def test_turns_with_only_what_is_new_are_those_of_the_whole_conversation(model, tmp_path):

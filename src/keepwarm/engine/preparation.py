@@ -79,23 +79,25 @@ class Preparation:
         if isinstance(request, PreparedRequest):
             lane = self.lane_for(request.request)
             return request, lane.for_prompt(len(request.tokens))
-        request, lane = self.resolve(request)
+        request, lane = self.resolve(request, deadline)
         found = self._preparer.prepare(request, _stored_answers(lane), deadline, lane.needs_cuts)
         return found, lane.for_prompt(len(found.tokens))
 
     def count_tokens(self, request: Request, deadline: PrepareDeadline | None) -> int:
         """Tokens of a prompt, also of one that is too long for the model."""
-        request, lane = self.resolve(request)
+        request, lane = self.resolve(request, deadline)
         return self._preparer.n_tokens(request, _stored_answers(lane), deadline)
 
-    def resolve(self, request: Request) -> tuple[Request, Lane]:
+    def resolve(
+        self, request: Request, deadline: PrepareDeadline | None = None
+    ) -> tuple[Request, Lane]:
         """A request with all its options and the conversation that it continues; its lane."""
         request = self._config.complete(request, self._sampling)
         make_caches(self._lanes.model.module, **make_options(request.kv))  # refuses bad options
         request = replace(request, policy=self._store.policy_for(request.agent, request.policy))
         lane = self.lane_for(request)
         if request.continues and request.history is None:
-            request = replace(request, history=self._history(request, lane))
+            request = replace(request, history=self._history(request, lane, deadline))
         return with_kept_options(request), lane
 
     def lane_for(self, request: Request) -> Lane:
@@ -104,12 +106,14 @@ class Preparation:
         lane = self._lanes.get(options, request.tenant)
         return self._lanes.of_agent(lane, request.agent)
 
-    def _history(self, request: Request, lane: Lane) -> KnownHistory:
+    def _history(
+        self, request: Request, lane: Lane, deadline: PrepareDeadline | None
+    ) -> KnownHistory:
         """What the store has of the conversation, its latest turn included."""
         self._lanes.call(lambda: None).result()  # answers are sent before they are kept
         if request.agent is None or (request.messages is None and request.prompt is None):
             raise BadInput("To continue, a request needs an agent, and messages or a prompt.")
-        self._recorder.wait_until_recorded(request.agent)
+        self._recorder.wait_until_recorded(request.agent, deadline or PrepareDeadline())
         latest = self._store.on_disk.latest_turn(request.agent)
         if latest.namespace not in lane.namespaces and not latest.is_empty:
             raise UnknownAgent(

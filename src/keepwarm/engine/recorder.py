@@ -45,6 +45,7 @@ from keepwarm.text.request import (
     ToolCalled,
     TopLogprob,
 )
+from keepwarm.text.sandbox.deadline import PrepareDeadline, PrepareStep
 
 EXPIRY_INTERVAL_S = 60.0
 GRACE_S = 600.0  # an agent's running request counts as a use only when it has ended
@@ -54,6 +55,7 @@ SCORED_TOP = 20  # tokens that are compared at each place, where blocks are roun
 MAX_NATS = 0.05  # that rounding may cost an answer; on average q4 costs 0.003
 LOG = logging.getLogger(__name__)
 Post: TypeAlias = Callable[[Callable[[], None]], None]
+Work: TypeAlias = Callable[[Job, list[int]], None]
 
 
 class Recorder:
@@ -80,11 +82,11 @@ class Recorder:
                 self._unrecorded[str(job.request.agent)] = job
             called = sequence.reason == "tool_calls"
             advance = partial(self._advance_agent, sequence.capture, called, sequence.turn)
-            self._pool.submit(self._run, advance, job, tokens)
+            self._submit(advance, job, tokens)
         if job.request.policy.to_disk and job.request.breakpoints:
-            self._pool.submit(self._run, self._pin, job, tokens)
+            self._submit(self._pin, job, tokens)
         if job.request.policy.to_disk and self._store.settings.share_at_once:
-            self._pool.submit(self._run, self._share, job, tokens)
+            self._submit(self._share, job, tokens)
 
     def _is_recorded(self, request: Request) -> bool:
         """Whether the turn is an agent's; of an ephemeral one it is known in memory only."""
@@ -92,10 +94,13 @@ class Recorder:
             return False
         return request.policy.to_disk or self._store.is_ephemeral(request.agent)
 
-    def wait_until_recorded(self, agent_id: str) -> None:
+    def wait_until_recorded(self, agent_id: str, deadline: PrepareDeadline) -> None:
         """Return once the latest turn of an agent is in the store; from any thread."""
         if agent_id in self._unrecorded:
-            self.wait_until_done()
+            deadline.begin(PrepareStep.HISTORY)
+            with suppress(TimeoutError):
+                self._pool.submit(int).result(deadline.left_s)
+            deadline.check()
         if agent_id in self._unrecorded:
             raise StoreFailed(
                 f"The latest turn of agent {agent_id!r} could not be recorded; look at the "
@@ -112,7 +117,7 @@ class Recorder:
     def record_prompt(self, job: Job) -> None:
         """After a prompt was cached without an answer: pin its breakpoints."""
         if job.request.policy.to_disk and job.request.breakpoints:
-            self._pool.submit(self._run, self._pin, job, list(job.tokens))
+            self._submit(self._pin, job, list(job.tokens))
 
     def count(self, record: RequestRecord) -> None:
         """Count a request that has been looked up to be answered, however it ended."""
@@ -143,11 +148,15 @@ class Recorder:
     def close(self) -> None:
         self._pool.shutdown(wait=True)
 
-    def _run(self, work: Callable[[Job, list[int]], None], job: Job, tokens: list[int]) -> None:
+    def _submit(self, work: Work, job: Job, tokens: list[int]) -> None:
+        """Have it done once all that was put so far is on disk: what others put later may wait."""
+        self._pool.submit(self._run, work, job, tokens, self._store.saver.n_put)
+
+    def _run(self, work: Work, job: Job, tokens: list[int], n_put: int) -> None:
         """Once the blocks are on disk; a failure is logged."""
         agent_id = job.request.agent
         try:
-            self._store.saver.flush()
+            self._store.saver.flush(n_put)
             work(job, tokens)
         except KeepwarmError as error:
             self._warn(agent_id, str(error))

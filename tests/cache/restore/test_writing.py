@@ -58,6 +58,27 @@ def test_a_record_is_findable_before_it_is_on_disk(disk, records):
     writer.close()
 
 
+def test_flush_of_what_was_put_by_then_does_not_wait_for_what_was_put_later(disk, records):
+    class FirstPasses(Gated):
+        def put(self, record):
+            is_first = record.header.key == records[0].header.key
+            return disk.put(record) if is_first else super().put(record)
+
+    gated = FirstPasses(disk)
+    writer = Writer(None, gated, 64 * MIB)
+    writer.put(records[0], Policy.READ_WRITE)
+    by_then = writer.n_put
+    writer.put(records[1], Policy.READ_WRITE)
+    flushing = threading.Thread(target=writer.flush, args=(by_then,))
+    flushing.start()
+    flushing.join(60)
+    was_flushed = not flushing.is_alive()
+    gated.gate.set()
+    writer.close()
+    assert was_flushed
+    assert disk.have([records[0].header.key])
+
+
 def test_what_lasts_is_known_from_the_moment_it_is_put(disk, records):
     """What is in memory alone does not last."""
     gated, memory = Gated(disk), MemoryTier(64 * MIB)

@@ -92,8 +92,13 @@ class MemorySaver:
         """Whether blocks that are in memory only should be put again."""
         return False
 
-    def flush(self) -> None:
-        """Return once everything put so far is on disk or has been dropped."""
+    @property
+    def n_put(self) -> int:
+        """Records that were put so far, for `flush`."""
+        return 0
+
+    def flush(self, n_put: int | None = None) -> None:
+        """Return once everything put so far, or by then, is on disk or has been dropped."""
 
     def restoring(self) -> AbstractContextManager[None]:
         """While inside, saves wait."""
@@ -202,9 +207,13 @@ class Writer(MemorySaver):
         is_over = time.monotonic() >= self._backoff_until
         return policy is Policy.DURABLE or (policy.to_disk and is_over)
 
-    def flush(self) -> None:
+    @property
+    def n_put(self) -> int:
+        return self._n_put
+
+    def flush(self, n_put: int | None = None) -> None:
         with self._changed:
-            n_put = self._n_put
+            n_put = self._n_put if n_put is None else n_put
             self._n_flushing += 1
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._n_done >= n_put)

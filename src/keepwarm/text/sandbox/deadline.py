@@ -16,6 +16,7 @@ class PrepareStep(StrEnum):
 
     REQUEST = "for reading it; send a shorter one"
     PROMPT = "for the prompt; send a shorter one"
+    HISTORY = "for the turn before to be on disk; send it again"
     FORMAT = "for the answer's format; simplify it"
 
 
