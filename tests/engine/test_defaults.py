@@ -11,7 +11,7 @@ from keepwarm.cache.store import Budgets
 from keepwarm.device.memory import MemoryConfig
 from keepwarm.engine.admission import EngineConfig
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.lane import Lane
+from keepwarm.engine.lane import MAX_CHOICES, Lane
 from keepwarm.errors import BadInput, UnsupportedCache
 from keepwarm.models.load import load
 from keepwarm.text.request import KVOptions, Request
@@ -149,6 +149,18 @@ def test_a_lane_of_the_default_options_needs_no_run_of_the_model(models, tmp_pat
         assert len(model.module.shapes) == n_runs
         engine.prepare(ask([1, 2], kv=KVOptions(max_kv_size=64)))
         assert len(model.module.shapes) == n_runs + 1
+
+
+def test_a_tenant_may_choose_a_bounded_number_of_kv_options(models, tmp_path):
+    """Other tenants, and those chosen before, are as before."""
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        chosen = [KVOptions(max_kv_size=size) for size in range(32, 32 + MAX_CHOICES)]
+        for each in chosen:
+            engine.prepare(ask([1, 2], kv=each, tenant="other"))
+        with pytest.raises(BadInput, match="64 different kv options"):
+            engine.prepare(ask([1, 2], kv=KVOptions(max_kv_size=8), tenant="other"))
+        engine.prepare(ask([1, 2], kv=chosen[0], tenant="other"))
+        engine.prepare(ask([1, 2], kv=KVOptions(max_kv_size=8), tenant="mine"))
 
 
 def test_engine_whose_probe_fails_closes_the_store_that_it_opened(models, tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ from keepwarm.engine.admission import kv_bytes
 from keepwarm.engine.drafts import DraftGate
 from keepwarm.engine.live import Live, copy_without
 from keepwarm.engine.padding import RowSharing, VerdictsFile
+from keepwarm.errors import BadInput
 from keepwarm.models.load import Model, may_drift
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace
 from keepwarm.prefix.fingerprint import Identity, salt_of
@@ -33,6 +34,7 @@ from keepwarm.text.request import Inexact, KVOptions
 LOG = logging.getLogger(__name__)
 Call: TypeAlias = Callable[[Callable[[], Any]], Future[Any]]
 
+MAX_CHOICES = 64  # of KV options, by one tenant
 MIN_SHARED_TOKENS = 16  # a shorter shared prefix is not worth waiting for
 
 
@@ -327,10 +329,21 @@ class Lanes:
 
     def get(self, options: KVOptions, tenant: str) -> Lane:
         key = (options, tenant)
-        if key not in self._made:
-            with self._making:
-                self._made[key] = self._made.get(key) or self._make(options, tenant)
-        return self._made[key]
+        if (lane := self._made.get(key)) is not None:
+            return lane
+        with self._making:
+            if key not in self._made:
+                self._check_choices(tenant)
+                self._made[key] = self._make(options, tenant)
+            return self._made[key]
+
+    def _check_choices(self, tenant: str) -> None:
+        """Lanes are never freed, and anyone can name any size."""
+        if sum(owner == tenant for _, owner in self._made) >= MAX_CHOICES:
+            raise BadInput(
+                f"There were {MAX_CHOICES} different kv options since the start; use one of "
+                "those, or leave them out."
+            )
 
     def of_agent(self, lane: Lane, agent: str | None) -> Lane:
         """The lane that a tenant's agent runs in; from any thread. Reads the agent's file."""
