@@ -302,6 +302,45 @@ def test_a_block_in_a_slab_that_is_not_needed_is_left_out(tiny_model, pool):
         assembly.finish()
 
 
+@pytest.mark.parametrize(
+    ("architecture", "part"), [("llama", Part.DELTA), ("gemma3_text", Part.WINDOW)]
+)
+def test_a_bad_copy_of_a_block_leaves_nothing_filled(architecture, part, tiny_model, pool):
+    """The intact copy that is read after it fills all layers, also those before the bad one."""
+    model, tokens = tiny_model(architecture), prompt_of(512)
+    caches = prefill(model, kv.make_caches(model), tokens, 64)
+    layout = kv.layout_of(caches)
+    records = records_from(tokens, cut_blocks(caches, 512))
+    wanted = assembled(layout, 512, records, None)
+    assembly = kv.Assembly(layout, 512, pool)
+    for record in records:
+        if record.header.part is part:
+            with pytest.raises(BadRecord):
+                assembly.add(with_bad_end(block_of(record)))
+        assembly.add(block_of(record))
+    for a, b in zip(wanted, assembly.finish(), strict=True):
+        for left, right in zip(kv.encode(a).arrays(), kv.encode(b).arrays(), strict=True):
+            assert mx.array_equal(left, right)
+
+
+class Damaged(HostArray):
+    """Its file has other bytes than it had."""
+
+    @property
+    def words(self):
+        raise BadRecord("its bytes are others")
+
+
+def with_bad_end(block):
+    """The same block, where the last tensor of its rows is damaged."""
+
+    def damaged(tensors):
+        last = list(tensors)[-1:]
+        return {**tensors, **{name: Damaged(tensors[name].words, mx.float32) for name in last}}
+
+    return replace(block, delta=damaged(block.delta), window=damaged(block.window))
+
+
 def records_from(tokens, blocks):
     pairs = zip(chain(NAMESPACE, tokens), blocks, strict=True)
     return [record for ref, block in pairs for record in records_of(NAMESPACE, ref, block)]

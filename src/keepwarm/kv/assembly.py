@@ -279,20 +279,22 @@ class _LayerAssembly:
             name: RowAllocation(spec, n_rows, n_spare) for name, spec in self.leaf.tensors.items()
         }
 
-    def add(self, block: Block) -> None:
+    def add(self, block: Block) -> bool:
+        """Whether all rows that it needs of the block were added."""
         if self.leaf.kind is Kind.STATE:
             self._add_state(block)
         elif self.leaf.kind is Kind.WINDOW:
             if self.leaf.path in block.first_rows:
-                self._add_rows(block, block.window, block.first_rows[self.leaf.path])
+                return self._add_rows(block, block.window, block.first_rows[self.leaf.path])
         elif block.delta:
-            self._add_rows(block, block.delta, first_row=0)
+            return self._add_rows(block, block.delta, first_row=0)
+        return False
 
-    def _add_rows(self, block: Block, tensors: Mapping[str, Rows], first_row: int) -> None:
+    def _add_rows(self, block: Block, tensors: Mapping[str, Rows], first_row: int) -> bool:
         held = block.start + first_row
         start, end = max(block.start, self.first), min(block.end, self.n_tokens)
         if start >= end or held > start or block.index in self.filled_blocks:
-            return
+            return False
         n_held, where = block.end - held, self._where(block)
         is_whole = end - start == n_held
         for name, spec in self.leaf.tensors.items():
@@ -300,8 +302,7 @@ class _LayerAssembly:
             spec.check(rows, n_held, where)
             part = rows if is_whole else _between(rows, start - held, end - held)
             self.buffers[name].write(start - self.first, part)
-        if end == min(block.start + BLOCK_TOKENS, self.n_tokens):
-            self.filled_blocks.add(block.index)
+        return end == min(block.start + BLOCK_TOKENS, self.n_tokens)
 
     def destinations(self, plan: SlabPlan, block: Block) -> Iterator[Destination]:
         """Where the rows of a whole block go that is in a slab; checks it like any other."""
@@ -409,8 +410,9 @@ class Assembly:
             self._stage(block, self._staging)
 
     def _add_rows(self, block: Block) -> None:
-        for leaf in self._leaves.values():
-            leaf.add(block)
+        """If a layer's rows are bad, those before are dropped: another copy has to fill them."""
+        for leaf in [leaf for leaf in self._leaves.values() if leaf.add(block)]:
+            leaf.filled_blocks.add(block.index)
 
     def _stage(self, block: Block, staging: Staging) -> None:
         try:
