@@ -25,6 +25,7 @@ from keepwarm.prefix.turn import KeptTurn
 from keepwarm.records.record import Part
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.index import database
+from keepwarm.store.tier import agent_owner
 from tests.contract.test_tiers import Minutes
 from tests.store.kit import files_under, record, tokens_of
 
@@ -415,6 +416,15 @@ def test_a_turn_of_a_deleted_agent_leaves_no_block(disk_store):
     assert list(left) == [next(iter(chain(NAME, late))).key]
 
 
+def test_a_request_that_read_an_agent_while_it_was_deleted_knows_of_it(disk_store):
+    """It began after the deletion was noted, and before the agent was gone."""
+    turn(disk_store, "ops", tokens_of(300))
+    log, began = disk_store.disk.index.forgotten, []
+    disk_store.agents.delete("ops", lambda *_: began.append(log.generation()))
+    deletions = log.since(began[-1]).deletions
+    assert [each.owner for each in deletions] == [log.owner(agent_owner("ops"))]
+
+
 def test_deleting_finds_a_record_set_aside_under_another_name(disk_store):
     """Two files that were swapped lie in quarantine under each other's names."""
     mine, theirs = tokens_of(256), tokens_of(256, seed=2)
@@ -464,7 +474,7 @@ def test_deleting_one_of_many_leaves_nothing_in_the_index(disk_store):
     assert holds_any(disk_store.disk.root / "index.sqlite", pairs)
     disk_store.agents.delete("mine")
     assert not holds_any(disk_store.disk.root / "index.sqlite", pairs)
-    assert not (disk_store.disk.root / "index.sqlite-wal").read_bytes()
+    assert not holds_any(disk_store.disk.root / "index.sqlite-wal", pairs)
     assert len(list(disk_store.disk.walk())) == 121
 
 

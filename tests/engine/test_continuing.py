@@ -211,6 +211,19 @@ def test_an_answer_that_was_cancelled_is_continued_as_far_as_it_came(models, tmp
         assert turn("ops").turn.messages[1]["content"].startswith(heard)
 
 
+def test_a_turn_that_timed_out_and_is_asked_again_is_in_the_conversation_once(models, tmp_path):
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        ask(engine, ASK)
+        late = Request(messages=[NEXT], agent="ops", continues=True, timeout_s=0.5)
+        with pytest.raises(TimedOut):
+            engine.submit(replace(late, sampling=Sampling(max_tokens=3000, temperature=0))).result()
+        second = go_on(engine, NEXT)
+        assert second.receipt.continued
+        agents(engine)
+        messages = engine.store.on_disk.latest_turn("ops").turn.messages
+        assert [each["role"] for each in messages] == ["user", "assistant"] * 2
+
+
 def test_an_answer_cut_by_a_stop_string_is_continued_by_its_text(llama, tmp_path):
     """The tokens that it was cut in were generated, and never said."""
     with engine_on(llama, tmp_path) as engine:

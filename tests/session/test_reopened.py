@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -50,6 +51,14 @@ def test_after_a_restart(model, tmp_path):
         twin = Session(engine, system="Be brief.", messages=session.messages[:-2], sampling=FEW)
         assert twin.respond("Where?").text == reply.text
         assert session.n_turns == 4
+
+
+def test_opened_before_its_first_turn_is_on_disk_it_waits_for_it(model, tmp_path):
+    with engine_on(model, tmp_path) as engine:
+        engine._recorder._pool.submit(time.sleep, 0.5)
+        session = Session(engine, id="ops", sampling=FEW)
+        session.respond("Who?")
+        assert Session(engine, id="ops", sampling=FEW).messages == session.messages
 
 
 def test_rewound_forked_or_with_another_system_prompt_it_sends_its_messages(model, tmp_path):

@@ -338,6 +338,7 @@ class Agents:
                 before, agent = agent, self._now(agent)
                 if agent == before:
                     self._remove(agent_id)
+                    self._disk.forget(agent_owner(agent_id), ())  # by requests that read it since
                     break  # else a turn has ended meanwhile, and goes too
         with as_store_errors(self._disk, f"delete agent {agent_id!r}"):
             self._disk.flush()

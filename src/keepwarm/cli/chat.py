@@ -70,7 +70,7 @@ def chat(
 
 def _n_turns(engine: Engine, agent: str | None) -> int:
     """Turns of an agent in the store; 0 if it is new."""
-    if agent is None or not engine.store.knows_agent(agent):
+    if agent is None or not engine.knows_agent(agent):
         return 0
     return len(engine.store.on_disk.agents.show(agent).turns)
 

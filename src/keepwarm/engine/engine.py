@@ -363,6 +363,14 @@ class Engine:
             self._recorder.wait_until_done()
             self.store.flush()
 
+    def knows_agent(self, agent: str) -> bool:
+        """Whether there is an agent with this id that has turns, its latest one included."""
+        with suppress(Stopping):  # a closed engine has recorded all
+            self.call(lambda: None).result()  # answers are sent before they are kept
+            if self._recorder.has_unrecorded(agent):
+                self._recorder.wait_until_done()
+        return self.store.knows_agent(agent)
+
     def forget(self, agent: str) -> int:
         """Delete an agent and every block that only it uses; the number of blocks."""
         self.wait_until_saved()

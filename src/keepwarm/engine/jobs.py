@@ -231,6 +231,7 @@ class Job:
     clock: Clock = time.perf_counter
     arrival: Arrival | None = None  # None: when the engine got it
     lease: Lease | None = None
+    error: KeepwarmError | None = None  # it ended with
     receipt: Receipt | None = None
     sequences: list[RunningSequence] = field(default_factory=list)
     n_prefilled: int = 0  # tokens of its prompt that the model was fed
@@ -419,6 +420,7 @@ class Job:
         """Send the last event; only the first call has an effect."""
         if self.ended:
             return
+        self.error = error
         self.advance(JobStatus.DONE)
         self.release()
         if error is None and self.receipt is not None:

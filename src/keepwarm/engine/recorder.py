@@ -25,7 +25,7 @@ from keepwarm.cache.restore.restorer import Capture
 from keepwarm.cache.store import Store
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.jobs import Job, RunningSequence
-from keepwarm.errors import KeepwarmError, Stopping, StoreFailed
+from keepwarm.errors import EngineFailed, KeepwarmError, Stopping, StoreFailed, TimedOut
 from keepwarm.prefix.blocks import pack
 from keepwarm.prefix.policy import Policy
 from keepwarm.prefix.recent import NearestPrompt, RecentPrompts
@@ -54,6 +54,7 @@ AUDIT_PRIORITY = -1_000_000  # after all requests of clients
 SCORED_TOP = 20  # tokens that are compared at each place, where blocks are rounded
 MAX_NATS = 0.05  # that rounding may cost an answer; on average q4 costs 0.003
 LOG = logging.getLogger(__name__)
+RETRIED = (TimedOut, Stopping, EngineFailed)
 Post: TypeAlias = Callable[[Callable[[], None]], None]
 Work: TypeAlias = Callable[[Job, list[int]], None]
 
@@ -77,7 +78,7 @@ class Recorder:
     def record_sequence(self, sequence: RunningSequence) -> None:
         """After a sequence has ended: record its agent's new turn, pin its breakpoints."""
         job, tokens = sequence.job, list(sequence.tokens)
-        if sequence.choice == 0 and self._is_recorded(job.request):
+        if sequence.choice == 0 and self._is_recorded(job):
             with self._noting:
                 self._unrecorded[str(job.request.agent)] = job
             called = sequence.reason == "tool_calls"
@@ -88,20 +89,30 @@ class Recorder:
         if job.request.policy.to_disk and self._store.settings.share_at_once:
             self._submit(self._share, job, tokens)
 
-    def _is_recorded(self, request: Request) -> bool:
-        """Whether the turn is an agent's; of an ephemeral one it is known in memory only."""
+    def _is_recorded(self, job: Job) -> bool:
+        """Whether the turn is an agent's; of an ephemeral one it is known in memory only.
+
+        One that failed is asked again: a recorded question would be in the conversation twice.
+        """
+        request = job.request
         if request.agent is None or request.nameless:
+            return False
+        if request.continues and isinstance(job.error, RETRIED):
             return False
         return request.policy.to_disk or self._store.is_ephemeral(request.agent)
 
+    def has_unrecorded(self, agent_id: str) -> bool:
+        """Whether the latest turn of an agent is not in the store yet."""
+        return agent_id in self._unrecorded
+
     def wait_until_recorded(self, agent_id: str, deadline: PrepareDeadline) -> None:
         """Return once the latest turn of an agent is in the store; from any thread."""
-        if agent_id in self._unrecorded:
+        if self.has_unrecorded(agent_id):
             deadline.begin(PrepareStep.HISTORY)
             with suppress(TimeoutError):
                 self._pool.submit(int).result(deadline.left_s)
             deadline.check()
-        if agent_id in self._unrecorded:
+        if self.has_unrecorded(agent_id):
             raise StoreFailed(
                 f"The latest turn of agent {agent_id!r} could not be recorded; look at the "
                 "store's disk, and send the whole conversation."

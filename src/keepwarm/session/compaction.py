@@ -101,7 +101,7 @@ class Compaction:
     def finish(self, result: Result) -> Compacted:
         """Have the agent go on from its summary, which is prefilled."""
         self._engine.wait_until_saved()
-        if self._engine.store.knows_agent(str(self._plain.agent)):
+        if self._engine.knows_agent(str(self._plain.agent)):
             self._restart_agent()
         summary = str(self.messages[-1]["content"])
         return Compacted(summary, result.usage.prompt_tokens, len(self._tokens), result.receipt)

@@ -403,7 +403,7 @@ class KnownConversation:
     @classmethod
     def of_agent(cls, engine: Engine, options: Request) -> Self:
         """What the store has of a session's agent."""
-        if not engine.store.knows_agent(str(options.agent)):
+        if not engine.knows_agent(str(options.agent)):
             return cls()
         try:
             request, _ = engine.resolve(replace(options, messages=(), continues=True))

@@ -106,6 +106,17 @@ def test_response_that_may_not_be_on_disk_is_in_memory_only(serving, tmp_path):
     assert not files(tmp_path)
 
 
+def test_response_of_an_ephemeral_fork_is_in_memory_only(serving, tmp_path):
+    with serving(home=tmp_path) as live:
+        ask(live, "Who?", store=False, headers=TO_OPS)
+        live.host.engine.wait_until_saved()
+        fork = {"id": "copy", "ephemeral": True}
+        assert live.post("/v1/agents/ops/fork", fork).status_code == 200
+        kept = ask(live, "Who?", headers={"X-Keepwarm-Agent": "copy"})
+        assert live.get(f"/v1/responses/{kept['id']}").status_code == 200
+    assert not files(tmp_path)
+
+
 @pytest.fixture
 def texts(tmp_path):
     disk = DiskTier(tmp_path)

@@ -175,7 +175,9 @@ async def create_response(body: ResponsesRequest, call: Call, answers: Answers) 
         n_dropped=n_dropped,
         pieces=host.pieces if wants_logprobs else None,
     )
-    save = partial(answers.save, request, items, len(items_of(body.input)), since)
+    policy = host.engine.store.policy_for(request.agent, request.policy)
+    stored = replace(request, policy=policy)
+    save = partial(answers.save, stored, items, len(items_of(body.input)), since)
     builder = ResponseBuilder(response, options, save)
     if body.background:
         budget = answers.background.budget
