@@ -61,6 +61,22 @@ def test_opened_before_its_first_turn_is_on_disk_it_waits_for_it(model, tmp_path
         assert Session(engine, id="ops", sampling=FEW).messages == session.messages
 
 
+@pytest.mark.parametrize("turn", [0, 1])
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_rewound_it_is_opened_again_as_it_was_left(model, tmp_path, turn, goes_on):
+    with engine_on(model, tmp_path) as engine:
+        session = Session(engine, id="ops", sampling=FEW)
+        for question in ("Who?", "Why?"):
+            session.respond(question)
+        session.rewind(turn)
+        if goes_on:
+            session.respond("What is the quick brown fox?")
+        engine.wait_until_saved()
+        assert Session(engine, id="ops", sampling=FEW).messages == session.messages
+    with engine_on(model, tmp_path) as engine:
+        assert Session(engine, id="ops", sampling=FEW).messages == session.messages
+
+
 def test_rewound_forked_or_with_another_system_prompt_it_sends_its_messages(model, tmp_path):
     with engine_on(model, tmp_path) as engine:
         Session(engine, id="ops", system="Be brief.", sampling=FEW).respond("Who?")

@@ -507,7 +507,9 @@ class Session:
         return len(self._turn_ends)
 
     def rewind(self, turn: int) -> None:
-        """Drop the turns after this one (0: all of them). The cached prefix stays."""
+        """Drop the turns after this one (0: all of them), of the session's agent too. The cached
+        prefix stays.
+        """
         with self._gate.hold("refuse"):
             if not 0 <= turn <= self.n_turns:
                 raise BadInput(f"The session has {self.n_turns} turns; there is no turn {turn}.")
@@ -516,11 +518,19 @@ class Session:
                     "The earlier messages of this session were not kept; rewind its agent in the "
                     "store, and open the session again."
                 )
+            self._rewind_agent(turn)
             self._turn_ends = self._turn_ends[:turn]
             self._messages = self._messages[: self._turn_ends[-1] if turn else 0]
             self._known = KnownConversation()
             with suppress(Stopping):
                 self.engine.call(lambda: self.engine.live.abandon(self.id)).result()
+
+    def _rewind_agent(self, turn: int) -> None:
+        """If it has the same turns: of one with rounds of tools the next answer opens a branch."""
+        if not self._defaults.nameless and self.engine.knows_agent(self.id):
+            agents = self.engine.store.on_disk.agents
+            if len(agents.show(self.id).turns) == self.n_turns:
+                agents.rewind(self.id, turn)
 
     def fork(self, id: str | None = None) -> Session:  # noqa: A002
         """Another session with the same messages; their common prefix is not computed again."""
