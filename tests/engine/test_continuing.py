@@ -11,6 +11,7 @@ import pytest
 import keepwarm
 from keepwarm.agents.agent import Branch
 from keepwarm.agents.texts import TurnFiles
+from keepwarm.engine.batch import Batch
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput, Cancelled, StoreFailed, TimedOut, UnknownAgent
 from keepwarm.prefix.blocks import BlockKey
@@ -222,6 +223,26 @@ def test_a_turn_that_timed_out_and_is_asked_again_is_in_the_conversation_once(mo
         agents(engine)
         messages = engine.store.on_disk.latest_turn("ops").turn.messages
         assert [each["role"] for each in messages] == ["user", "assistant"] * 2
+
+
+def test_a_turn_whose_last_step_failed_is_continued(models, tmp_path, monkeypatch):
+    """It was answered: only its caches are lost."""
+    feed, failures = Batch.feed, ["once"]
+
+    def fail_at_the_end(batch, *given):
+        if failures and any(row.reason for row in batch.rows):
+            raise RuntimeError(failures.pop())
+        return feed(batch, *given)
+
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        first = ask(engine, ASK)
+        monkeypatch.setattr(Batch, "feed", fail_at_the_end)
+        second = go_on(engine, NEXT)
+        agents(engine)
+        assert not failures
+        assert engine.store.on_disk.latest_turn("ops").turn.messages[2:] == [NEXT, said(second)]
+        talk = [ASK, said(first), NEXT, said(second), LAST]
+        assert go_on(engine, LAST).usage.prompt_tokens == len(prompt_of(engine, *talk))
 
 
 def test_an_answer_cut_by_a_stop_string_is_continued_by_its_text(llama, tmp_path):

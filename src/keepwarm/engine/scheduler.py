@@ -390,6 +390,11 @@ class Keeper:
         with self._saving():
             self._on_kept(row)
 
+    def keep_turn(self, row: RunningSequence) -> None:
+        """Call `on_kept` alone: the sequence is finished, but its caches may be wrong."""
+        with self._saving():
+            self._on_kept(row)
+
     def keep_prompt(self, task: PrefillTask) -> None:
         """Keep a prompt that is cached without an answer."""
         self.keep_prefix(task)
@@ -950,6 +955,8 @@ class Scheduler:
             self._end_computed(row.job)
         mx.clear_cache()
         for row in rows:
+            if row.reason and row.job.error is None:
+                self._keeper.keep_turn(row)
             if row.job.ended or row.reason:
                 continue
             try:
