@@ -290,6 +290,26 @@ def test_nothing_goes_for_a_record_that_would_not_fit_anyway(tmp_path, clock, mo
     tier.close()
 
 
+def test_one_batch_goes_where_deletions_leave_no_more_space(tmp_path, clock, monkeypatch):
+    """A snapshot holds what is deleted: to empty the cache would not help."""
+    tier = DiskTier(tmp_path / "store", DiskLimits(None, 1 << 30), BrokenFiles(), clock)
+    usage = shutil.disk_usage(tmp_path)
+    free = 1 << 40
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+    put_all(tier, [single(number) for number in range(40)])
+    free, n_evicted = 1 << 30, []  # a whole record is missing
+    for seconds in (60, 30, 40, 0):
+        clock.now += seconds
+        assert not tier.put(single(1000 + len(n_evicted))).stored
+        n_evicted.append(tier.stats().evicted)
+    first = n_evicted[0]
+    assert 0 < first < 5
+    assert n_evicted == [first, first, 2 * first, 2 * first]
+    free = 1 << 40
+    assert tier.put(single(2000)).stored, "the snapshot is gone"
+    tier.close()
+
+
 # Checkpoints
 
 

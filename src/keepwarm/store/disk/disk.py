@@ -10,6 +10,7 @@ Files are read and verified; a bad one is quarantined with the reason.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import sqlite3
@@ -73,6 +74,7 @@ Use: TypeAlias = Callable[[BinaryIO, VerifiedHeader], T]
 MAX_KNOWN = 1 << 16  # files
 MAX_FAULTS = 64
 INDEX_ROOM = 1 << 19  # what index and log may grow by in one put or deletion
+VAIN_S = 60.0  # that nothing is evicted for, after deletions that left no more space
 
 
 class Pages:
@@ -344,6 +346,7 @@ class DiskTier:
         self._clock = clock
         self._refused = RefusedBlocks()
         self._is_stuck = False  # another process may be stopped
+        self._in_vain_at = -math.inf  # the latest eviction that left no more space
         self.generation: int | None = None  # that the caller knows of; others' puts do not ask
         # Whether a record was not forgotten between its caller's look at it and its put.
         self.is_wanted: Callable[[Header], bool] = lambda _: True
@@ -599,26 +602,37 @@ class DiskTier:
                 return None
 
     def _evict(self, header: Header, n_bytes: int) -> bool:
-        """Evict for a record of so many bytes; False if nothing could be evicted."""
-        priority = self.index.priority_of(header, n_bytes, self._clock())
+        """Evict for a record of so many bytes; False if nothing could be evicted.
+
+        Snapshots keep the space of deleted files: a whole cache could go for one record.
+        """
+        now = self._clock()
+        priority = self.index.priority_of(header, n_bytes, now)
         with self.records.names_lock.hold():
-            missing = self._missing_bytes(n_bytes)
+            short, missing = self._short_bytes(n_bytes), self._missing_bytes(n_bytes)
             if missing <= 0:  # another process has just evicted
                 return True
+            if short > 0 and 0 <= now - self._in_vain_at < VAIN_S:
+                return False
             self.index.follow_clock(self._clock())
             self.index.expire_ttl_pins(self._clock())
             victims = self.index.select_victims(missing, {header.key, header.parent}, priority)
             self._finish_deleting(victims)
+            if victims and 0 < short <= self._short_bytes(n_bytes):
+                self._in_vain_at = now
         self.records.counts.add(evicted=len(victims))
         return bool(victims)
 
     def _missing_bytes(self, n_bytes: int) -> int:
         """How many bytes must be freed before so many can be written."""
-        short = n_bytes + self.limits.min_free_bytes - shutil.disk_usage(self.root).free
-        limit = self._record_limit()
+        short, limit = self._short_bytes(n_bytes), self._record_limit()
         if limit is None:
             return short
         return max(short, self.index.lookups.n_bytes() + n_bytes - limit)
+
+    def _short_bytes(self, n_bytes: int) -> int:
+        """How many of them the file system lacks."""
+        return n_bytes + self.limits.min_free_bytes - shutil.disk_usage(self.root).free
 
     def _record_limit(self) -> int | None:
         if self.limits.max_bytes is None:
