@@ -522,6 +522,19 @@ def test_client_that_leaves_frees_the_engine(live, api):
 
 
 @EVERY
+def test_stream_that_is_cancelled_from_elsewhere_ends_with_an_error(live, api):
+    """Whose client still reads: without one, half an answer would look like a whole one."""
+    read_vocabulary(live, LONG_TEXT)
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(stream, live, api, **ENDLESS)
+        wait_until(lambda: live.host.engine.stats().decoding, 60)
+        (entry,) = live.get("/v1/dashboard/now").json()["running"]
+        answer = live.post(f"/v1/dashboard/requests/{entry['number']}/cancel", {})
+        assert answer.json()["cancelled"] is True
+        assert "cancelled" in api.failed(reading.result().text)
+
+
+@EVERY
 def test_many_streams_at_once_answer_as_alone(live, api):
     questions = [f"Question {number} of the user of {api.name}?" for number in range(4)]
     alone = [api.read(ask(live, api, question).json()).text for question in questions]

@@ -130,7 +130,10 @@ def test_an_error_before_the_plan_is_not_a_stream():
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("error", [EngineFailed("It broke; ask again."), Busy("No room.")])
+@pytest.mark.parametrize(
+    "error",
+    [EngineFailed("It broke; ask again."), Busy("No room."), Cancelled("By its operator.")],
+)
 def test_an_error_in_the_stream_is_said_in_the_stream(error):
     client = run_stream([*ANSWER[:2], error])
     *_, said, end = data(client.body)

@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict
 
 from keepwarm.engine.answer import collect
-from keepwarm.errors import Cancelled, EngineFailed
+from keepwarm.errors import EngineFailed
 from keepwarm.server.http.problems import Problem, problem_of
 from keepwarm.text.request import Event, Inexact, Progress, Receipt, Result, Started
 
@@ -225,9 +225,6 @@ class EventStream(Response):
                     await self._plan(event.receipt, send)
                 if frames := self._encoder.event(event):
                     await self._send(send, frames)
-        except Cancelled:
-            if not self._opened:
-                raise  # otherwise the client is gone
         except Exception as error:
             if not self._opened:
                 raise
