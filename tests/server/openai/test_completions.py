@@ -118,6 +118,14 @@ def test_echo_is_the_prompt_before_the_answer_or_alone(client):
     assert [joined(chunks, index) for index in range(2)] == PROMPTS
 
 
+@pytest.mark.parametrize("token", [-1, 1 << 31, 1 << 32, 1 << 70])
+def test_echo_of_a_token_that_is_none_is_refused_as_without_it(live, token):
+    body = {"prompt": [5, token], "max_tokens": 1}
+    refused = [live.post("/v1/completions", body | {"echo": echo}) for echo in (False, True)]
+    assert [answer.status_code for answer in refused] == [400, 400]
+    assert refused[0].json() == refused[1].json()
+
+
 # Logprobs
 
 

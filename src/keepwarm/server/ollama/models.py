@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 BEAT_S = 1.0
 NEVER = "9999-12-31T23:59:59Z"
+MOST_LEFT_S = 1e10  # dates end with the year 9999
 WEIGHTS = ("*.safetensors", "*.gguf")
 INDEX = "model.safetensors.index.json"  # mlx-lm writes the number of parameters into it
 EMBEDDER_FILES = ("modules.json", "config_sentence_transformers.json")
@@ -229,7 +230,8 @@ def _template(path: Path) -> str:
 def _expires_at(models: Models, name: str) -> str:
     slot = models.known(name)
     until = models.slots.kept_until(slot) if slot else math.inf
-    return NEVER if math.isinf(until) else _iso(time.time() + until - time.monotonic())
+    left_s = until - time.monotonic()
+    return NEVER if left_s > MOST_LEFT_S else _iso(time.time() + left_s)
 
 
 def _iso(when: float) -> str:

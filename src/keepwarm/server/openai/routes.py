@@ -90,8 +90,13 @@ def _echoed(host: EngineHost, body: CompletionRequest) -> list[str]:
     prompts = prompts_of(body.prompt)
     if not body.echo:
         return [""] * len(prompts)
-    tokenizer = host.engine.model.tokenizer
-    return [p if isinstance(p, str) else decode(tokenizer, p) for p in prompts]
+    return [p if isinstance(p, str) else _text_of(host, p) for p in prompts]
+
+
+def _text_of(host: EngineHost, tokens: Sequence[int]) -> str:
+    """Without ids that no tokenizer takes: the engine refuses them."""
+    possible = [token for token in tokens if 0 <= token < 1 << 31]
+    return decode(host.engine.model.tokenizer, possible)
 
 
 def _meta(host: EngineHost, prefix: str) -> CompletionMeta:
