@@ -99,8 +99,12 @@ def test_response_that_fails_or_is_cancelled_is_not_kept_by_its_builder():
     ],
 )
 def test_failures_have_codes_that_clients_know(problem, code):
-    (event,) = RESPONSES.events(ResponseStream(responses_builder()).problem(problem).decode())
-    assert event["response"]["error"]["code"] == code
+    """Also of a stream that had no event yet: the official client wants `created` before all."""
+    stream = ResponseStream(responses_builder())
+    created, failed = RESPONSES.events(stream.problem(problem).decode())
+    assert (created["type"], created["response"]["error"]) == ("response.created", None)
+    assert failed["response"]["error"]["code"] == code
+    assert "response.created" not in stream.problem(problem).decode()
 
 
 # By the official client

@@ -381,16 +381,14 @@ class ResponseStream:
     def event(self, event: Event) -> bytes:
         return self._frames(self._builder.add(event))
 
-    def created(self) -> bytes:
-        return self._frames([self._builder.state("created")])
-
     def keep_alive(self, progress: Progress | None) -> bytes:
         """An event, not a comment: some clients time out between events."""
         event = self._builder.state("in_progress")
         return self._frames([event | {"keepwarm": json.loads(progress_json(progress))}])
 
     def problem(self, problem: Problem) -> bytes:
-        return self._frames(self._builder.fail(problem))
+        created = [] if self._sent else [self._builder.state("created")]  # clients expect it first
+        return self._frames([*created, *self._builder.fail(problem)])
 
     def _frames(self, events: Frames) -> bytes:
         first, self._sent = self._sent, self._sent + len(events)
@@ -409,7 +407,7 @@ def numbered_frame(event: Fields, number: int) -> bytes:
 def failed_stream(response: Fields, problem: Problem) -> bytes:
     """The whole stream of a response that fails before it starts."""
     stream = ResponseStream(ResponseBuilder(response, AnswerOptions(), lambda _: None))
-    return stream.created() + stream.problem(problem)
+    return stream.problem(problem)
 
 
 def _failure(problem: Problem) -> Fields:
