@@ -217,6 +217,21 @@ def test_launch_forwards_a_signal_that_another_thread_gets_while_the_client_star
     assert done.returncode == 0
 
 
+@pytest.mark.parametrize("text", ["#!/gone/python\n", "exit 0\n"])
+def test_launch_says_which_program_cannot_be_started(live, environ, tmp_path, text):
+    """A script without its interpreter, or without its first line; signals are as they were."""
+    program = tmp_path / "bin" / "broken"
+    program.write_text(text)
+    program.chmod(0o755)
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGCHLD)]
+    answer = launch_here(environ, "any", "--url", live.url, "--", "broken")
+    assert answer.returncode == 2
+    assert f"{program} cannot be started" in answer.stderr
+    assert len(answer.stderr.splitlines()) == 1
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGCHLD)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
 def test_codex_is_told_in_toml():
     """Values that are strange in a shell or in TOML come through."""
     name = 'models/"odd" name\\x'

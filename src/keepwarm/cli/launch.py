@@ -294,14 +294,26 @@ def _wait(program: str, command: list[str], environ: Mapping[str, str]) -> int:
     signal.set_wakeup_fd(writer)  # gets the number of each signal
     for number in usual:  # before the client starts: blocking them binds no library's thread
         signal.signal(number, lambda *_: None)
-    client = os.posix_spawn(program, command, environ)
-    while not (ended := os.waitpid(client, os.WNOHANG))[0]:
-        for told in set(os.read(reader, 64)).intersection(forwarded):
-            os.kill(client, told)
-    signal.set_wakeup_fd(-1)
-    for number, handler in usual.items():
-        signal.signal(number, handler)
-    os.close(reader)
-    os.close(writer)
+    try:
+        client = _spawned(program, command, environ)
+        while not (ended := os.waitpid(client, os.WNOHANG))[0]:
+            for told in set(os.read(reader, 64)).intersection(forwarded):
+                os.kill(client, told)
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+        os.close(reader)
+        os.close(writer)
     status = os.waitstatus_to_exitcode(ended[1])
     return status if status >= 0 else 128 - status
+
+
+def _spawned(program: str, command: list[str], environ: Mapping[str, str]) -> int:
+    """The client's process id."""
+    try:
+        return os.posix_spawn(program, command, environ)
+    except OSError as error:
+        raise BadInput(
+            f"{program} cannot be started: {error.strerror}; install it again."
+        ) from error
