@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import keepwarm
-from keepwarm.errors import BadInput
+from keepwarm.errors import BadInput, Busy
 from keepwarm.session.compaction import INSTRUCTION, Compaction
 from keepwarm.session.session import Session
 from keepwarm.text.request import Request, Sampling
@@ -76,6 +76,20 @@ def test_an_agent_goes_on_from_its_summary(engine):
     said = [each["content"] for each in turn.messages]
     assert said[:4] == [SYSTEM, "Sum up.", made.summary, "Why?"]
     assert Session(engine, id="ops").system == SYSTEM
+
+
+def test_a_turn_that_ends_during_a_compaction_is_not_lost(engine):
+    Session(engine, id="ops", sampling=FEW).respond("What is the quick brown fox?")
+    engine.wait_until_saved()
+    work = Compaction.of_agent(engine, Request(agent="ops"), "Sum up.", 12)
+    result = engine.submit(work.request).result()
+    question = {"role": "user", "content": "And the lazy dog?"}
+    asked = Request(messages=[question], agent="ops", sampling=FEW, continues=True)
+    engine.submit(asked).result()
+    work.warm(result).result()
+    with pytest.raises(Busy, match="gone on while"):
+        work.finish(result)
+    assert question in engine.store.on_disk.latest_turn("ops").turn.messages
 
 
 def test_who_cannot_be_compacted_stays_as_he_is(engine):

@@ -13,7 +13,7 @@ from itertools import takewhile
 
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
-from keepwarm.errors import BadInput
+from keepwarm.errors import BadInput, Busy
 from keepwarm.prefix.blocks import chain, common_prefix
 from keepwarm.prefix.policy import Policy
 from keepwarm.prefix.turn import KeptTurn
@@ -57,6 +57,7 @@ class Compaction:
         self._engine = engine
         self.messages: list[Message] = []  # of the conversation from now on
         self._tokens: list[int] = []
+        self._n_read: int | None = None  # messages of the agent in the store
         self._ask = {"role": "user", "content": instruction or INSTRUCTION}
         self._first = list(takewhile(lambda each: each["role"] in SYSTEM_ROLES, messages))
         self.request = replace(
@@ -80,7 +81,9 @@ class Compaction:
                 f"Agent {options.agent!r} cannot be compacted, because it has no messages that "
                 "were kept; send the whole conversation once under its id."
             )
-        return cls(engine, request, turn.messages, instruction, max_tokens)
+        work = cls(engine, request, turn.messages, instruction, max_tokens)
+        work._n_read = len(turn.messages)
+        return work
 
     def warm(self, result: Result) -> Answer:
         """Prefill what the next turn begins with, after all that clients wait for.
@@ -99,7 +102,9 @@ class Compaction:
         return self._engine.warm(request)
 
     def finish(self, result: Result) -> Compacted:
-        """Have the agent go on from its summary, which is prefilled."""
+        """Have the agent go on from its summary, which is prefilled. Raises if it has gone on
+        meanwhile: the summary would lose that.
+        """
         self._engine.wait_until_saved()
         if self._engine.knows_agent(str(self._plain.agent)):
             self._restart_agent()
@@ -107,6 +112,9 @@ class Compaction:
         return Compacted(summary, result.usage.prompt_tokens, len(self._tokens), result.receipt)
 
     def _restart_agent(self) -> None:
+        now = self._engine.store.on_disk.latest_turn(str(self._plain.agent)).turn
+        if self._n_read is not None and now is not None and len(now.messages) != self._n_read:
+            raise Busy("The conversation has gone on while it was summed up; try again.")
         _, lane = self._engine.resolve(self._plain)
         namespace = lane.for_prompt(len(self._tokens)).restorer.namespace
         agents, agent_id = self._engine.store.on_disk.agents, str(self._plain.agent)
