@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from threading import Thread
 from typing import Any, BinaryIO
@@ -17,7 +18,7 @@ import pytest
 
 from keepwarm.records.record import Part
 from keepwarm.store.atomic import Files
-from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
+from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier, StagedRecords
 from tests.store.disk import contend
 from tests.store.disk.crash import WORLD, Block, holds_its_content
 from tests.store.disk.test_crash import check_files
@@ -297,6 +298,58 @@ def test_a_failed_write_leaves_nothing(
     assert put.durable.exception() is not None
     assert not list((tmp_path / "tmp").rglob("*.tmp"))
     assert not tier.index.lookups.writers()
+
+
+def refuse(*_: object) -> None:
+    raise sqlite3.OperationalError("database or disk is full")
+
+
+@pytest.fixture(params=["directory", "index"])
+def failing(
+    request: pytest.FixtureRequest,
+    two: tuple[DiskTier, DiskTier],
+    meanwhile: Meanwhile,
+    monkeypatch: pytest.MonkeyPatch,
+) -> DiskTier:
+    """Fails after the rename: to sync the directory, or to add the row."""
+    tier, _ = two
+    tier.put(WORLD[0].record(Part.WINDOW, w_rows=1))
+    if request.param == "directory":
+        meanwhile.published = refuse
+    else:
+        monkeypatch.setattr(tier.index, "add", refuse)
+    return tier
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_a_record_whose_row_could_not_be_added_leaves_no_file(
+    failing: DiskTier, tmp_path: Path, is_staged: bool
+) -> None:
+    """Nobody could delete it, and the next start would let it be found."""
+    one = WORLD[0].record()
+    if is_staged:
+        with StagedRecords(failing) as staged:
+            assert staged.add(one)
+            with pytest.raises(sqlite3.OperationalError):
+                staged.publish()
+    else:
+        assert failing.put(one).durable.exception() is not None
+    assert agrees_with_files(failing)
+    assert not failing.index.lookups.writers()
+    with closing(DiskTier(tmp_path)) as again:
+        assert again.have([WORLD[0].key])[WORLD[0].key].parts == {Part.WINDOW}
+
+
+def test_a_record_that_has_replaced_another_stays_without_its_row(
+    failing: DiskTier, tmp_path: Path
+) -> None:
+    """The other's row leads to it."""
+    put = failing.put(WORLD[0].record(Part.WINDOW, w_rows=3))
+    assert put.durable.exception() is not None
+    assert failing.read(WORLD[0].key, Part.WINDOW) is not None
+    with closing(DiskTier(tmp_path)) as again:
+        assert again.have([WORLD[0].key])[WORLD[0].key].w_rows == 3
+        assert agrees_with_files(again)
 
 
 def test_processes_that_start_at_once_share_one_index(tmp_path: Path) -> None:

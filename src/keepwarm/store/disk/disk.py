@@ -574,9 +574,25 @@ class DiskTier:
                 self.files.discard(temp)
                 self.index.cancel(reservation)
                 return False
-            self.files.publish(temp, target)
-            self.index.add(header, n_bytes, self._clock(), reservation, prefill)
+            try:
+                self.files.publish(temp, target)
+                self.index.add(header, n_bytes, self._clock(), reservation, prefill)
+            except BaseException:
+                if not temp.exists():  # it has its final name
+                    self._remove_without_row(header)
+                raise
             return True
+
+    def _remove_without_row(self, header: Header) -> None:
+        """Nobody could delete it, and the next start would let it be found. A row is that of a
+        record which it has replaced, and serves as well.
+        """
+        known = None
+        with suppress(OSError, sqlite3.Error):
+            known = self.index.lookups.have([header.key]).get(header.key)
+        if known is None or header.part not in known.parts:
+            with suppress(OSError):
+                self.files.remove(self.records.path_of(header.key, header.part))
 
     def ensure_directory(self, path: Path) -> None:
         """Once per process: a directory that another has just made may not be synced yet."""
