@@ -4,6 +4,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import httpx
 import psutil
 import pytest
 
@@ -84,6 +85,16 @@ def test_one_in_use_does_not_go(several, big, small, n_bytes):
             assert loaded(live) == ["big"]
         assert chat(live, "big")["model"] == "big"  # it takes requests again
         assert loads(live) == {"big": 1, "small": 0}
+
+
+def test_who_has_left_waits_for_no_model(several, big, small, n_bytes):
+    names = (f"big={big}", f"small={small}")
+    with several(*names, weights_bytes=n_bytes + 1, load_wait_s=300) as live:
+        slot = live.models.known("small")
+        with in_use(live, "big"):
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{live.url}{CHAT}", json=asked("small"), timeout=0.5, verify=False)
+            wait_until(lambda: not slot.n_waiting, 20)
 
 
 def test_a_model_in_use_takes_requests_while_another_waits_for_its_room(

@@ -260,6 +260,10 @@ class PrepareSlot:
             self._deadline.cancel()
             raise
 
+    def check_client(self) -> None:
+        """Raise if the client is gone."""
+        self._deadline.check_client()
+
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
         """Inside, others prepare; the time that passes does not count."""

@@ -242,7 +242,7 @@ class Models:
         found = await self._find(name, slot.on_thread, to_embed)
         if not self._lease(found, slot.held, slot.owner):
             async with slot.paused():
-                await self._wait_for(found, slot.held, slot.owner)
+                await self._wait_for(found, slot.held, slot.owner, slot.check_client)
         return found.host
 
     @asynccontextmanager
@@ -346,12 +346,18 @@ class Models:
             raise Stopping("The model is being unloaded; retry in a few seconds.")
         return False
 
-    async def _wait_for(self, slot: Slot, held: ExitStack, owner: str) -> None:
-        """Have it loaded and take a lease, also if it takes requests of this key again before."""
+    async def _wait_for(
+        self, slot: Slot, held: ExitStack, owner: str, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Have it loaded and take a lease, also if it takes requests of this key again before.
+
+        `check` raises when the client is gone.
+        """
         end = time.monotonic() + self._settings.load_wait_s
         loading: asyncio.Future[None] | None = None
         with self.slots.waiting(slot, owner):
             while not self._lease(slot, held, owner):
+                check()
                 if loading is not None and loading.done():
                     loading.result()
                     loading = None
