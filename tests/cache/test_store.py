@@ -3,6 +3,8 @@
 import re
 import runpy
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,11 +15,18 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 import keepwarm
+from keepwarm.cache.store import Budgets
+from keepwarm.concurrency import CallDeadline
 from keepwarm.errors import BadInput, CacheError
+from keepwarm.records.record import Part
+from keepwarm.store.tier import NamedBlock
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.compare import assert_same
 from tests.kit.models import LAYER_KINDS
 from tests.kit.runs import FedCounter, cold, continue_from, prefill, prompt_of
+from tests.store.kit import chain_of
+
+SOON = 30.0
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "prompt_cache.py"
 
@@ -203,3 +212,32 @@ def test_the_example_twice(tmp_path, monkeypatch, capsys):
     assert [int(n) for n, _ in warm] == [0, total - 1]
     answers = [out.splitlines()[-1] for out in outputs]
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_what_is_deleted_while_it_is_fetched_does_not_come_back(tmp_path, monkeypatch, is_deleted):
+    """From a shared tier, into memory."""
+    (tmp_path / "place").mkdir()
+    monkeypatch.setenv("KEEPWARM_REMOTE", (tmp_path / "place").as_uri())
+    one, reads, goes_on = chain_of(1)[0], threading.Event(), threading.Event()
+    key = one.header.key
+    budgets = Budgets(memory_bytes=1 << 20, min_free_disk_bytes=0)
+    with keepwarm.Store(tmp_path / "store", budgets) as store, ThreadPoolExecutor() as threads:
+        (tier,) = store._lookups.shared
+        assert tier.put(one).stored
+        fetch = tier.backend.fetch
+
+        def slow_fetch(*arguments, **options):
+            reads.set()
+            assert goes_on.wait(SOON)
+            return fetch(*arguments, **options)
+
+        monkeypatch.setattr(tier.backend, "fetch", slow_fetch)
+        found = threads.submit(tier.read, key, Part.DELTA, deadline=CallDeadline(SOON))
+        assert reads.wait(SOON)
+        if is_deleted:
+            store.on_disk.disk.forget("agent:ada", [NamedBlock(key, one.header.parent, 256)])
+            store.catch_up()
+        goes_on.set()
+        assert found.result() is not None
+        assert (key in store.memory.have([key])) is not is_deleted

@@ -286,7 +286,11 @@ class Store:
 
         disk = None if self._on_disk is None else self._on_disk.disk
         note = self._unverified.note
-        return SharedTiers(self.settings, self.memory, disk, self._is_mixed, note)
+        shared = SharedTiers(self.settings, self.memory, disk, self._is_mixed, note)
+        if self._forgetting is not None:
+            for tier in shared.tiers:
+                tier.unless_forgotten = self._forgetting.unless_forgotten
+        return shared
 
     def _note_mixed(self) -> bool:
         """Whether blocks of other classes may be here: since the setting allowed them, for good."""

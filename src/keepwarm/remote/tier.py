@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from threading import Thread
+from typing import TypeAlias
 
 from keepwarm.concurrency import CallDeadline, CallError, SingleFlight
 from keepwarm.errors import BadRecord, KeepwarmError, NewerFormat
@@ -59,6 +60,7 @@ from keepwarm.store.tier import (
 )
 
 LOG = logging.getLogger(__name__)
+Keep: TypeAlias = Callable[[Record], object]
 ASK_S = 0.05  # for a question
 ANSWERS_S = 1.0  # to tell or read the tokens of past answers, on which those of a prompt depend
 ANSWERS_BYTES = 1 << 20  # of one conversation
@@ -111,6 +113,8 @@ class RemoteTier:
         self._fleet_key = fleet_key if cipher is None else None
         self._names = RemoteNames(compute_class, has_mac=self._fleet_key is not None)
         self._memory = memory
+        # What keeps a record, but only if nothing is deleted on purpose before it is called.
+        self.unless_forgotten: Callable[[Keep], Keep] = lambda keep: keep
         self._on_unverified = on_unverified
         self.speed = RemoteSpeed(clock)
         self._known = KnownRecords(clock)
@@ -386,6 +390,7 @@ class RemoteTier:
     # Reading
 
     def _fetch(self, key: BlockKey, part: Part, deadline: CallDeadline | None) -> Record | None:
+        keep = None if self._memory is None else self.unless_forgotten(self._memory.put)
         known = self._known.find(key, part)
         if known is None or not self.health.is_trusted:
             return None
@@ -408,8 +413,8 @@ class RemoteTier:
         if record is None or not self._is_noted(record.header.namespace):
             self._known.lose(key)
             return None
-        if self._memory is not None:
-            self._memory.put(record)
+        if keep is not None:
+            keep(record)
         return record
 
     def _is_noted(self, name: Namespace) -> bool:

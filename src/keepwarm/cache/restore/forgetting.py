@@ -15,6 +15,7 @@ from weakref import WeakMethod
 
 from keepwarm.agents.block_refs import find_extensions
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, Namespace, chain_packed, pack
+from keepwarm.records.record import Record
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.disk.maintenance import subtrees
 from keepwarm.store.index.forgotten import Forgotten
@@ -137,6 +138,17 @@ class Forgetting:
             if len(self._log) > MAX_LOGGED:
                 self._oldest, _ = self._log.popleft()
             self.generation = self._disk.generation = now
+
+    def unless_forgotten(self, keep: Callable[[Record], object]) -> Callable[[Record], object]:
+        """What keeps a record, but only if nothing is forgotten before it is called."""
+        began = self.generation
+
+        def keep_if_same(record: Record) -> None:
+            with self.lock:
+                if self.generation == began:
+                    keep(record)
+
+        return keep_if_same
 
     def later(self, since: int) -> list[Deletions]:
         """What was forgotten after a generation; if that was too long ago, everything."""
