@@ -14,7 +14,7 @@ from keepwarm.errors import BadInput
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.backend import BESIDE, FolderRange
 from keepwarm.remote.directory import DirectoryBackend
-from keepwarm.remote.handshake import STORE_META, check_mark
+from keepwarm.remote.handshake import PLAIN, STORE_META, check_mark
 from keepwarm.remote.tier import RemoteTier
 
 SOON = 30.0
@@ -107,6 +107,32 @@ def test_a_share_that_is_not_mounted_is_not_made(tmp_path):
             blobs.put("a/x.d", [b"x"], SOON)
         assert blobs.sizes(["a/x.d"], SOON) == [None]
     assert not (tmp_path / "mnt").exists()
+
+
+@pytest.mark.parametrize("name", ["a/x.d", STORE_META])
+def test_an_empty_file_is_replaced(tmp_path, blobs, name):
+    """Readers take it for none; a crash of the machine that wrote it may leave it."""
+    path = tmp_path / name
+    path.parent.mkdir()
+    path.touch()
+    assert blobs.sizes([name], SOON) == [None]
+    assert blobs.put(name, [b"x"], SOON)
+    assert not blobs.put(name, [b"y"], SOON)
+    assert path.read_bytes() == b"x"
+
+
+def test_a_place_whose_mark_is_empty_is_marked_again(tmp_path, blobs):
+    (tmp_path / STORE_META).parent.mkdir()
+    (tmp_path / STORE_META).touch()
+    check_mark(blobs, None, b"", CallDeadline(SOON))
+    assert (tmp_path / STORE_META).read_bytes() == PLAIN
+
+
+def test_a_link_or_a_pipe_is_not_replaced(tmp_path, blobs):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "link.d").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "a" / "pipe.d")
+    assert not any(blobs.put(f"a/{name}.d", [b"x"], SOON) for name in ("link", "pipe"))
 
 
 def test_a_put_that_fails_leaves_nothing(tmp_path, blobs):

@@ -195,7 +195,7 @@ def _size_of(path: Path) -> int | None:
 def _put(temp: Path, target: Path, pieces: Sequence[bytes | memoryview], replace: bool) -> bool:
     """Folders are made when they turn out to be missing: on a network every call counts."""
     try:
-        if not replace and os.path.lexists(target):
+        if not replace and _is_taken(target):
             return False
         try:
             _write(temp, pieces)
@@ -209,6 +209,15 @@ def _put(temp: Path, target: Path, pieces: Sequence[bytes | memoryview], replace
             return False
         raise
     return True
+
+
+def _is_taken(target: Path) -> bool:
+    """An empty file, as a crash of its machine leaves one, is read as none."""
+    try:
+        about = target.lstat()
+    except OSError:  # if it is not missing, the rename fails too
+        return False
+    return about.st_size > 0 or not stat.S_ISREG(about.st_mode)
 
 
 def _write(temp: Path, pieces: Sequence[bytes | memoryview]) -> None:
