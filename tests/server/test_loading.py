@@ -136,6 +136,46 @@ def test_sigint_before_the_server_runs_ends_it_at_once(tmp_path):
     assert (ended.stdout, ended.stderr) == ("closed\n", "Stopped before the model was loaded.\n")
 
 
+REFUSED = """
+import threading
+from keepwarm import config
+from keepwarm.errors import BadInput
+from keepwarm.server import process
+def make_app():
+    raise BadInput("A key is missing.")
+with process.bind("127.0.0.1", 0) as listening:
+    process.serve(make_app, config.load(), listening, threading.Event().wait)
+"""
+FIRST_OF_A_CONTAINER = """
+import os, signal
+from keepwarm.server import process
+signal.raise_signal = lambda number: None  # as the kernel has it there
+process._end_at_once(signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "says"),
+    [
+        (REFUSED, 2, "A key is missing.\n"),
+        (FIRST_OF_A_CONTAINER, 128 + signal.SIGTERM, "Stopped before the model was loaded.\n"),
+    ],
+)
+def test_a_server_ends_also_where_it_is_refused_or_signals_are_ignored(
+    program, code, says, tmp_path
+):
+    """While a model is being loaded, which ends with the process."""
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "KEEPWARM_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert (ended.returncode, ended.stderr) == (code, says)
+
+
 def test_model_that_cannot_be_loaded_ends_the_server_with_one_sentence(loading):
     loading.give_config("{}")
     printed, said = loading.process.communicate(timeout=60)

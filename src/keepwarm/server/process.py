@@ -27,7 +27,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from keepwarm.concurrency import in_background
 from keepwarm.config import Settings
-from keepwarm.errors import BadInput, Stopping
+from keepwarm.errors import BadInput, KeepwarmError, Stopping
 from keepwarm.server.http.logs import log_drain, log_start, log_stop, log_to_stderr
 from keepwarm.server.http.problems import Problem, ProblemResponse, openai_body, problem_of
 from keepwarm.server.models.models import Models
@@ -123,7 +123,11 @@ def serve(
     started = in_background(
         start, "keepwarm-start"
     )  # first: `make_app` imports the APIs, which takes as long
-    app = make_app()
+    try:
+        app = make_app()
+    except KeepwarmError as error:  # the thread that loads must not be unwound, as above
+        os.write(2, f"{error}\n".encode())
+        os._exit(2)
     server = DrainingServer(app, settings)
     started.add_done_callback(server.stop_if_failed)
     _listen(listening)
@@ -147,8 +151,13 @@ def _end_at_once(number: int, _: FrameType | None = None) -> None:
     MLX, and C++ would abort the process.
     """
     os.write(2, b"Stopped before the model was loaded.\n")
+    _end_by(number)
+
+
+def _end_by(number: int) -> None:
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
+    os._exit(128 + number)  # the first process of a container, which ignores its own signals
 
 
 def most_connections(settings: Settings) -> int:
@@ -189,8 +198,7 @@ class DrainingServer(uvicorn.Server):
     @override
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
-            signal.signal(sig, signal.SIG_DFL)
-            signal.raise_signal(sig)
+            _end_by(sig)
         self.stopped_by = sig
         self.should_exit = True  # uvicorn's own would raise the signal again after its shutdown
 
