@@ -5,6 +5,7 @@ It stands behind the same checks of key, Host and Origin, and the same limits, a
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -15,7 +16,7 @@ from fastapi import Request
 from pydantic import Field, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from keepwarm import __version__
 from keepwarm.config import Settings
@@ -107,9 +108,16 @@ def _explain(caller: ToolCaller, given: MissArguments) -> Mapping[str, Any]:
 
 
 async def _compact(caller: ToolCaller, given: CompactArguments) -> Mapping[str, Any]:
-    request = Request({**caller.request.scope, "path_params": {AGENT_IN_PATH: given.agent}})
+    scope = {**caller.request.scope, "path_params": {AGENT_IN_PATH: given.agent}}
+    request = Request(scope, _receive_nothing)
     body = CompactBody(instruction=given.instruction)
     return await compact_agent(given.agent, body, ApiCall(request))
+
+
+async def _receive_nothing() -> Message:
+    """The SDK itself reads what the client sends."""
+    message: Message = await asyncio.get_running_loop().create_future()
+    return message
 
 
 TOOLS: Mapping[str, MemoryTool] = {

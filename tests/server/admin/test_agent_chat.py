@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 
+import httpx
 import pytest
 
+from tests.kit.waiting import wait_until
 from tests.server.talks import plain_bias
 
 SYSTEM = "You answer briefly."
@@ -175,3 +178,21 @@ def test_an_agent_is_compacted_and_its_next_turn_starts_warm(live, agent, gpt):
     assert made["n_tokens"] - reply.keepwarm["continued"] in (0, 1)
     assert sum(reply.keepwarm["reused"].values()) >= made["n_tokens"] - 1
     assert live.post("/v1/agents/nobody/compact", {}).status_code == 404
+
+
+def test_an_agent_whose_client_has_left_is_not_compacted(live, agent, gpt, monkeypatch):
+    """The summary, which would be endless, ends with its client."""
+    complete(gpt, user(ASK))
+    before = live.get(f"/v1/agents/{agent}").json()
+    engine, submit = live.host.engine, live.host.submit
+
+    def endless(request, slot):
+        sampling = replace(request.sampling, logit_bias={2: -100})
+        return submit(replace(request, sampling=sampling), slot)
+
+    monkeypatch.setattr(live.host, "submit", endless)
+    path = f"{live.url}/v1/agents/{agent}/compact"
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(path, json={"max_tokens": 9000}, timeout=0.3, verify=False)
+    wait_until(lambda: engine.requests()[-1].state == "cancelled", 60)
+    assert live.get(f"/v1/agents/{agent}").json() == before

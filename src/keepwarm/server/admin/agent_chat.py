@@ -12,14 +12,16 @@ from fastapi import Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from keepwarm.engine.answer import Answer
 from keepwarm.server.admin.agents import AgentId
 from keepwarm.server.anthropic.request import MessagesRequest
 from keepwarm.server.anthropic.routes import create_message
 from keepwarm.server.http.body import JsonInput, api_router
 from keepwarm.server.http.problems import AnthropicErrorOut, error_docs
 from keepwarm.server.http.request_fields import request_fields
-from keepwarm.server.http.sse import ReceiptOut, answer_docs, receipt_dict
-from keepwarm.server.models.calls import Call
+from keepwarm.server.http.sse import ReceiptOut, answer_docs, cancel_on_disconnect, receipt_dict
+from keepwarm.server.models.calls import ApiCall, Call
+from keepwarm.server.models.host import ObservedAnswer
 from keepwarm.server.openai.routes import create_chat_completion, create_completion
 from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest
 from keepwarm.session.compaction import MAX_TOKENS, Compaction
@@ -94,8 +96,8 @@ async def compact_agent(agent_id: AgentId, body: CompactBody, call: Call) -> Com
     options = engine_request.Request(**request_fields(call.request)._asdict())
     arguments = (host.engine, options, body.instruction, body.max_tokens)
     work = await turn.run(lambda _: Compaction.of_agent(*arguments))
-    result = await (await host.submit(work.request, turn)).wait()
-    await (await turn.on_thread(work.warm, result)).wait()
+    result = await _result(await host.submit(work.request, turn), call)
+    await _result(await turn.on_thread(work.warm, result), call)
     made = await turn.on_thread(work.finish, result)
     return {
         "id": agent_id,
@@ -105,3 +107,9 @@ async def compact_agent(agent_id: AgentId, body: CompactBody, call: Call) -> Com
         "n_tokens": made.n_tokens,
         "keepwarm": receipt_dict(made.receipt),
     }
+
+
+async def _result(answer: Answer | ObservedAnswer, call: ApiCall) -> engine_request.Result:
+    """The whole answer, unless the client leaves before it."""
+    async with cancel_on_disconnect(answer, call.request.receive):
+        return await answer.wait()
