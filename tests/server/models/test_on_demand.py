@@ -237,6 +237,23 @@ def test_it_still_answers_when_all_are_unloaded(several, big):
         assert chat(live, "big")["keepwarm"]["recomputed"] == 1
 
 
+def test_an_agent_can_be_made_when_all_are_unloaded(several, big, small):
+    """By the default, which is loaded for it; else by one that is loaded."""
+    with several(f"big={big}", f"small={small}", admin_key="admin") as live:
+        for slot in live.models.slots.all:
+            slot.expires = True
+        live.models.slots.unload_unused()
+        assert loaded(live) == []
+        made = live.post("/v1/agents", {"id": "first"})
+        assert made.status_code == 200, made.text
+        assert loaded(live) == ["big"]
+        chat(live, "small")
+        live.post("/v1/admin/unload", {"model": "big"}, **ADMIN)
+        made = live.post("/v1/agents", {"id": "second"})
+        assert made.status_code == 200, made.text
+        assert loaded(live) == ["small"]
+
+
 def test_texts_are_forgotten_while_all_are_unloaded(several, big):
     with several(f"big={big}", admin_key="admin") as live:
         chat(live, "big", keepwarm={"agent": "sleeper"})

@@ -17,6 +17,7 @@ from typing import Annotated, Any, BinaryIO, Literal, NotRequired, TypeAlias, Ty
 from fastapi import Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import Field, StringConstraints
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict
@@ -173,8 +174,8 @@ class TenantAgents:
     def show(self, agent_id: str) -> AgentOut:
         return self._out(self._find(agent_id))
 
-    def create(self, agent_id: str, **options: Any) -> AgentOut:
-        lane = self._models.engine.lane_of(self.tenant)
+    def create(self, engine: Engine, agent_id: str, **options: Any) -> AgentOut:
+        lane = engine.lane_of(self.tenant)
         head = Branch(lane.restorer.namespace, model=lane.model.name)
         agents = self._disk_store.agents
         return self._out(agents.create(self._unused_id(agent_id), head, **options))
@@ -422,9 +423,14 @@ def list_agents(
 
 
 @router.post("")
-def create_agent(body: NewAgent, agents: Agents) -> AgentOut:
+async def create_agent(
+    body: NewAgent, request: Request, agents: Agents, models: Served
+) -> AgentOut:
     """Create an agent before its first turn, to set its pin, quota or retention."""
-    return agents.create(body.id, **body.model_dump(exclude={"id"}, exclude_unset=True))
+    options = body.model_dump(exclude={"id"}, exclude_unset=True)
+    model = next(iter(models.loaded), models.first).name  # if none is loaded, the default
+    async with models.using(model, request.state.owner) as host:
+        return await run_in_threadpool(agents.create, host.engine, body.id, **options)
 
 
 @router.post("/import", openapi_extra=RAW_BODY)
