@@ -205,6 +205,26 @@ def test_a_pin_loads_the_first_again_and_an_unpin_nothing(several, big):
         assert loaded(live) == ["big"]
 
 
+def test_the_servers_names_load_its_first_model_again(several, big, small):
+    """Also while it is loaded, and after another took its place; it keeps its names."""
+    options = {"admin_key": "admin", "on_demand": "/*"}
+    with several(f"big={big}", f"two={big}", **options) as live:
+
+        def load(name):
+            answer = live.post("/v1/admin/load", {"model": str(name)}, **ADMIN)
+            assert answer.status_code == 200, answer.text
+            return answer.json()["model"], answer.json()["previous"]
+
+        for n_loads, name in enumerate(("big", "two", "big:latest"), 2):
+            assert load(name) == ("big", "big")
+            assert loads(live) == {"big": n_loads}
+            assert [chat(live, each)["model"] for each in ("big", "two")] == ["big", "big"]
+        assert load(small) == (str(small), "big")
+        assert load(small) == (str(small), str(small))
+        assert load("big") == ("big", str(small))
+        assert chat(live, "big")["model"] == "big"
+
+
 def test_an_unused_one_is_unloaded(several, big, small):
     with several(f"big={big}", f"small={small}", model_ttl_s=1e6, pinned_models="big") as live:
         slots = live.models.slots

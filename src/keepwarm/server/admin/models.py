@@ -19,7 +19,7 @@ from keepwarm.config import Settings
 from keepwarm.errors import Busy, KeepwarmError, UnknownModel
 from keepwarm.models.catalog import find, locate, read_config
 from keepwarm.server.http.body import JsonInput, api_router
-from keepwarm.server.models.models import Models, plain
+from keepwarm.server.models.models import Models, configured, plain
 from keepwarm.server.models.slots import Slot
 
 MAX_DRAIN_S = 3600.0
@@ -77,7 +77,7 @@ class ResidentModel:
                 return self._pin(name, pinned)
             slot = self._models.known(name)
             if slot is None or (slot is self._models.default and slot.host.loaded is not None):
-                return self._replace(self._locate(name), drain_s)
+                return self._replace(self._locate(slot.host.name if slot else name), drain_s)
             self._load(slot)
             return _out(name, None)
 
@@ -121,8 +121,9 @@ class ResidentModel:
         return ModelLocation(name, path)
 
     def _find(self, name: str) -> Path | None:
-        if name == self._settings.model:
-            return locate(name, self._settings)
+        for model in configured(self._settings):
+            if model.name == name:
+                return locate(model.source, self._settings)
         return find(name, self._settings)
 
     def _replace(self, new: ModelLocation, drain_s: float | None) -> ResidentOut:
@@ -139,7 +140,8 @@ class ResidentModel:
 
     def _put(self, slot: Slot, location: ModelLocation) -> None:
         slot.host.name, slot.path = location
-        slot.names = [location.name]
+        if location.name not in slot.names:
+            slot.names = [location.name]
         self._load(slot)
 
     def _load(self, slot: Slot) -> None:
