@@ -482,7 +482,7 @@ def flood(tier, n, seed):
 
 
 def test_a_pinned_block_and_its_ancestors_are_never_evicted(open_tier):
-    tier = open_tier(6 * MIB)
+    tier = open_tier(6 * MIB, clock=iter(range(2**31, 2**32)).__next__)  # a second a look
     pinned, unpinned = chain_of(4, seed=1, n_bytes=MIB // 4), chain_of(4, seed=2, n_bytes=MIB // 4)
     put_all(tier, pinned + unpinned)
     tier.pin(pinned[-1].header.key, "agent")
