@@ -5,10 +5,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
 from keepwarm.cache.store import Budgets
+from keepwarm.engine.batch import Batch
 from keepwarm.errors import BadCacheFile
 from keepwarm.kv.slabs import SlabPool
 from keepwarm.models.load import Model
@@ -84,6 +86,27 @@ def test_a_prompt_is_restored_from_fewer_bits(model, codec, tmp_path, pool):
             assert receipt.lossy_tokens == LOSSY[codec]
     assert apart(*found) < 1e-4
     assert 0 < apart(found[1], cold) < 0.7  # rows were rounded, and hardly
+
+
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_an_answer_whose_batch_was_restored_from_fewer_bits_says_so(model, tmp_path, monkeypatch):
+    """It began cold, and its live cache is no exact one either."""
+    prompt, feed, n_steps = prompt_of(N_PROMPT), Batch.feed, count(1)
+
+    def fail_once(batch, *given):
+        if next(n_steps) == 3:
+            engine.store.saver.flush()  # until the blocks in memory are rounded
+            raise RuntimeError("once")
+        return feed(batch, *given)
+
+    with engine_on(model, tmp_path, kv=Q8) as engine:
+        monkeypatch.setattr(Batch, "feed", fail_once)
+        first = engine.submit(ask(prompt, 8)).result()
+        assert engine.stats().counters["rebuilt_batches"] == 1
+        assert (first.receipt.inexact, first.receipt.lossy_tokens) == (("q8",), 1024)
+        second = engine.submit(ask([*prompt, *tokens_of(first.choices[0]), 7], 1)).result()
+        assert second.receipt.reused.keys() == {"live"}
+        assert second.receipt.lossy_tokens == 1024
 
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)

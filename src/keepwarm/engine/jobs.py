@@ -235,6 +235,8 @@ class Job:
     receipt: Receipt | None = None
     sequences: list[RunningSequence] = field(default_factory=list)
     n_prefilled: int = 0  # tokens of its prompt that the model was fed
+    n_again: int = 0  # tokens that were restored after its batch failed
+    n_lossy_again: int = 0  # of these, rounded ones
     admitted: float | None = None  # when it last began to be restored
     restored: float | None = None
     prefilled: float | None = None
@@ -340,7 +342,8 @@ class Job:
     @property
     def n_lossy(self) -> int:
         """Tokens of its caches that were rounded at rest."""
-        return (self.receipt.lossy_tokens if self.receipt else None) or 0
+        at_first = (self.receipt.lossy_tokens if self.receipt else None) or 0
+        return max(at_first, self.n_lossy_again)
 
     @property
     def ttft_ms(self) -> float | None:
@@ -387,12 +390,13 @@ class Job:
         """With what the answer adds: it may have made a bounded cache drop rows."""
         longest = max((len(sequence.tokens) for sequence in self.sequences), default=0)
         n_tokens = max(longest, receipt.prompt_tokens)
-        inexact = self.lane.inexact(receipt.cached_tokens, n_tokens)
+        inexact = self.lane.inexact(max(receipt.cached_tokens, self.n_again), n_tokens)
         shared, repeated = self.lane.restorer.n_shared(self.tokens), self._repeated_calls()
         phases = self.phases_ms if self.request.explain else None
         return replace(
             receipt,
             inexact=inexact,
+            lossy_tokens=self.n_lossy or None,
             repeated_calls=repeated,
             shared=shared,
             phases_ms=phases,
@@ -584,7 +588,8 @@ class PrefillTask:
 
     @property
     def is_rebuild(self) -> bool:
-        return len(self.tokens) > len(self.job.tokens)
+        failed = any(sequence.n_failures for sequence in self.sequences)
+        return failed or len(self.tokens) > len(self.job.tokens)
 
 
 def _open_capture(

@@ -278,6 +278,8 @@ class Intake:
         """Restore a sequence whose batch failed, from its blocks."""
         job = sequence.job
         warm = job.lane.restore(sequence.tokens, job.request.policy)
+        job.n_again = max(job.n_again, warm.n_tokens)
+        job.n_lossy_again = max(job.n_lossy_again, warm.n_lossy)
         job.times = job.lane.prefill_times(sequence.tokens, warm.n_tokens)
         return PrefillTask.open(job, sequence.tokens, warm, [sequence], self._clock)
 
