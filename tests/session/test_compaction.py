@@ -8,6 +8,7 @@ import pytest
 
 import keepwarm
 from keepwarm.errors import BadInput, Busy
+from keepwarm.prefix.policy import Policy
 from keepwarm.session.compaction import INSTRUCTION, Compaction
 from keepwarm.session.session import Session
 from keepwarm.text.request import Request, Sampling
@@ -76,6 +77,35 @@ def test_an_agent_goes_on_from_its_summary(engine):
     said = [each["content"] for each in turn.messages]
     assert said[:4] == [SYSTEM, "Sum up.", made.summary, "Why?"]
     assert Session(engine, id="ops").system == SYSTEM
+
+
+def test_a_compaction_writes_no_more_than_its_session(engine, tmp_path):
+    """Nothing of ephemeral turns is written, nor is their summary the stored agent's past."""
+
+    def blocks():
+        engine.wait_until_saved()
+        return set(tmp_path.rglob("*.safetensors"))
+
+    nameless = Session(engine, system=SYSTEM, policy=Policy.EPHEMERAL, sampling=FEW)
+    nameless.respond("What is the quick brown fox?")
+    nameless.compact(max_tokens=12)
+    assert not blocks()
+    Session(engine, id="ops", system=SYSTEM, sampling=FEW).respond("Who?")
+    stored = blocks()
+    before = engine.store.on_disk.latest_turn("ops").turn
+    private = Session(engine, id="ops", policy=Policy.EPHEMERAL, sampling=FEW)
+    private.respond("What is the quick brown fox?")
+    private.compact(max_tokens=12)
+    assert blocks() == stored
+    assert engine.store.on_disk.latest_turn("ops").turn == before
+
+
+def test_a_compaction_keeps_nothing_if_its_session_keeps_nothing(engine):
+    session = Session(engine, system=SYSTEM, policy=Policy.READ_ONLY, sampling=FEW)
+    session.respond("What is the quick brown fox?")
+    session.compact(max_tokens=12)
+    engine.wait_until_saved()
+    assert (engine.live.stats.entries, engine.store.memory.stats().blocks) == (0, 0)
 
 
 def test_a_turn_that_ends_during_a_compaction_is_not_lost(engine):

@@ -58,6 +58,7 @@ class Compaction:
         self.messages: list[Message] = []  # of the conversation from now on
         self._tokens: list[int] = []
         self._n_read: int | None = None  # messages of the agent in the store
+        self._policy = asked.policy  # of the conversation
         self._ask = {"role": "user", "content": instruction or INSTRUCTION}
         self._first = list(takewhile(lambda each: each["role"] in SYSTEM_ROLES, messages))
         self.request = replace(
@@ -66,7 +67,7 @@ class Compaction:
             tool_choice=ToolChoice("none"),  # the tools stay, as the prompt begins with them
             sampling=replace(asked.sampling, max_tokens=max_tokens or MAX_TOKENS),
             # The agent itself goes on from the summary.
-            policy=Policy.EPHEMERAL if asked.policy.reads else asked.policy,
+            policy=Policy.EPHEMERAL if asked.policy.to_disk else asked.policy,
         )
 
     @classmethod
@@ -106,10 +107,16 @@ class Compaction:
         meanwhile: the summary would lose that.
         """
         self._engine.wait_until_saved()
-        if self._engine.knows_agent(str(self._plain.agent)):
+        if self._is_recorded and self._engine.knows_agent(str(self._plain.agent)):
             self._restart_agent()
         summary = str(self.messages[-1]["content"])
         return Compacted(summary, result.usage.prompt_tokens, len(self._tokens), result.receipt)
+
+    @property
+    def _is_recorded(self) -> bool:
+        """Whether the conversation's turns are its agent's, as the recorder decides of each."""
+        agent = str(self._plain.agent)
+        return self._policy.to_disk or self._engine.store.is_ephemeral(agent)
 
     def _restart_agent(self) -> None:
         now = self._engine.store.on_disk.latest_turn(str(self._plain.agent)).turn
@@ -131,7 +138,9 @@ class Compaction:
             thinking=asked.thinking,
             template_options=asked.template_options,
             kv=asked.kv,
+            policy=self._policy,
             agent=asked.agent,
+            nameless=asked.nameless,
             tenant=asked.tenant,
             caller=asked.caller,
             timeout_s=asked.timeout_s,
