@@ -36,6 +36,9 @@ def thinking(tmp_path):
         yield live
 
 
+GO_ON = {"messages": [{"role": "user", "content": "Go on."}], "max_tokens": 4}
+
+
 def agents(live):
     return {agent["id"]: agent for agent in live.get("/v1/agents").json()["data"]}
 
@@ -99,6 +102,33 @@ def test_an_agent_is_rewound_and_exported(page, own, tmp_path):
     page.get_by_label("Turns to keep").fill("0")
     page.get_by_role("dialog").get_by_role("button", name="Rewind").click()
     wait_until(lambda: agents(own)["traveller"]["turns"] == [])
+
+
+def test_an_old_agent_is_rewound_by_the_turns_that_it_has_now(browser, serving):
+    """What its buttons show has not changed since they were drawn."""
+
+    def age(route):
+        found = route.fetch().json()
+        for agent in found["data"]:
+            agent["created"] -= 2 * 86400
+        route.fulfill(json=found)
+
+    with serving() as live, watched(browser, live.url) as page:
+        page.route("**/v1/dashboard/agents", age)
+        ask(live, LONG, "old")
+        page.goto(f"{live.url}/dashboard#agents")
+        branches = page.get_by_role("button", name="1 branch of old")
+        turns = branches.locator("xpath=ancestor::tr").locator("[data-name=Turns]")
+        turns.get_by_text("1", exact=True).wait_for()
+        for n_turns in (2, 3):
+            live.post("/v1/agents/old/chat/completions", GO_ON)
+            turns.get_by_text(str(n_turns), exact=True).wait_for()
+        page.get_by_role("button", name="Rewind old").click()
+        assert page.get_by_label("Turns to keep, 0 to 3").input_value() == "2"
+        page.keyboard.press("Escape")
+        branches.click()
+        dialog = page.get_by_role("dialog", name="Branches of old")
+        assert dialog.locator("[data-name=Turns]").inner_text() == "3"
 
 
 def test_errors_are_shown(browser, own):

@@ -42,6 +42,9 @@ function render() {
   if (focused) document.querySelector(`[data-action="${CSS.escape(focused)}"]`)?.focus();
 }
 
+// The agent as it is now: a row keeps its buttons while what they show stays the same.
+const current = ({ id, key }) => state.agents.find((agent) => agent.id === id && agent.key === key);
+
 function matches(agent) {
   const wanted = byId("agent-filter").value.trim().toLowerCase();
   return !wanted || [agent.id, agent.title, agent.model, agent.key].some((text) => text?.toLowerCase().includes(wanted));
@@ -58,7 +61,7 @@ function row(agent) {
     ...badges.map((badge) => h("span", { class: "badge" }, badge)),
     h("div", { class: "quiet" }, [`created ${ago(agent.created)}`, agent.forked_from ? `fork of ${middle(agent.forked_from)}` : ""].filter(Boolean).join(", "))];
   const branches = h("button", { type: "button", class: "link", "aria-label": `${plural(agent.branches.length, "branch", "branches")} of ${agent.id}`,
-    onclick: () => showBranches(agent) }, count(agent.branches.length));
+    onclick: () => showBranches(current(agent)) }, count(agent.branches.length));
   return [name, h("span", { class: "model", title: agent.model }, modelName(agent.model)), ago(agent.used), count(agent.n_tokens), count(agent.turns.length), branches, bytes(agent.n_bytes),
     agent.key ? h("span", { class: "quiet" }, "with its own key") : h("div", { class: "actions" }, actions(agent))];
 }
@@ -73,8 +76,8 @@ function showBranches(agent) {
 
 function actions(agent) {
   const pin = agent.pinned ? ["Unpin", () => patch(path(agent), { pinned: false })] : ["Pin", () => patch(path(agent), { pinned: true })];
-  const all = [["Chat", () => chat.open(agent.id)], pin, ["Fork", () => fork(agent)], ["Rewind", () => rewind(agent)],
-    ["Export", () => download(agent)], ["Delete", () => forget(agent), "danger"]];
+  const all = [["Chat", () => chat.open(agent.id)], pin, ["Fork", () => fork(agent)], ["Rewind", () => rewind(current(agent))],
+    ["Export", () => download(current(agent))], ["Delete", () => forget(current(agent)), "danger"]];
   return all.map(([name, act, kind]) =>
     h("button", { type: "button", class: kind, "aria-label": `${name} ${agent.id}`,
       "data-action": `${name === "Unpin" ? "Pin" : name} ${agent.id}`, onclick: () => run(act) }, name));
