@@ -76,6 +76,26 @@ def test_a_script_keeps_the_last_place_before_the_end(models, tmp_path, architec
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("architecture", ["llama", "mamba2"])
+def test_a_prefill_must_begin_where_its_cache_ends(models, tmp_path, architecture):
+    """States count no tokens, and would be kept as those of another position."""
+    model, prompt = models.of(architecture).module.model, prompt_of(900)
+    with keepwarm.Store(tmp_path / "store") as store:
+        kw = store.attach(model, source=models.of(architecture).path)
+        kw.commit(prompt[:300], prefill(model, *kw.restore(prompt[:300])))
+        restored, rest = kw.restore(prompt)
+        for fed, cache in [(prompt, restored), (rest, make_prompt_cache(model))]:
+            steps = generate_step(
+                mx.array(fed),
+                model,
+                prompt_cache=cache,
+                prompt_progress_callback=kw.on_progress(prompt, cache),
+            )
+            with pytest.raises(BadInput, match=f"begins at token {900 - len(fed)}, but the cache"):
+                next(steps)
+        assert kw.restore(prompt).rest == rest
+
+
 def test_an_agent_id_that_could_not_be_a_file_name_is_refused(tmp_path):
     with keepwarm.Store(tmp_path / "store") as store:
         store.check_agent(None)

@@ -34,6 +34,7 @@ from keepwarm.device.machine import speed_class
 from keepwarm.device.memory import MemoryConfig
 from keepwarm.errors import BadInput, StoreFailed, UnknownAgent
 from keepwarm.kv.buffers import HostArray
+from keepwarm.kv.kinds import is_empty
 from keepwarm.kv.slabs import SlabPool
 from keepwarm.kv.slices import Block, Rows
 from keepwarm.models.catalog import locate
@@ -127,6 +128,7 @@ class AttachedModel:
             nonlocal points
             upto = len(tokens) - n_rest + n_done
             if not n_done:
+                _check_start(cache, upto)
                 capture.start_at(upto)
                 points = self.restorer.points(tokens, (), upto)
                 capture.expect(points)
@@ -186,6 +188,17 @@ class AttachedModel:
         n_tokens = len(tokens)
         head = Branch.of(name, tokens, [n_tokens], n_opening=n_tokens, main=True, model=model)
         return on_disk.agents.create(agent_id, head, metadata=dict(notes))
+
+
+def _check_start(cache: kv.Caches, n_tokens: int) -> None:
+    """Raise unless a cache holds what comes before a prefill. States count no tokens: of them only
+    whether they hold any is known."""
+    is_new = all(is_empty(layer) for layer in cache)
+    if kv.token_count(cache) not in (None, n_tokens) or is_new != (n_tokens == 0):
+        raise BadInput(
+            f"The prefill begins at token {n_tokens}, but the cache holds other tokens; "
+            "pass mlx-lm the cache and the rest that `restore` returned."
+        )
 
 
 def _token_ids(tokens: Sequence[int]) -> list[int]:
