@@ -71,6 +71,19 @@ def answering(live, agent):
 # It loads.
 
 
+def test_written_today_is_of_today(browser, own):
+    """Nothing on a day without writes, whatever the day before had."""
+
+    def on_days_before(route):
+        found = route.fetch().json()
+        route.fulfill(json={**found, "written_by_day": {"2026-11-16": 5 << 30}})
+
+    with watched(browser, own.url) as page:
+        page.route("**/v1/dashboard/saved?*", on_days_before)
+        page.goto(f"{own.url}/dashboard")
+        page.locator("#saved-tiles").get_by_text("0\u00a0B written today").wait_for()
+
+
 def test_it_loads_from_its_own_server_only(page):
     """All views are there; `watched` fails on errors and outside requests."""
     assert page.title() == "Keepwarm"

@@ -85,7 +85,7 @@ function tiles(saved) {
   const { today, total, points } = saved;
   const [failed, refused] = ["failed", "refused"].map((name) => points.reduce((n, point) => n + point[name], 0));
   const all = points.reduce((n, point) => n + answers(point), 0);
-  const written = Object.entries(saved.written_by_day).at(-1)?.[1] ?? 0;
+  const written = saved.written_by_day[new Date().toISOString().slice(0, 10)] ?? 0; // days are of UTC
   const rounded = saved.lossy_bytes ? `, ${bytes(saved.lossy_bytes)} of it rounded` : "";
   return [
     tile("Hit rate", rate(saved.hit_rate), `${rate(saved.hit_rate_from_turn_2)} after the first turn`),
