@@ -7,17 +7,20 @@ import gc
 import re
 import runpy
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import keepwarm
+from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
-from keepwarm.errors import BadInput, Busy, UnknownAgent
+from keepwarm.errors import BadInput, Busy, Cancelled, UnknownAgent
 from keepwarm.models.load import Model
 from keepwarm.session.session import Gate, Reply, Session, forget
 from keepwarm.text.request import Delta, Request, Sampling
@@ -352,6 +355,62 @@ def test_a_cancelled_coroutine_is_not_waited_for(engine):
         assert (await session.arespond("third")).text == "This is answer 0."
 
     asyncio.run(talk())
+
+
+@pytest.mark.parametrize("ask", [lambda each: each.arespond("Why?"), Session.aprewarm])
+def test_what_a_cancelled_coroutine_was_about_to_ask_is_cancelled(engine, monkeypatch, ask):
+    """Its thread submits it all the same."""
+    submit, answers = engine.submit, []
+    begun, is_cancelled = threading.Event(), threading.Event()
+
+    def held(*asked: Any) -> Answer:
+        begun.set()
+        assert is_cancelled.wait(300)
+        engine.call(is_submitted.wait)  # nothing is computed before
+        answers.append(submit(*asked))
+        return answers[0]
+
+    is_submitted = threading.Event()
+    monkeypatch.setattr(engine, "submit", held)
+
+    async def talk() -> None:
+        asking = asyncio.create_task(ask(Session(engine, system=SYSTEM)))
+        await asyncio.to_thread(begun.wait, 300)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        is_cancelled.set()
+
+    asyncio.run(talk())  # until its threads have ended
+    is_submitted.set()
+    with pytest.raises(Cancelled):
+        answers[0].result()
+
+
+def test_a_cancelled_prewarming_is_cancelled_in_the_engine(engine, monkeypatch):
+    warm, answers = engine.warm, []
+    is_submitted = threading.Event()
+
+    def held(*asked: Any) -> Answer:
+        engine.call(is_submitted.wait)
+        answers.append(warm(*asked))
+        return answers[0]
+
+    monkeypatch.setattr(engine, "warm", held)
+
+    async def talk() -> None:
+        warming = asyncio.create_task(Session(engine, system=SYSTEM).aprewarm())
+        while not answers:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # it waits for the answer
+        warming.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await warming
+
+    asyncio.run(talk())
+    is_submitted.set()
+    with pytest.raises(Cancelled):
+        answers[0].result()
 
 
 def test_the_gate_is_handed_on_if_its_next_holder_is_cancelled():

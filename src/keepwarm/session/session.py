@@ -34,7 +34,7 @@ from pydantic import TypeAdapter, ValidationError, validate_call
 from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
 
-from keepwarm.engine.answer import collect, sum_receipts, sum_usages
+from keepwarm.engine.answer import Answer, collect, sum_receipts, sum_usages
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput, Busy, RepeatedToolCall, Stopping, UnknownAgent
 from keepwarm.prefix.policy import Policy
@@ -658,7 +658,7 @@ class Session:
             while not turn.is_over:
                 events: list[Event] = []
                 request = known.request(options, self.system, turn.messages)
-                answer = await asyncio.to_thread(self.engine.submit, request)
+                answer = await _asubmit(self.engine.submit, request)
                 try:
                     async for event in answer:
                         events.append(event)
@@ -697,8 +697,12 @@ class Session:
         tokens = await asyncio.to_thread(self._before_question)
         if not tokens:
             return None
-        answer = await asyncio.to_thread(self.engine.warm, self._warm_request(tokens))
-        return (await answer.wait()).receipt
+        answer = await _asubmit(self.engine.warm, self._warm_request(tokens))
+        try:
+            return (await answer.wait()).receipt
+        except BaseException:
+            answer.cancel()
+            raise
 
     def _warm_request(self, tokens: Sequence[int]) -> Request:
         return replace(self._defaults, prompt=tokens, tools=())
@@ -707,6 +711,18 @@ class Session:
         """The tokens with which the next prompt begins, whatever the question."""
         whole = self._known.request(self._defaults, self.system, self._messages)
         return before_question(self.engine, whole, whole.messages or ())
+
+
+async def _asubmit(submit: Callable[[Request], Answer], request: Request) -> Answer:
+    """Submit from a thread, which goes on if the caller is cancelled; nobody would read its
+    answer."""
+    submitted: Future[Answer] = Future()
+    try:
+        await asyncio.to_thread(lambda: submitted.set_result(submit(request)))
+        return submitted.result()
+    except asyncio.CancelledError:
+        submitted.add_done_callback(lambda done: done.result().cancel())
+        raise
 
 
 class Stream(Iterator[StreamEvent], AsyncIterator[StreamEvent]):
