@@ -15,7 +15,7 @@ from itertools import compress
 from time import perf_counter
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
-from keepwarm.cache.restore.plan import Point, Read
+from keepwarm.cache.restore.plan import Needs, Point, Read
 from keepwarm.cache.restore.records import SlabTensors, block_of
 from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.concurrency import CallDeadline
@@ -213,6 +213,9 @@ class Reader:
             return ""
         try:
             tier = self._tiers.visit(read.key, read.part, use, self._own.buffer, started.deadline)
+        except FewerRows:
+            started.miss(read.key, "missing")
+            return ""
         except CacheError as error:
             self._tiers.discard(read.key, read.part, str(error))
             started.miss(read.key, "layout")
@@ -270,6 +273,10 @@ class LoadResult(NamedTuple):
     fault: Fault | None = None
 
 
+class FewerRows(Exception):
+    """A sound record of a window has fewer rows than another one had, which is gone."""
+
+
 class Loading:
     """Create, finish or abandon it on the thread that owns MLX."""
 
@@ -298,6 +305,7 @@ class Loading:
         self._lock = threading.Lock()
         self._first_read = self._last_read = 0.0
         self._at_rest = at_rest
+        self._needs = Needs.of(layout)
         self._lossy: set[int] = set()  # numbers of blocks that were rounded
 
         def prepared() -> Use:
@@ -358,6 +366,12 @@ class Loading:
         end = min(start + BLOCK_TOKENS, self.point.n_tokens)
         if not record.header.tokens.startswith(self._packed[4 * start : 4 * end]):
             raise CorruptBlock("?", read.number, "its tokens differ from the prompt")
+        header = record.header
+        first = len(header.tokens) // 4 - header.w_rows
+        if read.part is Part.WINDOW and not self._needs.has_rows(
+            first, read.number, self.point.n_tokens
+        ):
+            raise FewerRows
         check_codec(record.header, self._at_rest)
         began = perf_counter()
         with self._saver.restoring():

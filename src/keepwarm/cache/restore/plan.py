@@ -57,8 +57,11 @@ class Needs:
         """Whether a block has the window rows that are needed at a point."""
         if known is None or Part.WINDOW not in known.parts:
             return False
-        first_needed = max(0, n_tokens - self.window - number * BLOCK_TOKENS)
-        return known.n_tokens - known.w_rows <= first_needed
+        return self.has_rows(known.n_tokens - known.w_rows, number, n_tokens)
+
+    def has_rows(self, first: int, number: int, n_tokens: int) -> bool:
+        """Whether a block's window rows, from this one on, are those needed at a point."""
+        return first <= max(0, n_tokens - self.window - number * BLOCK_TOKENS)
 
     @classmethod
     def of(cls, layout: Layout) -> Needs:
