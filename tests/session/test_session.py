@@ -28,6 +28,7 @@ from tests.kit.checkpoints import write_checkpoint
 from tests.kit.engines import Models, engine_on
 from tests.kit.runs import FedCounter
 from tests.kit.scripted import MAX_ANSWERS, write_scripted
+from tests.kit.waiting import no_collection
 
 SYSTEM = "You answer in one sentence, and you answer in the words of the question. " * 4
 TOOL = {
@@ -236,6 +237,19 @@ def test_caches_are_freed_with_their_session(engine):
     del ada
     assert n_live(engine) == 1
     assert eve.respond("Hi again").receipt.reused.keys() == {"live"}
+
+
+def test_a_session_may_be_collected_on_the_engines_thread(engine, monkeypatch):
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    with no_collection():
+        session = Session(engine)
+        session.respond("Hi")
+        assert n_live(engine) == 1
+        session.itself = session  # a cycle, which only the collector frees
+        del session
+        engine.call(gc.collect).result()
+        assert (n_live(engine), unraisable) == (0, [])
 
 
 def test_a_closed_session_answers_no_more(engine):

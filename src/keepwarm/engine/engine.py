@@ -154,7 +154,7 @@ class Engine:
         probe = run_probe(model.module, make_caches(model.module))
         self.preparer = Preparer.of(model, probe.n_logits, recent, settings, sandbox)
         opened.callback(self.preparer.close)
-        self._texts = RecentTexts(recent, self.ledger, self.preparer, self._run_later)
+        self._texts = RecentTexts(recent, self.ledger, self.preparer, self.run_later)
         verdicts = VerdictsFile(settings.home)
         self._lanes = Lanes(
             *(model, self.store, self.live, probe.layout, verdicts, self.call),
@@ -271,7 +271,7 @@ class Engine:
         self._post(Call(work, future))
         return future
 
-    def _run_later(self, work: Callable[[], None]) -> None:
+    def run_later(self, work: Callable[[], object]) -> None:
         """The same, from any thread, for work that nobody waits for."""
         self._post(Call(work, Future()))
 

@@ -776,9 +776,10 @@ def forget(engine: Engine, conversation: str, *, on_disk: bool = False) -> None:
 
 
 def _free(engine: Engine, conversation: str) -> None:
-    """A finalizer may run anywhere, so the work is passed to the engine's thread."""
+    """A finalizer may run anywhere, also amid work of the engine's thread, which does this after
+    it."""
     with suppress(Stopping):
-        engine.call(lambda: engine.live.release_owned(conversation))
+        engine.run_later(lambda: engine.live.release_owned(conversation))
 
 
 def _turn_ends(messages: Sequence[Message]) -> list[int]:
