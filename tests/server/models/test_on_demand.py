@@ -257,6 +257,34 @@ def test_it_still_answers_when_all_are_unloaded(several, big):
         assert chat(live, "big")["keepwarm"]["recomputed"] == 1
 
 
+def test_counters_of_live_caches_never_go_back(several, big, small):
+    """Whatever is unloaded and loaded again; those of all engines are added once."""
+    with several(f"big={big}", f"small={small}") as live:
+        counted = []
+
+        def count():
+            figures = live.models.stats().live
+            counted.append(figures.evicted)
+            return figures
+
+        for name in ("big", "big", "small"):
+            chat(live, name)
+            engine = live.models.known(name).host.engine
+            engine.wait_until_saved()
+            n_live = engine.live.stats.entries
+            engine.call(lambda engine=engine: engine.live.release(engine.live.max_bytes)).result()
+            assert count().evicted == sum(counted[-2:-1]) + n_live > 0
+            live.models.known(name).expires = True
+            live.models.slots.unload_unused()
+            count()
+        assert counted == sorted(counted)
+        assert len(set(counted)) == 3
+        assert count().entries == 0
+        chat(live, "big")
+        assert count().evicted == counted[-2]
+        assert count().max_bytes == live.host.engine.live.max_bytes
+
+
 def test_an_agent_can_be_made_when_all_are_unloaded(several, big, small):
     """By the default, which is loaded for it; else by one that is loaded."""
     with several(f"big={big}", f"small={small}", admin_key="admin") as live:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, suppress
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from keepwarm.cache.restore.writing import WriteStats
     from keepwarm.cache.store import Store
     from keepwarm.engine.engine import Engine
+    from keepwarm.engine.live import LiveStats
     from keepwarm.engine.stats import Stats
     from keepwarm.server.http.permits import PrepareSlot
 
@@ -174,6 +176,20 @@ LOOK_AGAIN_S = 0.1  # whether a model takes a request that waits
 MOST_CHECKS_S = 10.0  # between two looks at which models are unused
 
 
+class Closed(NamedTuple):
+    """The engines that were closed."""
+
+    engine: weakref.ref[Engine]  # the last of them
+    stats: Stats  # its own, but the counters of live caches are of all
+    before: LiveStats | None  # of those before it
+
+
+def _with_counts(live: LiveStats, ended: LiveStats) -> LiveStats:
+    """The counters of both, and what the first holds."""
+    names = ("moved", "copied", "misses", "evicted")
+    return live._replace(**{name: getattr(live, name) + getattr(ended, name) for name in names})
+
+
 class Models:
     """Finds the model that a request names, and has it loaded. The first one is the default."""
 
@@ -182,7 +198,7 @@ class Models:
         engine = first.loaded
         self._settings = settings
         self.on_demand = OnDemand(settings)
-        self._last: Stats | None = None  # of the last engine that was closed
+        self._closed: Closed | None = None
         self.ledger = engine.ledger if engine else Ledger()
         store = engine.store if store is None and engine else store
         if store is not None:
@@ -415,19 +431,29 @@ class Models:
         """Over all models, also those that were unloaded."""
         from keepwarm.engine.stats import add_up
 
-        found = [engine.stats() for engine in self.engines]
-        if not found and self._last is not None:
-            tiers, counters = self.store.tier_stats(), self.ledger.counters()
-            found = [replace(self._last, tiers=tiers, counters=counters)]
-        return add_up(found or [self.engine.stats()])
+        engines, closed = self.engines, self._closed  # in this order none is counted twice or not
+        if closed is None:
+            return add_up([engine.stats() for engine in engines] or [self.engine.stats()])
+        found = [engine.stats() for engine in engines if engine is not closed.engine()]
+        if found:
+            total = add_up(found)
+            return replace(total, live=_with_counts(total.live, closed.stats.live))
+        tiers, counters = self.store.tier_stats(), self.ledger.counters()
+        return replace(closed.stats, tiers=tiers, counters=counters)
 
     def _forget_texts(self, deletions: Deletions) -> None:  # noqa: ARG002
         """Also while no model is loaded."""
         self.ledger.forget_texts()
 
     def _note_closed(self, engine: Engine) -> None:
-        stats = engine.stats()
-        self._last = replace(stats, live=stats.live._replace(entries=0, n_bytes=0))
+        """Also twice: before and after it ends its answers."""
+        stats, closed = engine.stats(), self._closed
+        live, before = stats.live._replace(entries=0, n_bytes=0), None
+        if closed is not None:
+            before = closed.before if closed.engine() is engine else closed.stats.live
+        if before is not None:
+            live = _with_counts(live, before)
+        self._closed = Closed(weakref.ref(engine), replace(stats, live=live), before)
 
     # the server's life
 
