@@ -240,6 +240,47 @@ def test_a_tool_that_asks_its_own_session_is_told_that_it_is_busy(session_with):
             assert reply.calls[0].result.startswith("Error: Busy")
 
 
+def _within_itself() -> list[Any]:
+    listed: list[Any] = []
+    listed.append(listed)
+    return listed
+
+
+@pytest.mark.parametrize(
+    ("made", "why"), [({(0, 1): "grau"}, "TypeError"), (_within_itself(), "ValueError")]
+)
+def test_a_result_that_is_no_json_is_an_error_for_the_model(session_with, made, why):
+    def look() -> Any:
+        return made
+
+    async def alook() -> Any:
+        return made
+
+    for tool in (look, alook):
+        with session_with([call(tool.__name__), "Nothing."], [tool]) as session:
+            reply = asyncio.run(session.arespond("And?"))
+            assert reply.text == "Nothing."
+            assert reply.calls[0].failed
+            assert reply.calls[0].result.startswith(f"Error: {why}")
+    made_here = Toolbox([look]).run(ToolCall("1", "look", "{}"))
+    assert made_here.failed
+
+
+def test_a_function_that_returns_a_coroutine_is_awaited(session_with):
+    async def find(city: str) -> str:
+        return f"{city}: grau"
+
+    def look(city: str) -> Any:
+        return find(city)
+
+    with session_with([call("look", city="Oslo"), "It rains."], [look]) as session:
+        reply = asyncio.run(session.arespond("And the weather?"))
+        assert reply.calls[0].result == "Oslo: grau"
+        session.rewind(0)
+        with pytest.raises(BadInput, match="'look' is async"):
+            session.respond("And the weather?")
+
+
 def test_a_fork_has_the_same_tools(session_with):
     with session_with([call("weather", city="Oslo"), "It rains."], [weather]) as session:
         assert session.fork().respond("And the weather?").calls[0].call.name == "weather"

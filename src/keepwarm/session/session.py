@@ -18,6 +18,7 @@ from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Callable,
+    Coroutine,
     Generator,
     Iterable,
     Iterator,
@@ -190,26 +191,30 @@ class Toolbox:
 
     def run(self, call: ToolCall) -> ToolResult:
         """Run a function in this thread."""
-        function = self._functions[call.name]
-        if inspect.iscoroutinefunction(function):
-            raise BadInput(f"The tool {call.name!r} is async; use `arespond`, or `async for`.")
-        try:
-            result = validate_call(function)(**json.loads(call.arguments))
-        except Exception as error:  # a tool may raise anything
-            return _failed(call, error)
-        return ToolResult(call, _text(result))
+        made = self._start(call)
+        if isinstance(made, ToolResult):
+            return made
+        made.close()
+        raise BadInput(f"The tool {call.name!r} is async; use `arespond`, or `async for`.")
 
     async def arun(self, call: ToolCall) -> ToolResult:
-        """Await a coroutine function; run a plain function in a thread of its own."""
-        function = self._functions[call.name]
-        if not inspect.iscoroutinefunction(function):
-            with acting_for_task():
-                return await asyncio.to_thread(self.run, call)
+        """Run a function in a thread of its own; await its coroutine, if it makes one."""
+        with acting_for_task():
+            made = await asyncio.to_thread(self._start, call)
+        if isinstance(made, ToolResult):
+            return made
         try:
-            result = await validate_call(function)(**json.loads(call.arguments))
+            return ToolResult(call, _text(await made))
         except Exception as error:
             return _failed(call, error)
-        return ToolResult(call, _text(result))
+
+    def _start(self, call: ToolCall) -> ToolResult | Coroutine[Any, Any, Any]:
+        """A function's result, or the coroutine that returns it."""
+        try:
+            made = validate_call(self._functions[call.name])(**json.loads(call.arguments))
+            return made if inspect.iscoroutine(made) else ToolResult(call, _text(made))
+        except Exception as error:  # a tool may raise anything, and return what is no JSON
+            return _failed(call, error)
 
 
 def schema_of(function: Function) -> Tool:
