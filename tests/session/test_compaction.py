@@ -140,6 +140,15 @@ def test_who_cannot_be_compacted_stays_as_he_is(engine):
     assert engine.store.on_disk.agents.show("ops") == before
 
 
+def test_a_session_whose_messages_were_not_kept_is_not_compacted(engine):
+    """It would go on without its system prompt."""
+    Session(engine, id="ops", system=SYSTEM, sampling=FEW).respond("Who?")
+    engine.wait_until_saved()
+    engine.store.on_disk.agents.turns.remove("ops")
+    with pytest.raises(BadInput, match="were not kept"):
+        Session(engine, id="ops", sampling=FEW).compact(max_tokens=12)
+
+
 def test_a_summary_cannot_be_a_call_of_a_tool(tmp_path, monkeypatch):
     """The tools are in the prompt, as before; they may not be called."""
     asked = []

@@ -259,6 +259,13 @@ def test_a_closed_session_answers_no_more(engine):
     session.close()
     with pytest.raises(BadInput, match="closed"):
         session.respond("Hi")
+    with pytest.raises(BadInput, match="closed"):
+        session.prewarm()
+    with pytest.raises(BadInput, match="closed"):
+        asyncio.run(session.aprewarm())
+    with pytest.raises(BadInput, match="closed"):
+        session.compact()
+    assert n_live(engine) == 0
     assert len(session.messages) == 2
 
 

@@ -149,6 +149,8 @@ def test_a_plain_schema_is_for_the_caller_to_run(session_with):
         assert (waiting.name, json.loads(waiting.arguments)) == ("look", {"word": "fox"})
         with pytest.raises(BadInput, match=waiting.id):
             s.respond("Well?")
+        with pytest.raises(BadInput, match=f"{waiting.id}.*a summary would lose"):
+            s.compact()
         with pytest.raises(BadInput, match="send one for each"):
             s.respond({"call_of_another": "an animal"})
         second = s.respond({waiting.id: "an animal"})

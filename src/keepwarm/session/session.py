@@ -518,17 +518,20 @@ class Session:
         with self._gate.hold("refuse"):
             if not 0 <= turn <= self.n_turns:
                 raise BadInput(f"The session has {self.n_turns} turns; there is no turn {turn}.")
-            if self._known.history is not None and self._known.history.turn is None:
-                raise BadInput(
-                    "The earlier messages of this session were not kept; rewind its agent in the "
-                    "store, and open the session again."
-                )
+            self._check_kept()
             self._rewind_agent(turn)
             self._turn_ends = self._turn_ends[:turn]
             self._messages = self._messages[: self._turn_ends[-1] if turn else 0]
             self._known = KnownConversation()
             with suppress(Stopping):
                 self.engine.call(lambda: self.engine.live.abandon(self.id)).result()
+
+    def _check_kept(self) -> None:
+        if self._known.history is not None and self._known.history.turn is None:
+            raise BadInput(
+                "The earlier messages of this session were not kept; rewind its agent in the "
+                "store, and open the session again."
+            )
 
     def _rewind_agent(self, turn: int) -> None:
         """If it has the same turns: of one with rounds of tools the next answer opens a branch."""
@@ -572,6 +575,7 @@ class Session:
         It is one turn from then on. The summary costs only its own tokens.
         """
         with self._gate.hold():
+            self._check_compactable()
             asked = self._known.request(self._defaults, self.system, self._messages)
             system = [{"role": "system", "content": self.system}] if self.system else []
             work = Compaction(
@@ -583,6 +587,15 @@ class Session:
             self._messages = work.messages[len(system) :]
             self._turn_ends, self._known = [len(self._messages)], KnownConversation()
             return made
+
+    def _check_compactable(self) -> None:
+        self._check_open()
+        self._check_kept()
+        if waiting := pending_calls(self._messages):
+            raise BadInput(
+                f"Tool calls wait for their results ({', '.join(waiting)}), which a summary would "
+                "lose; send the results by call id, or rewind."
+            )
 
     def close(self) -> None:
         """Free its caches in memory. It cannot be used afterwards."""
@@ -679,10 +692,13 @@ class Session:
             self._end(turn, known)
 
     def _begin(self, turn: SessionTurn) -> KnownConversation:
-        if not self._finalizer.alive:
-            raise BadInput("The session is closed; open a new one with its messages.")
+        self._check_open()
         turn.begin(self._messages)
         return self._known
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise BadInput("The session is closed; open a new one with its messages.")
 
     def _end(self, turn: SessionTurn, known: KnownConversation) -> None:
         """Add the turn to the conversation."""
@@ -714,6 +730,7 @@ class Session:
 
     def _before_question(self) -> Sequence[int]:
         """The tokens with which the next prompt begins, whatever the question."""
+        self._check_open()
         whole = self._known.request(self._defaults, self.system, self._messages)
         return before_question(self.engine, whole, whole.messages or ())
 
