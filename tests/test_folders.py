@@ -7,6 +7,7 @@ import pytest
 
 from keepwarm import config
 from keepwarm.config import find_folders
+from keepwarm.errors import BadInput
 
 pytestmark = pytest.mark.linux  # the variables below are Linux's
 
@@ -47,3 +48,17 @@ def test_everything_is_in_keepwarm_home_where_it_is_set(user):
 def test_downloads_can_be_elsewhere(user):
     assert config.load({"KEEPWARM_DOWNLOADS": "/big"}).models == Path("/big/models")
     assert config.Settings(home=user, store=user).models == user / "models"
+    (user / "config.toml").write_text('downloads = ""')
+    assert config.load({"KEEPWARM_HOME": str(user)}).models == user / "models"
+
+
+def test_the_folder_of_downloads_is_a_path_as_others_are(user, monkeypatch):
+    """Wherever the program is started, and wherever it goes."""
+    monkeypatch.setenv("HOME", str(user))
+    assert config.load({"KEEPWARM_DOWNLOADS": "~/big"}).models == user / "big" / "models"
+    monkeypatch.chdir(user)
+    found = config.load({"KEEPWARM_DOWNLOADS": "big"})
+    monkeypatch.chdir("/")
+    assert found.models == user / "big" / "models"
+    with pytest.raises(BadInput, match="downloads is .*; it must be a path"):
+        config.load({"KEEPWARM_DOWNLOADS": "~no-such-user-here/x"})

@@ -39,7 +39,7 @@ class NamedKey(NamedTuple):
 class Settings:
     home: Path  # agents, blocks and measurements of this machine
     store: Path  # the block store
-    downloads: str = ""  # downloaded models; the home directory if empty
+    downloads: Path | None = None  # downloaded models; the home directory if empty
     model: str = "smollm2"
     max_tokens: int = 512
     sampling: str = "model"  # defaults of generation_config.json; or `greedy`
@@ -144,7 +144,7 @@ class Settings:
     @property
     def models(self) -> Path:
         """Downloaded and converted models."""
-        return Path(self.downloads or self.home) / "models"
+        return (self.downloads or self.home) / "models"
 
 
 ARGUMENTS = "the arguments"
@@ -154,7 +154,7 @@ def load(environ: Mapping[str, str] | None = None, **arguments: Any) -> Settings
     """Settings from all four sources. Arguments that are None count as not given."""
     environ = os.environ if environ is None else environ
     home, downloads, file = find_folders(environ)
-    settings = Settings(home=home, store=home / "store", downloads=str(downloads))
+    settings = Settings(home=home, store=home / "store", downloads=downloads)
     settings = _override(settings, _from_file(file), "config.toml")
     settings = _override(settings, _from_environment(environ), "the environment")
     given = {key: value for key, value in arguments.items() if value is not None}
@@ -432,6 +432,7 @@ class SettingKind(NamedTuple):
 
 
 OPTIONAL: Any = float | None
+OPTIONAL_PATH: Any = Path | None
 MAX_SHOWN = 80  # characters of a bad value in the error
 KINDS: Mapping[type, SettingKind] = {
     bool: SettingKind(_parse_flag, "true or false"),
@@ -442,4 +443,7 @@ KINDS: Mapping[type, SettingKind] = {
     ),
     str: SettingKind(_parse_text, "a text"),
     Path: SettingKind(_parse_path, "a path"),
+    OPTIONAL_PATH: SettingKind(
+        lambda value: None if value in (None, "") else _parse_path(value), "a path"
+    ),
 }
