@@ -165,6 +165,21 @@ def test_the_table_reads_the_same_facts(main_here, tmp_path):
         assert word in text
 
 
+def test_a_path_is_no_markup(main_here, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("KEEPWARM_REMOTE", f"file://{tmp_path}/c[/d]")
+    home = tmp_path / "a[" / "b]c"
+    home.mkdir(parents=True)
+    verdicts = VerdictsFile(home)
+    odd = KnownVerdict("[/x]/model", "0.32.2", Verdict(False, 0.5, 0.0, 97))
+    verdicts.put("key", odd, keep=True)
+    verdicts.save()
+    code, text, err = main_here("doctor", home=home)
+    assert code == 0, err
+    for shown in (str(home), f"{tmp_path}/c[/d]", "[/x]/model"):
+        assert shown in text
+
+
 def test_doctor_report_writes_a_page_to_paste(tmp_path):
     """Cold and restored prompts on this machine, without a path of it."""
     page = tmp_path / "report.md"

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from keepwarm import config
 from keepwarm.cli.options import check_parents
@@ -293,12 +294,13 @@ def _table(
     """`alone` are the models whose rows differ in a batch."""
     table = Table("", "", show_header=False, box=None)
     for name, value in (_rows(machine) | places).items():
-        table.add_row(f"[bold]{name}[/bold]", value)
+        table.add_row(f"[bold]{name}[/bold]", Text(value))
     if alone:
-        table.add_row("[bold]Not batched[/bold]", ", ".join(alone))
+        table.add_row("[bold]Not batched[/bold]", Text(", ".join(alone)))
     for remote in remotes:
         why = f": {remote.problem}" if remote.problem else ""
-        table.add_row("[bold]Shared tier[/bold]", f"{remote.address}, {_speed(remote)}{why}")
+        told = Text(f"{remote.address}, {_speed(remote)}{why}")
+        table.add_row("[bold]Shared tier[/bold]", told)
     return table
 
 
