@@ -82,6 +82,8 @@ def test_rm_deletes_what_is_wanted_and_never_all_by_accident(remote, place):
     assert "Say what to delete" in str(CliRunner().invoke(
         command_line(["remote", "cache"]), ["remote", "rm"]
     ).exception)  # fmt: skip
+    assert "--older-than" in remote("rm", "--older-than=-1", code=2)
+    assert sum(row["records"] for row in rows(remote)) == 6
     assert remote("rm", "--class", CLASSES[0]) == "Deleted 3 records.\n"
     assert [row["class"] for row in rows(remote)] == [CLASSES[1]]
     with closing(RemoteTier(open_backend(place), CLASSES[1])) as tier:

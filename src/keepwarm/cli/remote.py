@@ -33,7 +33,7 @@ SHOWN = 12  # characters of a hash
 OfModel = Annotated[str, typer.Option("--model", help="Records of this model, as ls shows it.")]
 OfClass = Annotated[str, typer.Option("--class", help="Records of this class of machines.")]
 OfTenant = Annotated[str, typer.Option("--tenant", help="Records of this tenant, as ls shows it.")]
-Days = Annotated[float, typer.Option("--older-than", help="Unused for this many days.")]
+Days = Annotated[float, typer.Option("--older-than", min=0.0, help="Unused for this many days.")]
 
 app = typer.Typer(no_args_is_help=True, help="List, verify and delete records of shared tiers.")
 
