@@ -100,6 +100,20 @@ def test_a_compaction_writes_no_more_than_its_session(engine, tmp_path):
     assert engine.store.on_disk.latest_turn("ops").turn == before
 
 
+def test_no_message_of_an_ephemeral_agent_is_written(engine, tmp_path):
+    """It goes on from its summary all the same, until the process ends."""
+    Session(engine, id="ops", system=SYSTEM, sampling=FEW).respond("Who?")
+    engine.wait_until_saved()
+    agents = engine.store.on_disk.agents
+    agents.fork_all("ops", ["eve"], ephemeral=True)
+    past = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "The fox."}]
+    session = Session(engine, id="eve", messages=past, system=SYSTEM, sampling=FEW)
+    session.respond("What is the quick brown fox?")
+    made = session.compact(max_tokens=12)
+    assert not list(tmp_path.rglob("eve*"))
+    assert agents.show("eve").n_tokens == made.n_tokens
+
+
 def test_a_compaction_keeps_nothing_if_its_session_keeps_nothing(engine):
     session = Session(engine, system=SYSTEM, policy=Policy.READ_ONLY, sampling=FEW)
     session.respond("What is the quick brown fox?")

@@ -126,8 +126,9 @@ class Compaction:
         namespace = lane.for_prompt(len(self._tokens)).restorer.namespace
         agents, agent_id = self._engine.store.on_disk.agents, str(self._plain.agent)
         agents.advance(agent_id, namespace, self._tokens, model=lane.model.name, continues=True)
-        *_, end = chain(namespace, self._tokens)
-        agents.turns.keep(agent_id, self._tokens, end.key, self._turn)
+        if not agents.is_ephemeral(agent_id):
+            *_, end = chain(namespace, self._tokens)
+            agents.turns.keep(agent_id, self._tokens, end.key, self._turn)
 
     @property
     def _plain(self) -> Request:
