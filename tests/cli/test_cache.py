@@ -369,6 +369,13 @@ def test_a_quota_that_is_no_size_is_one_sentence(main_here, home, size):
     assert (code, err) == (2, f"{size!r} is not a size; write it as 2G, 500MB or in bytes.\n")
 
 
+@pytest.mark.parametrize("seconds", ["-1", "nan", "inf"])
+def test_a_retention_that_is_none_is_one_sentence(main_here, home, seconds):
+    code, out, err = main_here("cache", "set", "coder", f"--retention={seconds}", home=home)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"--retention is {seconds}; it is from 0 to " in err
+
+
 def test_first_tokens_or_turns_of_an_agent_travel_in_one_file(home, tmp_path):
     run(home, "a long way to go for a story " * 60, "--agent", "part")
     n_tokens = cache_json(home, "show", "part")["n_tokens"]

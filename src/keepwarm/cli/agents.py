@@ -105,7 +105,9 @@ def set_(
 ) -> None:
     """Change an agent's pin, quota, labels, note or retention."""
     labels = dict(_label(text) for text in label or ()) | ({} if note is None else {"note": note})
-    changes: dict[str, Any] = {} if retention is None else {"retention_s": retention or None}
+    changes: dict[str, Any] = {}
+    if retention is not None:
+        changes["retention_s"] = _checked_retention(retention) or None
     if quota is not None:
         changes["quota_bytes"] = _size(quota) or None
     if branch is not None and pin is None:
@@ -127,6 +129,13 @@ def _size(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise BadInput(f"{text!r} is not a size; write it as 2G, 500MB or in bytes.") from error
+
+
+def _checked_retention(seconds: float) -> float:
+    least, most = config.RANGES["retention_s"]
+    if not least <= seconds <= most:  # as if it is not a number
+        raise BadInput(f"--retention is {seconds:g}; it is from {least:g} to {most:g} seconds.")
+    return seconds
 
 
 def _label(text: str) -> tuple[str, str]:
