@@ -96,6 +96,7 @@ def test_pin_quota_fork_and_rewind(home):
         (["rewind", "coder", "9"], "there is no turn 9"),
         (["import", "missing.kw"], "There is no file missing.kw.\n"),
         (["import", "missing.safetensors"], "There is no file missing.safetensors.\n"),
+        (["import", "x" * 300], f"{'x' * 300} cannot be read: File name too long.\n"),
         (["import", "/"], "/ is a directory; name a file in it.\n"),
     ],
 )

@@ -216,7 +216,12 @@ def test_doctor_report_prints_predictions_of_a_known_chip_beside_its_figures(tmp
 
 
 @pytest.mark.parametrize(
-    ("page", "says"), [("no/page", "does not exist; create it first"), (".", "is a directory")]
+    ("page", "says"),
+    [
+        ("no/page", "does not exist; create it first"),
+        (".", "is a directory"),
+        ("x" * 300, "cannot be read: File name too long"),
+    ],
 )
 def test_doctor_report_that_cannot_be_written_is_refused(main_here, tmp_path, page, says):
     """Before anything is measured."""

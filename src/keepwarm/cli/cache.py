@@ -26,7 +26,7 @@ from keepwarm.cli.agents import (
     print_agent,
     print_fields,
 )
-from keepwarm.cli.options import check_parents, load_model, print_table
+from keepwarm.cli.options import check_parents, load_model, print_table, readable
 from keepwarm.errors import BadInput
 from keepwarm.progress import shown
 from keepwarm.units import format_bytes
@@ -331,10 +331,11 @@ def _export_prompt_file(
 
 def _check_source(file: Path) -> None:
     """Fail before the model is loaded."""
-    if file.is_dir():
-        raise BadInput(f"{file} is a directory; name a file in it.")
-    if not file.exists():
-        raise BadInput(f"There is no file {file}.")
+    with readable(file):
+        if file.is_dir():
+            raise BadInput(f"{file} is a directory; name a file in it.")
+        if not file.exists():
+            raise BadInput(f"There is no file {file}.")
 
 
 def _check_target(file: Path, force: bool) -> None:

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keepwarm import config
-from keepwarm.cli.options import check_parents
+from keepwarm.cli.options import check_parents, readable
 from keepwarm.errors import BadInput
 from keepwarm.units import format_bytes, format_rate
 
@@ -141,7 +141,8 @@ STEP_HOST_S = 0.002  # to build a step and to enqueue it
 
 
 def _write_report(path: Path, quick: bool) -> None:
-    check_parents(path)
+    with readable(path):
+        check_parents(path)
     from keepwarm.device.machine import snapshot
     from keepwarm.remote.opening import measure_remotes
 

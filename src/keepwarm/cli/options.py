@@ -212,3 +212,12 @@ def check_parents(*files: Path | None) -> None:
             raise BadInput(f"{file} is a directory; name a file in it.")
         if not file.absolute().parent.is_dir():
             raise BadInput(f"The directory of {file} does not exist; create it first.")
+
+
+@contextmanager
+def readable(file: Path) -> Iterator[None]:
+    """A path that cannot be looked up, as in a directory that is locked, is one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise BadInput(f"{file} cannot be read: {error.strerror}.") from error
