@@ -317,6 +317,18 @@ def test_launch_starts_a_server_for_as_long_as_the_client_runs(environ, tmp_path
     assert "config.json" in failed.stderr
 
 
+def test_launch_in_a_home_that_cannot_be_written_is_one_sentence(environ, tmp_path):
+    home = tmp_path / "file"
+    home.touch()
+    environ |= {"KEEPWARM_PORT": free_port(), "KEEPWARM_HOME": str(home)}
+    model = write_checkpoint(tmp_path / "tiny")
+    answer = launch_here(environ, "any", "--model", model, "--", "true")
+    assert answer.returncode == 2
+    (said,) = answer.stderr.splitlines()
+    assert f"{home}/launch" in said
+    assert said.endswith("set KEEPWARM_HOME to another directory.")
+
+
 def test_launch_asks_before_it_downloads(environ):
     """Without a terminal there is nobody to ask."""
     environ |= {"KEEPWARM_PORT": "1", "HF_HOME": environ["KEEPWARM_HOME"]}

@@ -175,12 +175,10 @@ def _started(settings: config.Settings, named: list[str]) -> Iterator[None]:
     the server prints goes to a file."""
     command = [sys.executable, "-m", "keepwarm", "serve", *named]
     path = settings.home / LOG_NAME
-    settings.home.mkdir(parents=True, exist_ok=True)
     for number in (signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_DFL:  # which would leave the server behind
             signal.signal(number, signal.getsignal(signal.SIGTERM))
-    with path.open("a+b") as log:
-        log.truncate(0)
+    with _new_log(path) as log:
         # The terminal's Ctrl-C is for the client alone.
         server = Popen(command, stdin=DEVNULL, stdout=log, stderr=log, start_new_session=True)
         try:
@@ -196,6 +194,18 @@ def _started(settings: config.Settings, named: list[str]) -> Iterator[None]:
             with shown("stopping the server") as line:
                 line.say("it ends its answers")
                 _stop(server, settings.drain_s)
+
+
+def _new_log(path: Path) -> IO[bytes]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log = path.open("a+b")
+    except OSError as error:
+        raise BadInput(
+            f"{path} cannot be written: {error.strerror}; set KEEPWARM_HOME to another directory."
+        ) from error
+    log.truncate(0)
+    return log
 
 
 def _wait_for(server: Popen[bytes], log: IO[bytes]) -> None:
