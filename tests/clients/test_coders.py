@@ -214,7 +214,7 @@ def test_launch_starts_a_server_and_a_published_client_and_leaves_nothing(folder
     )
     assert ended.returncode == 0, ended.stderr
     assert LAUNCHED in ended.stdout
-    assert (place / "home" / "launch.log").read_text().count("Serving ") == 1
+    assert (place / "home" / f"launch-{port}.log").read_text().count("Serving ") == 1
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", int(port)))
 

@@ -301,6 +301,8 @@ def test_launch_starts_a_server_for_as_long_as_the_client_runs(environ, tmp_path
     """By SDKs as they are published, with its key; nothing answers before, and nothing after. It is
     asked without a proxy, and has the models of the settings."""
     environ |= {"KEEPWARM_PORT": free_port(), "KEEPWARM_BLAS": "none", "KEEPWARM_API_KEYS": SECRET}
+    other = tmp_path / "launch-1.log"  # of another launch
+    other.write_text("Serving elsewhere")
     model = write_checkpoint(tmp_path / "tiny")
     (tmp_path / "config.toml").write_text(f'model = "{model}"\nmore_models = "second={model}"\n')
     proxied = environ | {"http_proxy": "http://127.0.0.1:1"}
@@ -308,7 +310,9 @@ def test_launch_starts_a_server_for_as_long_as_the_client_runs(environ, tmp_path
     talk = ("any", "--", *without_proxy, sys.executable, "-c", TALK)
     said = printed(proxied, *talk, launch=launch)
     assert said.split() == [str(model), "second", "assistant"]
-    assert (tmp_path / "launch.log").read_text().count("Serving ") == 1
+    log = tmp_path / f"launch-{environ['KEEPWARM_PORT']}.log"
+    assert log.read_text().count("Serving ") == 1
+    assert other.read_text() == "Serving elsewhere"
     assert "No server answers" in launch_here(environ, "any", "--print", "--", "true").stderr
     (model / "config.json").write_text("{")
     failed = launch(environ, "any", "--model", model, "--", "true")
@@ -351,7 +355,7 @@ def test_launch_whose_terminal_is_closed_while_its_server_starts_leaves_none(env
     (model / "config.json").unlink()
     os.mkfifo(model / "config.json")
     environ |= {"KEEPWARM_PORT": free_port(), "KEEPWARM_BLAS": "none"}
-    log = tmp_path / "launch.log"
+    log = tmp_path / f"launch-{environ['KEEPWARM_PORT']}.log"
     command = [sys.executable, "-c", HEARING, "launch", "any", "--model", model, "--", "true"]
     launched = subprocess.Popen(command, env=environ)
     try:

@@ -33,7 +33,6 @@ from keepwarm.units import format_bytes
 TIMEOUT_S = 10
 POLL_S = 0.1
 STOP_S = 30.0  # for a server to end after its last answer
-LOG_NAME = "launch.log"
 GREETING = b"Serving "
 
 
@@ -174,7 +173,7 @@ def _started(settings: config.Settings, named: list[str]) -> Iterator[None]:
     """A server of the settings, until the client has ended. The screen is the client's, so what
     the server prints goes to a file."""
     command = [sys.executable, "-m", "keepwarm", "serve", *named]
-    path = settings.home / LOG_NAME
+    path = settings.home / f"launch-{settings.port}.log"  # each server has its own port
     for number in (signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_DFL:  # which would leave the server behind
             signal.signal(number, signal.getsignal(signal.SIGTERM))
