@@ -60,5 +60,5 @@ def test_the_folder_of_downloads_is_a_path_as_others_are(user, monkeypatch):
     found = config.load({"KEEPWARM_DOWNLOADS": "big"})
     monkeypatch.chdir("/")
     assert found.models == user / "big" / "models"
-    with pytest.raises(BadInput, match="downloads is .*; it must be a path"):
+    with pytest.raises(BadInput, match=r"downloads is .*; it must be a path"):
         config.load({"KEEPWARM_DOWNLOADS": "~no-such-user-here/x"})

@@ -104,9 +104,9 @@ def test_a_turn_is_recorded_when_its_blocks_are_on_disk(models, tmp_path, monkey
         saver, on_disk = engine.store.saver, engine.store.on_disk
         advance, flush = on_disk.agents.advance, saver.flush
 
-        def flush_at_last():
+        def flush_at_last(*n_put):
             busy.close()  # only now the writer goes on
-            flush()
+            flush(*n_put)
 
         def look_and_advance(agent, namespace, tokens, *args, **options):
             keys = [ref.key for ref in chain(namespace, tokens)]
@@ -139,7 +139,8 @@ class NewerTurn(dict):
 def test_unrecorded_turn_that_is_noted_beside_an_older_one_is_not_lost():
     older, newer = (SimpleNamespace(request=Request(agent="ada")) for _ in range(2))
     agents = Mock(advance=Mock(return_value=None))
-    store = SimpleNamespace(on_disk=SimpleNamespace(agents=agents), settings=load({}))
+    on_disk, saver = SimpleNamespace(agents=agents), SimpleNamespace(n_put=0)
+    store = SimpleNamespace(on_disk=on_disk, settings=load({}), saver=saver)
     made = recorder.Recorder(store, Mock(), [])
     made._pool = Mock()
     sequence = Mock(job=newer, choice=0, tokens=[])

@@ -2,10 +2,11 @@
 
 import re
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from openai import APIError
 
 from tests.kit.waiting import wait_until
 from tests.server.admin.test_verify import slow_drive
@@ -42,7 +43,7 @@ def page(browser, own):
 
 @contextmanager
 def answering(live, agent):
-    """While inside, an answer is being made."""
+    """While inside, an answer is being made, unless it is cancelled from elsewhere."""
     ends = live.host.engine.model.tokenizer.eos_token_ids
     over = threading.Event()
 
@@ -54,7 +55,10 @@ def answering(live, agent):
             "logit_bias": {str(end): -100 for end in ends},
             "extra_headers": {"X-Keepwarm-Agent": agent},
         }
-        with live.openai().chat.completions.create(stream=True, **body) as stream:
+        with (
+            suppress(APIError),
+            live.openai().chat.completions.create(stream=True, **body) as stream,
+        ):
             for _ in stream:
                 if over.is_set():
                     return
