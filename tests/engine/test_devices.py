@@ -187,6 +187,16 @@ def test_a_key_does_not_hold_every_place(sim):
     assert len(sim.scheduler.rows) <= MAX_OWN_ROWS + 1
 
 
+def test_long_prompts_of_many_keys_leave_a_place_to_short_ones(sim):
+    for number in range(9):
+        sim.send(LONG, tenant=f"key {number}")
+    for _ in range(12):
+        sim.scheduler.step()
+    long, short = len(sim.scheduler.prefilling), sim.send(20, tenant="short")
+    sim.run_until(lambda: short.has_begun)
+    assert len(sim.scheduler.prefilling) == long == 7
+
+
 def test_a_key_does_not_hold_every_row_by_many_answers_to_few_prompts(sim):
     for _ in range(8):
         sim.send(LONG // 8, 100_000, Policy.NO_STORE, tenant="other", n=16)

@@ -13,6 +13,7 @@ from keepwarm.cache.store import Store
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput
 from keepwarm.models.load import load
+from keepwarm.prefix.policy import Policy
 from keepwarm.session.session import Session
 from keepwarm.text.request import KVOptions, Sampling
 from tests.kit.engines import engine_on
@@ -75,6 +76,19 @@ def test_rewound_it_is_opened_again_as_it_was_left(model, tmp_path, turn, goes_o
         assert Session(engine, id="ops", sampling=FEW).messages == session.messages
     with engine_on(model, tmp_path) as engine:
         assert Session(engine, id="ops", sampling=FEW).messages == session.messages
+
+
+@pytest.mark.parametrize("other", [{"policy": Policy.READ_ONLY}, {"messages": [{}]}])
+def test_who_only_reads_or_says_something_else_rewinds_no_agent(model, tmp_path, other):
+    with engine_on(model, tmp_path) as engine:
+        session = Session(engine, id="ops", sampling=FEW)
+        session.respond("Who?")
+        before = session.messages
+        engine.wait_until_saved()
+        if "messages" in other:
+            other = {"messages": [{"role": "user", "content": "Why?"}, before[-1]]}
+        Session(engine, id="ops", sampling=FEW, **other).rewind(0)
+        assert Session(engine, id="ops", sampling=FEW).messages == before
 
 
 def test_rewound_forked_or_with_another_system_prompt_it_sends_its_messages(model, tmp_path):

@@ -341,8 +341,7 @@ class Lanes:
         """Lanes are never freed, and anyone can name any size."""
         if sum(owner == tenant for _, owner in self._made) >= MAX_CHOICES:
             raise BadInput(
-                f"There were {MAX_CHOICES} different kv options since the start; use one of "
-                "those, or leave them out."
+                f"There were {MAX_CHOICES} different kv options since the start; use one of those."
             )
 
     def of_agent(self, lane: Lane, agent: str | None) -> Lane:

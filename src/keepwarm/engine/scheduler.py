@@ -49,7 +49,7 @@ OnKept: TypeAlias = Callable[[RunningSequence], None]
 
 LEASE_TOKENS = 1024  # answer tokens that memory is reserved for at a time
 MAX_PREFILLS = 4  # prompts that are prefilled in rotation
-MAX_EXTRA_PREFILLS = 4  # more that need only one slice, or have a higher priority
+MAX_EXTRA_PREFILLS = 4  # more: urgent ones, those of one slice, a key's first
 MAX_ROWS = 64  # sequences in all batches together
 MAX_OWN_PREFILLS, MAX_OWN_ROWS = 6, 48  # of one API key
 MAX_CALLERS = 1024  # that are remembered
@@ -186,7 +186,8 @@ class Intake:
         has_rows = not n_rows or n_rows + max(1, job.n_answers) <= MAX_OWN_ROWS
         if n_prefills >= MAX_OWN_PREFILLS or not has_rows:
             return False
-        is_first = job.caller and not n_prefills
+        n_left = MAX_PREFILLS + MAX_EXTRA_PREFILLS - len(slots.prefilling)
+        is_first = job.caller and not n_prefills and n_left > 1
         if is_first or (len(slots.prefilling) < MAX_PREFILLS and n_prefills < MAX_PREFILLS - 1):
             return True
         if job.request.priority > max(task.job.request.priority for task in slots.prefilling):
@@ -660,7 +661,9 @@ class Scheduler:
         nobody waits, of rows that could have been fed drafts.
         """
         for task in self.prefilling:
-            shares = task.lane.options in self._batches or len(task.sequences) > 1
+            lease = task.job.lease
+            is_beside = lease is not None and lease.batch in self._batches
+            shares = is_beside or len(task.sequences) > 1
             if shares and not task.lane.sharing.is_decided:
                 return task.lane.sharing
         if self._untried is not None and self._untried.is_decided:

@@ -57,7 +57,7 @@ class Compaction:
         self._engine = engine
         self.messages: list[Message] = []  # of the conversation from now on
         self._tokens: list[int] = []
-        self._n_read: int | None = None  # messages of the agent in the store
+        self._read: KeptTurn | None = None  # of the agent in the store
         self._policy = asked.policy  # of the conversation
         self._ask = {"role": "user", "content": instruction or INSTRUCTION}
         self._first = list(takewhile(lambda each: each["role"] in SYSTEM_ROLES, messages))
@@ -83,7 +83,7 @@ class Compaction:
                 "were kept; send the whole conversation once under its id."
             )
         work = cls(engine, request, turn.messages, instruction, max_tokens)
-        work._n_read = len(turn.messages)
+        work._read = turn
         return work
 
     def warm(self, result: Result) -> Answer:
@@ -119,9 +119,10 @@ class Compaction:
         return self._policy.to_disk or self._engine.store.is_ephemeral(agent)
 
     def _restart_agent(self) -> None:
-        now = self._engine.store.on_disk.latest_turn(str(self._plain.agent)).turn
-        if self._n_read is not None and now is not None and len(now.messages) != self._n_read:
-            raise Busy("The conversation has gone on while it was summed up; try again.")
+        if self._read is not None:
+            now = self._engine.store.on_disk.latest_turn(str(self._plain.agent)).turn
+            if now is None or list(now.messages) != list(self._read.messages):
+                raise Busy("The conversation has gone on while it was summed up; try again.")
         _, lane = self._engine.resolve(self._plain)
         namespace = lane.for_prompt(len(self._tokens)).restorer.namespace
         agents, agent_id = self._engine.store.on_disk.agents, str(self._plain.agent)

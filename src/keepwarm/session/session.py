@@ -534,10 +534,16 @@ class Session:
             )
 
     def _rewind_agent(self, turn: int) -> None:
-        """If it has the same turns: of one with rounds of tools the next answer opens a branch."""
-        if not self._defaults.nameless and self.engine.knows_agent(self.id):
+        """If it has the same conversation, and its turns: of one with rounds of tools the next
+        answer opens a branch.
+        """
+        is_kept = self._defaults.policy.to_disk or self.engine.store.is_ephemeral(self.id)
+        if is_kept and not self._defaults.nameless and self.engine.knows_agent(self.id):
             agents = self.engine.store.on_disk.agents
-            if len(agents.show(self.id).turns) == self.n_turns:
+            kept = self.engine.store.on_disk.latest_turn(self.id).turn
+            messages = list(kept.messages) if kept else []
+            is_same = messages[-len(self._messages) :] == self._messages
+            if is_same and len(agents.show(self.id).turns) == self.n_turns:
                 agents.rewind(self.id, turn)
 
     def fork(self, id: str | None = None) -> Session:  # noqa: A002

@@ -23,7 +23,8 @@ from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tier import NamedBlock, agent_owner, default_on_io_error
 
 MAX_UNRECORDED = 4096  # agents, and blocks of each, that only memory has
-MAX_LOGGED = 1 << 14  # deletions that a running request is compared with
+MAX_LOGGED = 4096  # deletions that a running request is compared with
+MAX_LOGGED_BLOCKS = 1 << 18  # of these
 
 
 class KeptTokens(NamedTuple):
@@ -40,6 +41,14 @@ class Deletions:
     def __init__(self, found: Sequence[Forgotten] | None, owner_of: Callable[[str], str]) -> None:
         self.found = found
         self._owner_of = owner_of
+
+    @classmethod
+    def all_of(cls, many: Sequence[Deletions]) -> Deletions:
+        """One of several, so that tokens are hashed once to compare with them."""
+        found = [each.found for each in many]
+        owner_of = many[0]._owner_of if many else str
+        every = None if None in found else [one for part in found for one in part or ()]
+        return cls(every, owner_of)
 
     def hold(self, kept: KeptTokens) -> bool:
         """Whether tokens are of an agent that was deleted, or have blocks that were."""
@@ -135,7 +144,7 @@ class Forgetting:
                 self._oldest = now
             else:
                 self._log.append((now, deletions))
-            if len(self._log) > MAX_LOGGED:
+            while len(self._log) > MAX_LOGGED or self._n_logged() > MAX_LOGGED_BLOCKS:
                 self._oldest, _ = self._log.popleft()
             self.generation = self._disk.generation = now
 
@@ -149,6 +158,10 @@ class Forgetting:
                     keep(record)
 
         return keep_if_same
+
+    def _n_logged(self) -> int:
+        """Blocks that the log names."""
+        return sum(len(one.blocks) for _, each in self._log for one in each.found or ())
 
     def later(self, since: int) -> list[Deletions]:
         """What was forgotten after a generation; if that was too long ago, everything."""
@@ -227,8 +240,7 @@ class RequestClaim:
         if forgetting is None or self._is_forgotten or forgetting.generation == self._checked:
             return self._is_forgotten
         with forgetting.lock:
-            kept, later = self.kept, forgetting.later(self._checked)
-            self._is_forgotten = any(deletions.hold(kept) for deletions in later)
+            self._is_forgotten = Deletions.all_of(forgetting.later(self._checked)).hold(self.kept)
             self._checked = forgetting.generation
         return self._is_forgotten
 
