@@ -4,7 +4,7 @@ import asyncio
 import json
 import socket
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 import httpx
@@ -66,7 +66,12 @@ def forks(live):
     if process is None:
         return []
     children = psutil.Process(process.pid).children()
-    return [each for each in children if each.status() != psutil.STATUS_ZOMBIE]
+    found = []
+    for child in children:
+        with suppress(psutil.NoSuchProcess):  # it has ended since it was listed
+            if child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child)
+    return found
 
 
 def ask(live, text, key="victim", path=CHAT):
