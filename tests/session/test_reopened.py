@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -56,9 +56,11 @@ def test_after_a_restart(model, tmp_path):
 
 def test_opened_before_its_first_turn_is_on_disk_it_waits_for_it(model, tmp_path):
     with engine_on(model, tmp_path) as engine:
-        engine._recorder._pool.submit(time.sleep, 0.5)
+        lets_go = threading.Event()
+        engine._recorder._pool.submit(lets_go.wait)
         session = Session(engine, id="ops", sampling=FEW)
         session.respond("Who?")
+        threading.Timer(0.3, lets_go.set).start()
         assert Session(engine, id="ops", sampling=FEW).messages == session.messages
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -26,7 +24,7 @@ from keepwarm.cli.agents import (
     print_agent,
     print_fields,
 )
-from keepwarm.cli.options import check_parents, load_model, print_table, readable
+from keepwarm.cli.options import check_parents, file_errors, load_model, print_table
 from keepwarm.errors import BadInput
 from keepwarm.progress import shown
 from keepwarm.units import format_bytes
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
     from keepwarm.agents.bundle import Manifest
     from keepwarm.agents.signing import BundleKeys
 
+NOT_EXPORTED = "nothing was exported"
 PROMPT_CACHE = ".safetensors"
 FORMAT_HELP = "bundle, or for other programs mlx-lm or swift: a prompt-cache file (.safetensors)."
 
@@ -181,7 +180,7 @@ def export(
     from keepwarm.agents.signing import BundleKeys
 
     settings = config.load(model=model)
-    with _file_errors(file):
+    with file_errors(file, "written", NOT_EXPORTED):
         _check_target(file, force)
     if form != "bundle":
         if sign is not None:
@@ -192,7 +191,7 @@ def export(
     keys = BundleKeys.of(settings, sign)
     with open_store() as store, shown("exporting") as line:
         found = store.find(agent, tokens, turn, branch)
-        with _file_errors(file):
+        with file_errors(file, "written", NOT_EXPORTED):
             n_records = store.export_agent(found, file, line.count, keys.signing)
         if store.disk.cipher is not None:
             print(f"{file} is not encrypted, so that other machines can read it.", file=sys.stderr)
@@ -325,13 +324,13 @@ def _export_prompt_file(
         raise BadInput(f"--format is {form!r}; it must be one of {known}.")
     with Store(settings=settings) as store:
         agent, model = store.on_disk.find(*what), load_model(settings)
-        with _file_errors(file):
+        with file_errors(file, "written", NOT_EXPORTED):
             return export_prompt_file(store, model, agent, file, FORMATS[form])
 
 
 def _check_source(file: Path) -> None:
     """Fail before the model is loaded."""
-    with readable(file):
+    with file_errors(file, "read"):
         if file.is_dir():
             raise BadInput(f"{file} is a directory; name a file in it.")
         if not file.exists():
@@ -343,13 +342,3 @@ def _check_target(file: Path, force: bool) -> None:
     check_parents(file)
     if file.exists() and not force:
         raise BadInput(f"{file} exists; choose another name, or replace it with --force.")
-
-
-@contextmanager
-def _file_errors(file: Path) -> Iterator[None]:
-    """A file that cannot be written is one sentence; nothing of it is left."""
-    try:
-        yield
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise BadInput(f"{file} cannot be written: {why}; nothing was exported.") from error

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keepwarm import config
-from keepwarm.cli.options import check_parents, readable
+from keepwarm.cli.options import check_parents, file_errors
 from keepwarm.errors import BadInput
 from keepwarm.units import format_bytes, format_rate
 
@@ -141,7 +141,7 @@ STEP_HOST_S = 0.002  # to build a step and to enqueue it
 
 
 def _write_report(path: Path, quick: bool) -> None:
-    with readable(path):
+    with file_errors(path, "read"):
         check_parents(path)
     from keepwarm.device.machine import snapshot
     from keepwarm.remote.opening import measure_remotes

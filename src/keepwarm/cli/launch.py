@@ -24,7 +24,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 import typer
 
 from keepwarm import config
-from keepwarm.cli.options import first_key
+from keepwarm.cli.options import file_errors, first_key
 from keepwarm.errors import BadInput, Refused, UnknownModel, Unreachable
 from keepwarm.progress import shown
 from keepwarm.server.http.clients import CLIENTS, KEY_VARIABLE, NO_KEY, ClientSetup, ServerInfo
@@ -196,14 +196,10 @@ def _started(settings: config.Settings, named: list[str]) -> Iterator[None]:
 
 
 def _new_log(path: Path) -> IO[bytes]:
-    try:
+    with file_errors(path, "written", "set KEEPWARM_HOME to another directory"):
         path.parent.mkdir(parents=True, exist_ok=True)
         log = path.open("a+b")
-    except OSError as error:
-        raise BadInput(
-            f"{path} cannot be written: {error.strerror}; set KEEPWARM_HOME to another directory."
-        ) from error
-    log.truncate(0)
+        log.truncate(0)
     return log
 
 

@@ -215,9 +215,10 @@ def check_parents(*files: Path | None) -> None:
 
 
 @contextmanager
-def readable(file: Path) -> Iterator[None]:
-    """A path that cannot be looked up, as in a directory that is locked, is one sentence."""
+def file_errors(file: Path, done: str, then: str = "") -> Iterator[None]:
+    """A file that cannot be read or written is one sentence, with what follows or to do."""
     try:
         yield
     except OSError as error:
-        raise BadInput(f"{file} cannot be read: {error.strerror}.") from error
+        why = error.strerror or str(error)
+        raise BadInput(f"{file} cannot be {done}: {why}{then and f'; {then}'}.") from error

@@ -54,7 +54,7 @@ AUDIT_PRIORITY = -1_000_000  # after all requests of clients
 SCORED_TOP = 20  # tokens that are compared at each place, where blocks are rounded
 MAX_NATS = 0.05  # that rounding may cost an answer; on average q4 costs 0.003
 LOG = logging.getLogger(__name__)
-RETRIED = (TimedOut, Stopping, EngineFailed)
+RETRIED = (TimedOut, Stopping, EngineFailed)  # clients send such requests again
 Post: TypeAlias = Callable[[Callable[[], None]], None]
 Work: TypeAlias = Callable[[Job, list[int]], None]
 

@@ -390,11 +390,10 @@ class Keeper:
         self._capture(row.capture, caches, len(row.tokens), checkpoint=True)
         if row.job.request.policy.writes:
             self._keep_live(row.job, row.capture, row.tokens, caches)
-        with self._saving():
-            self._on_kept(row)
+        self.keep_turn(row)
 
     def keep_turn(self, row: RunningSequence) -> None:
-        """Call `on_kept` alone: the sequence is finished, but its caches may be wrong."""
+        """Call `on_kept`; alone where a sequence is finished, but its caches may be wrong."""
         with self._saving():
             self._on_kept(row)
 

@@ -364,15 +364,14 @@ class Loading:
     def _add(self, read: Read, record: RecordView) -> None:
         start = read.number * BLOCK_TOKENS
         end = min(start + BLOCK_TOKENS, self.point.n_tokens)
-        if not record.header.tokens.startswith(self._packed[4 * start : 4 * end]):
-            raise CorruptBlock("?", read.number, "its tokens differ from the prompt")
         header = record.header
+        if not header.tokens.startswith(self._packed[4 * start : 4 * end]):
+            raise CorruptBlock("?", read.number, "its tokens differ from the prompt")
         first = len(header.tokens) // 4 - header.w_rows
-        if read.part is Part.WINDOW and not self._needs.has_rows(
-            first, read.number, self.point.n_tokens
-        ):
+        has_rows = self._needs.has_rows(first, read.number, self.point.n_tokens)
+        if read.part is Part.WINDOW and not has_rows:
             raise FewerRows
-        check_codec(record.header, self._at_rest)
+        check_codec(header, self._at_rest)
         began = perf_counter()
         with self._saver.restoring():
             self._assembly.add(block_of(record))

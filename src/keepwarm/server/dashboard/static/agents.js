@@ -43,7 +43,7 @@ function render() {
 }
 
 // The agent as it is now: a row keeps its buttons while what they show stays the same.
-const current = ({ id, key }) => state.agents.find((agent) => agent.id === id && agent.key === key);
+const current = (shown) => state.agents.find(({ id, key }) => id === shown.id && key === shown.key) ?? shown;
 
 function matches(agent) {
   const wanted = byId("agent-filter").value.trim().toLowerCase();
