@@ -22,6 +22,7 @@ import psutil
 from benchmarks.requests.bare import BareEngine
 from benchmarks.requests.client import BenchRequest, HttpClient, TimedReply
 from benchmarks.requests.measure import drop_files
+from keepwarm.device import kernels
 from keepwarm.errors import BadInput, KeepwarmError, Unreachable
 
 START_S = 900.0  # on a busy machine
@@ -105,7 +106,8 @@ class ServerProcess:
         self._model = model  # as requests name it
         self._command, self._health, self._log = command, health, log
         self.environ = {**os.environ, "HF_HUB_OFFLINE": "1", **(environ or {})}  # of the next start
-        self.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # bytecode, as an installed one has
+        for ours in ("PYTHONDONTWRITEBYTECODE", kernels.VARIABLE, kernels.CHECK):
+            self.environ.pop(ours, None)  # bytecode and kernels, as an installed one has
         self.environ["KEEPWARM_REMOTE"] = NO_REMOTE
         self._process: subprocess.Popen[bytes] | None = None
         self._client: HttpClient | None = None

@@ -96,11 +96,23 @@ def test_joining_counts_twice_until_it_is_done(admission):
 
 
 def test_in_a_batch_every_row_is_as_long_as_the_longest(admission):
-    """A short request beside a long one costs a long row."""
+    """A short request beside a long one costs a long row, as long as there is room for these."""
     admission.reserve(400).end_joining()
-    assert admission.reserve(10) is not None
-    assert admission.used_bytes == 2 * 400 + 10
-    assert admission.reserve(10) is None
+    admission.reserve(10).end_joining()
+    assert admission.used_bytes == 2 * 400
+    apart = [admission.reserve(10) for _ in range(2)]
+    assert [lease.batch for lease in apart] == [("batch", "", 4)] * 2
+    assert admission.used_bytes == 2 * 400 + 2 * (10 + 10)
+
+
+def test_a_long_request_beside_short_ones_does_not_wait_for_their_end(admission):
+    for _ in range(4):
+        admission.reserve(10).end_joining()
+    long = admission.reserve(300)
+    assert (long.batch, admission.used_bytes) == (("batch", "", 9), 40 + 2 * 300)
+    long.end_joining()
+    assert admission.reserve(20).batch == "batch", "the first ones' batch is as it was"
+    assert admission.reserve(280).batch == ("batch", "", 9)
 
 
 def test_several_answers_are_as_many_rows(admission):
@@ -165,14 +177,14 @@ def test_requests_of_one_key_leave_memory_to_others(admission):
 
 
 def test_a_short_request_beside_another_keys_long_one_joins_a_batch_of_its_own_key(admission):
-    """Where its row would be as long as the long one; rows of its own key wait."""
+    """Where its row would be as long as the long one; what is as long as that waits."""
     admission.reserve(450, caller="other").end_joining()
     assert admission.reserve(450, caller="other") is None
     mine = admission.reserve(150, caller="mine")
-    assert (mine.batch, admission.used_bytes) == (("batch", "mine"), 450 + 2 * 150)
+    assert (mine.batch, admission.used_bytes) == (("batch", "mine", 8), 450 + 2 * 150)
     mine.end_joining()
-    short = admission.reserve(40, caller="mine")
-    assert (short.batch, admission.used_bytes) == (("batch", "mine"), 450 + 2 * 150 + 40)
+    theirs = admission.reserve(140, caller="other")
+    assert (theirs.batch, admission.used_bytes) == (("batch", "other", 8), 450 + 150 + 2 * 140)
 
 
 @given(st.lists(st.tuples(st.sampled_from("rjgx"), st.integers(1, 700)), max_size=40))

@@ -246,6 +246,25 @@ def test_a_key_does_not_wait_for_the_memory_of_another(models, tmp_path, exam, n
         assert all(answer.result().choices[0].reason == "length" for answer in long[:n_fit])
 
 
+@pytest.mark.parametrize(
+    ("first", "n_answer", "second", "n_rows"), [(1900, 140, 20, 2.1), (20, 230, 1900, 2.2)]
+)
+def test_rows_for_which_padding_leaves_no_memory_have_batches_apart(
+    models, tmp_path, exam, first, n_answer, second, n_rows
+):
+    """None waits for the other's end, and its answer is the same as alone."""
+    budget = memory(batch_bytes=int(n_rows * 2048 * 2048))  # of the long one's
+    with engine_on(models.of("llama"), tmp_path, memory=budget) as engine:
+        running = engine.submit(ask(prompt_of(first, 1), n_answer))
+        for _ in range(4):
+            next(event for event in running if isinstance(event, Delta))
+        prompt = prompt_of(second, 2)
+        beside = engine.submit(ask(prompt, 16)).result()
+        assert engine.stats().counters["finished"] == 1
+        exam.add(prompt, beside.choices[0])
+        assert running.result().choices[0].reason == "length"
+
+
 # -- time -----------------------------------------------------------------------------------------
 
 

@@ -96,9 +96,9 @@ class Admission:
     """Decides by bytes which requests may run at the same time.
 
     In a batch every row takes as much as the longest, because mlx-lm pads. A request counts twice
-    until it has joined: as caches of its own, and as a row of the batch. Several requests of one
-    key leave a part to others; one that does not fit beside another key's rows joins a batch of
-    its own key.
+    until it has joined: as caches of its own, and as a row of the batch. One that does not fit
+    joins a batch of its own key's rows of about its length. Several requests of one key leave a
+    part to others.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -124,8 +124,8 @@ class Admission:
                 "lower max_tokens, or raise the memory budget."
             )
         with self._lock:
-            if batch is not None and not self._fits(lease) and self._has_others(caller):
-                lease.batch = (batch, caller)
+            if batch is not None and not self._fits(lease):
+                lease.batch = (batch, caller, n_bytes.bit_length())
             if not self._fits(lease):
                 return None
             self._leases.append(lease)
