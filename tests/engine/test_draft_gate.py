@@ -131,19 +131,25 @@ def test_what_a_state_computes_again_counts(gate):
 
 
 def test_searching_takes_no_more_than_its_share(gate):
-    """Whether it finds something or not; beside a step of the device it costs nothing."""
+    """Whether it finds something or not, unless it pays; while the host would wait for the device
+    it costs nothing.
+    """
     n_steps, n_searched = 4000, 0
     for _ in range(n_steps):
         if gate.may_search(ONE_ROW):
-            gate.searched(ONE_ROW, 0.001, beside_step=False)
+            gate.searched(ONE_ROW, 0.001)
             n_searched += 1
         gate.saw_step(ONE_ROW, 1, 0, 0.010)
     assert MAX_SEARCHING < 0.1 * n_searched <= MAX_SEARCHING + SEARCHING_SHARE * n_steps + 0.1
     gate.saw_step(ONE_ROW, 1, 0, 0.010)
     for _ in range(100):
-        gate.searched(ONE_ROW, 0.009, beside_step=True)
+        gate.searched(ONE_ROW, 0.009, spare_s=0.009)
     for _ in range(30):
         gate.saw_end_ahead(ONE_ROW, 0.0, False)
+    assert gate.may_search(ONE_ROW)
+    gate.searched(ONE_ROW, 0.006)
+    assert not gate.may_search(ONE_ROW)
+    gate.saw_step(ONE_ROW, 2, 1, 0.012)
     assert gate.may_search(ONE_ROW)
 
 

@@ -99,6 +99,7 @@ class Batch(Generic[R]):
         self._fed: list[FedDraft] = []  # of every row, until they are settled
         self._states: kv.States = ()  # before them
         self.n_again = 0  # tokens a row that the latest step computed twice
+        self.waited_s = 0.0  # by the host for the latest tokens
         self._has_newcomer = False
         self.can_run_ahead = works_beside_host()
         self.rows: list[R] = []

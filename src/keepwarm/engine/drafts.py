@@ -36,7 +36,7 @@ CONTEXT_TOKENS = 4096  # contexts of so many tokens, and of twice, four times â€
 N_TIMES, MIN_TIMES = 5, 2  # the latest, of which the lower median counts
 FORGET_STEPS = 2048  # a cost that was not seen for so long is tried again
 # What drafts may lose, in plain steps: so many, and a share of all steps. What they gain may be
-# lost again, but never more at a time. And what looking for them may take.
+# lost again, but never more at a time. And what looking for them may take, beside what they gain.
 MAX_CREDIT, CREDIT_SHARE = 8.0, 0.01
 MAX_SEARCHING, SEARCHING_SHARE = 2.0, 0.005
 MIN_GAIN = 1.03
@@ -263,10 +263,12 @@ class DraftGate:
         n_steps = max(1, MIN_TIMES - len(self.costs.latest(size, width)))
         return n_steps * (self._most(size, width) / plain - 1) <= self._credit
 
-    def searched(self, size: BatchSize, seconds: float, *, beside_step: bool) -> None:
-        """How long it took to look for drafts; `beside_step`: while the device computed a step."""
+    def searched(self, size: BatchSize, seconds: float, spare_s: float = 0.0) -> None:
+        """How long it took to look for drafts, and of it how long the host would have waited for
+        the device.
+        """
         if plain := self.costs.get(size, 1):
-            self._searching -= max(0.0, seconds / plain - beside_step)
+            self._searching -= max(0.0, seconds - spare_s) / plain
 
     def saw_step(
         self, size: BatchSize, width: int, n_accepted: int, seconds: float, n_again: int = 0
@@ -300,7 +302,8 @@ class DraftGate:
 
     def _earn(self, gain: float) -> None:
         self._credit = min(MAX_CREDIT, self._credit + CREDIT_SHARE + gain)
-        self._searching = min(MAX_SEARCHING, self._searching + SEARCHING_SHARE)
+        found = SEARCHING_SHARE + max(0.0, gain)  # what drafts give pays for looking
+        self._searching = min(MAX_SEARCHING, self._searching + found)
 
 
 class RowDrafts:

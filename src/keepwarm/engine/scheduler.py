@@ -774,7 +774,9 @@ class Scheduler:
         runs_ahead = batch.runs_ahead and not (gate and any(self._drafts(gate, batch).values()))
         if runs_ahead:
             batch.feed()
-        emitted, watch = batch.emit(), Stopwatch(self._clock)
+        waiting = Stopwatch(self._clock)
+        emitted = batch.emit()
+        watch, batch.waited_s = Stopwatch(self._clock), waiting.seconds()
         for row in batch.rows:
             row.count_step()
         finished = [row for row, token in emitted if not self._add_token(row, token)]
@@ -827,7 +829,7 @@ class Scheduler:
         if not gate.may_search(size):
             return {}
         proposals = [None if row in (finished or ()) else row.propose() for row in batch.rows]
-        gate.searched(size, watch.seconds(), beside_step=finished is None)
+        gate.searched(size, watch.seconds(), batch.waited_s if finished is None else 0.0)
         width = gate.width(proposals, size)
         return {
             row: proposal.tokens[: min(width - 1, row.n_left - 1)]
