@@ -54,6 +54,17 @@ HARMONY_CALL = (
     "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + ARGUMENTS
 )
 
+# As Qwen's: every call on a line of its own, also the first behind text.
+LINES = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ '\n' if m.content or not loop.first }}"
+    '{{ \'<tool_call>\n{"name": "\' + c.function.name + \'", "arguments": \' }}'
+    "{{ (c.function.arguments | tojson) + '}\n</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
 
 def special_tokens(text: str) -> list[str]:
     """The delimiters in a text that are special tokens of such a model."""

@@ -18,6 +18,7 @@ from tests.text.formats import (
     CLOCK,
     HARMONY_CALL,
     HARMONY_TOKENS,
+    LINES,
     WEATHER,
 )
 
@@ -28,8 +29,9 @@ CALL = CALLS["json_tools"]
 
 @pytest.fixture(scope="module")
 def markup(tmp_path_factory) -> Markup:
-    """A model that thinks, and calls tools with JSON in tags."""
-    return Markup.of(make(tmp_path_factory.mktemp("t"), tokens=DELIMITERS, parser="json_tools"))
+    """A model that thinks, and calls tools with JSON in tags, on lines of their own."""
+    directory = tmp_path_factory.mktemp("t")
+    return Markup.of(make(directory, template=LINES, tokens=DELIMITERS, parser="json_tools"))
 
 
 def reader_of(
@@ -193,8 +195,16 @@ def test_stop_tokens_and_special_tokens_have_no_text(markup):
 def test_several_calls_with_text_before_and_after(markup):
     call = '<tool_call>{"name": "clock"}</tool_call>'
     pieces = read(markup, f"Let me see.\n{CALL}\n{call}\n")
-    assert pieces == [AnswerText("Let me see.\n"), WEATHER_CALL, ("clock", "{}")]
+    assert pieces == [AnswerText("Let me see."), WEATHER_CALL, ("clock", "{}")]
     assert read(markup, f"\n\n{CALL} So.") == [WEATHER_CALL, AnswerText(" So.")]
+
+
+def test_text_before_a_call_is_without_what_the_template_writes_behind_it(markup):
+    """Else the line break would be there twice in the next prompt."""
+    for text in ("Hm.", "Hm.\n", "Hm.\n\n "):
+        assert read(markup, f"{text}\n{CALL}") == [AnswerText(text), WEATHER_CALL]
+    assert read(markup, f"Hm.{CALL}") == [AnswerText("Hm."), WEATHER_CALL]
+    assert read(markup, f"<think>Hm.\n{CALL}") == [ReasoningText("Hm.\n"), WEATHER_CALL]
 
 
 def test_without_parallel_calls_the_first_ends_the_answer(markup):
@@ -226,6 +236,7 @@ def test_a_call_inside_reasoning_counts(markup):
 )
 def test_a_malformed_call_comes_back_as_text(markup, text):
     assert read(markup, f"{text} So.") == [AnswerText(f"{text} So.")]
+    assert read(markup, f"Hm.\n\n{text}\n") == [AnswerText(f"Hm.\n\n{text}\n")]
     assert read(markup, f"<think>{text}")[0] == ReasoningText(text)
 
 

@@ -19,13 +19,16 @@ from keepwarm.prefix.policy import Policy
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tiers import Tiers
 from keepwarm.text.detokenize import decode
+from keepwarm.text.parsing import AnswerReader, Markup, message_of
 from keepwarm.text.past_answers import ENTRY_BYTES, SPAN_BYTES, Splicer, StoredAnswers, decode_after
 from keepwarm.text.prompt import Prompter
 from keepwarm.text.request import Request
 from keepwarm.text.template import Template
+from keepwarm.text.tools import CallReader
 from tests.kit.checkpoints import CHATML, SPECIALS, tokenizer_config
 from tests.kit.tokenizers import make
 from tests.store.kit import NAMESPACE, record
+from tests.text.formats import CALLS, LINES, WEATHER
 
 ASK = {"role": "user", "content": "What is the quick brown fox?"}
 NEXT = {"role": "user", "content": "And the lazy one?"}
@@ -228,6 +231,24 @@ def test_an_answer_that_breaks_off_inside_a_character_is_not_kept(tokenizer):
     answer(splicer, first, [tokenizer.eos_token_id])
     assert len(splicer) == 0
     assert not ask(prompter, ASK, said("the \N{REPLACEMENT CHARACTER}"), NEXT).spliced
+
+
+@pytest.mark.parametrize("template", [CHATML, LINES])
+@pytest.mark.parametrize("said", ["", "Hm.\n", "Hm.\n\n"])
+def test_a_call_behind_text_comes_back_as_it_was_generated(tmp_path, template, said):
+    """In the model's own format and in Keepwarm's."""
+    tokens = ["<tool_call>", "</tool_call>"]
+    tokenizer = make(tmp_path, template=template, tokens=tokens, parser="json_tools")
+    prompter, splicer, _ = pair(tokenizer)
+    first = ask(prompter, ASK, tools=[WEATHER])
+    generated = tokenizer.encode(said + CALLS["json_tools"], add_special_tokens=False)
+    answer(splicer, first, generated)
+    markup = Markup.of(tokenizer)
+    reader = AnswerReader(markup, calls=CallReader(markup.tool_format, [WEATHER]))
+    message = message_of([p for token in generated for p in reader.add(token)] + reader.finish())
+    second = ask(prompter, ASK, message, NEXT, tools=[WEATHER])
+    assert message["tool_calls"]
+    assert second.tokens[: len(first.tokens) + len(generated)] == first.tokens + generated
 
 
 @pytest.mark.parametrize("whole", [True, False])

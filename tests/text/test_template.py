@@ -8,6 +8,7 @@ from keepwarm.text.request import Request
 from keepwarm.text.template import SYSTEM_LABEL, Template, normalise, text_of, write
 from tests.kit.checkpoints import CHATML
 from tests.kit.tokenizers import WITH_TOOLS, make
+from tests.text.formats import LINES
 
 # Small templates, each with one property of a family of models.
 ALTERNATING = (
@@ -169,6 +170,13 @@ def test_tool_calls_are_rendered_as_json_whatever_the_template_expects(
     call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": sent}}
     asked = [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]
     assert write(tokenizer, template.conform(asked)).endswith(shown)
+
+
+@pytest.mark.parametrize("between", ["", "\n", "\n\n ", "Calls: "])
+def test_blank_text_between_a_message_and_its_calls(tmp_path, between):
+    text = LINES.replace("'\n' if", f"{between!r} if")
+    tokenizer = make(tmp_path, template=text, parser="json_tools", tokens=["<tool_call>"])
+    assert Template.of(tokenizer).before_call == (between if between.isspace() else "")
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ class AnswerReader:
     """Parses one answer, token by token.
 
     Joined, the texts are what the tokenizer decodes, less special tokens, reasoning and calls.
-    Blank text around calls is dropped: templates write it themselves.
+    Blank text is dropped between calls, and before the first as far as templates write it.
     """
 
     def __init__(
@@ -128,6 +128,7 @@ class AnswerReader:
         self._held = ""  # may still become a delimiter
         self._body: list[str] = []  # of the call that is being written
         self._partial: PartialToolCalls | None = None
+        self._begun_by = ""  # the delimiter before it
         self._around_call = segment  # the segment that the call interrupts
         self._blank: str | None = "" if calls else None  # all text so far, while it is blank
         self._is_bound = calls is not None and calls.is_bound
@@ -196,7 +197,7 @@ class AnswerReader:
         else:
             self._around_call, self._segment = self._segment, transition.segment
             if transition.segment == TOOL and self._calls is not None:
-                self._partial = self._calls.begin()
+                self._partial, self._begun_by = self._calls.begin(), transition.delimiter
 
     def _end_call(self, end: str = "", closed: bool = True) -> Iterator[Piece]:
         """Emit the call; if it cannot be parsed, its body is read again as text."""
@@ -217,7 +218,7 @@ class AnswerReader:
         self._segment = REASONING if self._around_call == REASONING else NORMAL
         if self._is_unsaid() and not closed:
             return
-        yield from self._emit(self._calls.format.start)
+        yield from self._emit(self._begun_by)
         self._held = body + end + self._held
 
     def _emit(self, text: str) -> Iterator[Piece]:
@@ -281,6 +282,8 @@ def _with_tools(known: Mapping[str, Sequence[Transition]], calls: CallReader | N
     if not any(each.segment == TOOL for some in transitions.values() for each in some):
         for segment in (NORMAL, REASONING):
             transitions[segment].append(Transition(calls.format.start, TOOL))
+        if before := calls.format.before:  # the next prompt writes it itself
+            transitions[NORMAL].append(Transition(before + calls.format.start, TOOL))
     if calls.format.end:
         transitions[TOOL] = [Transition(calls.format.end, TOOL)]
     return transitions

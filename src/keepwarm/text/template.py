@@ -7,6 +7,7 @@ the model sees every one of them where the client put it.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -62,6 +63,7 @@ class Template:
     takes_user_twice: bool = True  # two user messages in a row
     arguments_as_text: bool = False  # of tool calls: JSON in a string, not an object
     call_content: str | None = ""  # the content of a message that only calls tools
+    before_call: str = ""  # blank text between the content of a message and its first call
     after_answer_text: str = ""  # after every answer, the last one included
 
     @classmethod
@@ -87,6 +89,7 @@ class Template:
             takes_user_twice=probe.keeps([_ASK, _NEXT]),
             arguments_as_text=calls.arguments_as_text,
             call_content=calls.content,
+            before_call=calls.before,
             after_answer_text=probe.after_answer(),
         )
 
@@ -264,6 +267,7 @@ class _Endless(Exception):
 class _CallStyle(NamedTuple):
     arguments_as_text: bool
     content: str | None
+    before: str
 
 
 class _Probe:
@@ -313,8 +317,16 @@ class _Probe:
             for arguments in ({"probekey": "x"}, '{"probekey": "x"}'):
                 text = self.text([_ASK, _calling(content, arguments)])
                 if "probetool" in text and "probekey" in text and "'probekey'" not in text:
-                    return _CallStyle(isinstance(arguments, str), content)
-        return _CallStyle(False, "")
+                    is_text = isinstance(arguments, str)
+                    return _CallStyle(is_text, content, self._before_call(arguments))
+        return _CallStyle(False, "", "")
+
+    def _before_call(self, arguments: Any) -> str:
+        """What is blank between the content of a message and its first call."""
+        text = self.text([_ASK, _calling(_ANSWER["content"], arguments)])
+        start = re.escape(self._tokenizer.tool_call_start or "")
+        found = re.search(_ANSWER["content"] + rf"(\s+){start}", text)
+        return found[1] if found else ""
 
 
 def _in_order(text: str, parts: Sequence[str]) -> bool:

@@ -46,6 +46,7 @@ DEFERRED = (
     "deferred"  # a tool with this key can be called, but the client itself shows it to the model
 )
 STRICT = "strict"  # of a function: the arguments of its calls follow its schema
+_BEFORE_CALL = "\n"  # also between two
 _HARMONY = {"<|channel|>", "<|message|>", "<|call|>"}
 _HARMONY_CALL = re.compile(r"([\w.-]+).*?<\|message\|>(.*)", re.DOTALL)
 
@@ -65,6 +66,7 @@ class ToolFormat(CallMarkers):
 
     parse: Parser = field(kw_only=True)
     header: CallHeader | None = field(default=None, kw_only=True)  # None: calls are not JSON
+    before: str = field(default="", kw_only=True)  # blank, between text and a call
 
     @property
     def markers(self) -> CallMarkers:
@@ -136,7 +138,8 @@ def tool_format(tokenizer: Any, template: Template) -> ToolFormat:
         markers = tokenizer.tool_call_start, tokenizer.tool_call_end
         header = HEADERS.get(markers[0], JSON_HEADER)
         known = header if parses(tokenizer.tool_parser, header.example) else None
-        return ToolFormat(*markers, parse=tokenizer.tool_parser, header=known)
+        before = template.before_call
+        return ToolFormat(*markers, parse=tokenizer.tool_parser, header=known, before=before)
     return OURS
 
 
@@ -223,7 +226,7 @@ def _with_call_text(message: Message) -> Message:
         return message
     content = [message["content"]] if message.get("content") else []
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**rest, "content": "\n".join(content + texts)}
+    return {**rest, "content": _BEFORE_CALL.join(content + texts)}
 
 
 def _result_text(message: Message) -> str:
@@ -275,7 +278,11 @@ def _parse_harmony(body: str, _tools: Any = None) -> dict[str, Any]:
 
 
 OURS = ToolFormat(
-    "<tool_call>", "</tool_call>", native=False, parse=_parse_ours, header=JSON_HEADER
+    *("<tool_call>", "</tool_call>"),
+    native=False,
+    parse=_parse_ours,
+    header=JSON_HEADER,
+    before=_BEFORE_CALL,
 )
 HARMONY = ToolFormat("to=functions.", "", parse=_parse_harmony, header=HARMONY_HEADER)
 
