@@ -269,6 +269,40 @@ def test_weights_whose_header_lies_are_refused_before_mlx_reads_them(tmp_path):
     refuse(directory, BadModelFile, "model.safetensors", "not a complete safetensors file")
 
 
+def shard(directory, *, head):
+    """Write the weights as two files and an index; the head is in this one."""
+    weights = mx.load(str(directory / "model.safetensors"))
+    mx.eval(weights)
+    (directory / "model.safetensors").unlink()
+    places = {name: head if "lm_head" in name else "model-1.safetensors" for name in weights}
+    for place in set(places.values()):
+        kept = {name: array for name, array in weights.items() if places[name] == place}
+        mx.save_safetensors(str(directory / place), kept, {"format": "mlx"})
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def test_a_head_whose_file_is_missing_is_not_one_that_was_left_out(directory):
+    """With the embeddings as its head it would answer, wrongly."""
+    shard(directory, head="model-2.safetensors")
+    load(str(directory))
+    (directory / "model-2.safetensors").unlink()
+    refuse(directory, BadModelFile, "not a complete model", "lm_head")
+
+
+@pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": []}', '{"weight_map": {"a": []}}'])
+def test_an_index_that_says_nothing_is_ignored(directory, index):
+    (directory / "model.safetensors.index.json").write_text(index)
+    load(str(directory))
+
+
+def test_an_index_of_other_files_is_ignored(directory):
+    """As of the model that an embedder was made from."""
+    shard(directory, head="model-2.safetensors")
+    (directory / "model-2.safetensors").unlink()
+    (directory / "model-1.safetensors").rename(directory / "model.safetensors")
+    load(str(directory))
+
+
 def test_progress_is_told(tmp_path):
     """Embedding and head are a piece each, the layers between them are the rest of one."""
     n_vocab = PIECE_BYTES // (4 * make_config(make_tokenizer())["hidden_size"])

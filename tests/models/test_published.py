@@ -97,6 +97,22 @@ def test_missing_weight_of_the_language_part_is_told(tmp_path):
         read_model("qwen", tmp_path)
 
 
+def test_a_head_whose_file_is_missing_is_told(tmp_path):
+    publish(LAYOUTS["Qwen2.5-VL"], tmp_path)
+    (file,) = tmp_path.glob("model*.safetensors")
+    weights = mx.load(str(file))
+    mx.eval(weights)
+    heads = [name for name in weights if "lm_head" in name]
+    kept = {name: array for name, array in weights.items() if name not in heads}
+    mx.save_safetensors(str(file), kept, {"format": "mlx"})
+    read_model("qwen", tmp_path)
+    places = dict.fromkeys(kept, file.name) | dict.fromkeys(heads, "model-2.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(BadModelFile, match="not a complete model"):
+        read_model("qwen", tmp_path)
+
+
 # The settings of RoPE, as transformers 5 writes them
 
 

@@ -48,6 +48,7 @@ LAYER_COUNTS = (
     *("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers"),
 )
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
+INDEX = "model.safetensors.index.json"
 PROCESSOR_TEMPLATE = "chat_template.json"  # where older processors of images have it
 
 
@@ -194,7 +195,7 @@ def _read_directory(path: Path, beside: Executor) -> _Parts:
     files = sorted(path.glob("model*.safetensors"))
     names = {name for file in files for name in _check_weights(file)}
     _check_layers(path, read_config(path), len(names))
-    module, config = _read_module(path, names)
+    module, config = _read_module(path, names | _missing_names(path, files))
     return _Parts(module, beside.submit(_read_tokenizer, path, config, path), config)
 
 
@@ -240,6 +241,20 @@ def _check_weights(file: Path) -> list[str]:
         ) from error
 
 
+def _missing_names(path: Path, files: Collection[Path]) -> set[str]:
+    """Of weights in files that are missing here, unless the index is about other files altogether.
+
+    A head that is missing is none that was left out on purpose.
+    """
+    here = {file.name for file in files}
+    try:
+        shards = json.loads((path / INDEX).read_text())["weight_map"]
+        is_stale = here.isdisjoint(shards.values())
+        return set() if is_stale else {name for name in shards if shards[name] not in here}
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return set()
+
+
 def _read_module(path: Path, names: Collection[str]) -> tuple[Any, dict[str, Any]]:
     """Embedders are often saved without a head, and some without the prefix of their names."""
     is_flat = FLAT in names
@@ -279,7 +294,8 @@ def _load_flat(path: Path, module: Any) -> None:
 
 
 def _load_error(path: Path, error: Exception) -> KeepwarmError:
-    reason = str(error).strip().partition("\n")[0].rstrip(".:")
+    lines = str(error).strip().splitlines()[:2]  # the second has the first name
+    reason = " ".join(line.strip() for line in lines).rstrip(".:,")
     if reason.startswith("Model type") or "custom module" in reason:
         kind = read_config(path)["model_type"]
         what = f"{path} is of architecture {kind!r}, which mlx-lm does not support"
