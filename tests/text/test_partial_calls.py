@@ -189,3 +189,43 @@ def test_several_calls_between_two_delimiters(tmp_path):
         "functions.clock:1",
     ]
     assert len(joined(pieces_of(markup, text, parallel=False))) == 1
+
+
+KIMI = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
+KIMI_CALL = (
+    '<|tool_call_begin|>functions.{}<|tool_call_argument_begin|>{{"a": {}}}<|tool_call_end|>'
+)
+
+
+@pytest.mark.parametrize("n_sections", [1, 2])
+def test_calls_of_kimi_with_one_number_get_several(tmp_path, n_sections):
+    """Its template takes the name from the id."""
+    one, other = KIMI_CALL.format("clock:0", 1), KIMI_CALL.format("clock:0", 2)
+    third = KIMI_CALL.format("clock:1", 3)
+    between = "" if n_sections == 1 else KIMI.partition("{}")[2] + KIMI.partition("{}")[0]
+    text = KIMI.format(between.join([one, other, third]))
+    markup = Markup.of(make(tmp_path, special=special(text), parser="kimi_k2"))
+    pieces = pieces_of(markup, text)
+    assert joined(pieces) == calls_in(pieces)
+    assert [(call.id, call.arguments) for call in calls_in(pieces)] == [
+        ("functions.clock:0", '{"a": 1}'),
+        ("functions.clock:1", '{"a": 2}'),
+        ("functions.clock:2", '{"a": 3}'),
+    ]
+
+
+@pytest.mark.parametrize("between", [", ", "]</tool_call><tool_call>["])
+def test_calls_with_one_id_get_several(ours, between):
+    call = '{"id": "x", "name": "clock", "arguments": {}}'
+    calls = calls_in(pieces_of(ours, f"<tool_call>[{call}{between}{call}]</tool_call>"))
+    assert len({each.id for each in calls}) == len(calls) == 2
+    assert calls[0].id == "x"
+
+
+def test_a_call_that_is_begun_has_its_id_though_it_fails(tmp_path):
+    """Clients have seen it."""
+    broken = KIMI.format(KIMI_CALL.format("clock:0", "1, 2"))
+    text = broken + KIMI.format(KIMI_CALL.format("clock:0", 1))
+    markup = Markup.of(make(tmp_path, special=special(text), parser="kimi_k2"))
+    (call,) = calls_in(pieces_of(markup, text))
+    assert call.id == "functions.clock:1"

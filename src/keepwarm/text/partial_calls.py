@@ -69,13 +69,15 @@ class PartialToolCalls:
         self,
         header: CallHeader | None,
         names: Collection[str],
-        new_id: Callable[[], str],
+        own_id: Callable[[str], str],
         most: int,
     ) -> None:
-        """`names` are the tools offered; `most` is how many calls may be made."""
+        """`names` are the tools offered; `own_id` gives the id of a call, from the model's if it
+        wrote one; `most` is how many calls may be made.
+        """
         self._header = header
         self._names = names
-        self._new_id = new_id
+        self._own_id = own_id
         self._most = most
         self._calls: list[_PartialCall] = []
         self._held = ""  # may become the header of the next call
@@ -96,7 +98,7 @@ class PartialToolCalls:
         if not all(begun.json.is_complete for begun in self._calls):
             return []
         begun = [ToolCall(each.id, each.name, "".join(each.pieces)) for each in self._calls]
-        return [*begun, *calls[len(begun) :]]
+        return [*begun, *(call._replace(id=self._own_id(call.id)) for call in calls[len(begun) :])]
 
     def _continue(self, call: _PartialCall, text: str) -> Generator[CallPiece, None, str]:
         """Read on; the text behind the arguments."""
@@ -115,7 +117,7 @@ class PartialToolCalls:
         if found is None or found["name"] not in self._names:
             self._most = 0 if found or len(self._held) > MAX_HEADER else self._most
             return ""
-        call_id = found.groupdict().get("id") or self._new_id()
+        call_id = self._own_id(found.groupdict().get("id") or "")
         self._calls.append(_PartialCall(call_id, found["name"], [], JsonPieces()))
         rest, self._held = self._held[found.end() :], ""
         return rest

@@ -48,6 +48,7 @@ DEFERRED = (
 STRICT = "strict"  # of a function: the arguments of its calls follow its schema
 _BEFORE_CALL = "\n"  # also between two
 _HARMONY = {"<|channel|>", "<|message|>", "<|call|>"}
+_COUNTED = re.compile(r"(.+):\d+")  # Kimi K2's ids, from which its template takes the name
 _HARMONY_CALL = re.compile(r"([\w.-]+).*?<\|message\|>(.*)", re.DOTALL)
 
 
@@ -98,14 +99,17 @@ class CallReader:
         self.is_bound = is_bound
         self._tools = [dict(tool) for tool in tools]
         self._names = {tool["function"]["name"] for tool in tools}
+        self._ids: set[str] = set()  # of the calls so far
 
     def begin(self) -> PartialToolCalls:
         """What is read after a delimiter that begins calls."""
         most = sys.maxsize if self.parallel else 1
-        return PartialToolCalls(self.format.header, self._names, self._new_id, most)
+        return PartialToolCalls(self.format.header, self._names, self._own_id, most)
 
     def read(self, body: str) -> list[ToolCall]:
-        """The calls between two delimiters; empty if they are not well-formed."""
+        """The calls between two delimiters, with the ids that the model wrote; empty if they are
+        not well-formed.
+        """
         try:
             parsed = self.format.parse(body, self._tools)
             calls = [self._call(each) for each in (parsed if _is_list(parsed) else [parsed])]
@@ -119,8 +123,17 @@ class CallReader:
             arguments = json.loads(arguments)
         if name not in self._names or not isinstance(arguments, dict):
             raise ValueError(name)
-        call_id = parsed.get("id") or self._new_id()
-        return ToolCall(str(call_id), name, _json(arguments))
+        return ToolCall(str(parsed.get("id") or ""), name, _json(arguments))
+
+    def _own_id(self, call_id: str) -> str:
+        """The model's id, or another if it wrote none, or has used it in this answer already."""
+        counted = _COUNTED.fullmatch(call_id)
+        number = len(self._ids)
+        while not call_id or call_id in self._ids:
+            call_id = f"{counted[1]}:{number}" if counted else self._new_id()
+            number += 1
+        self._ids.add(call_id)
+        return call_id
 
     def _new_id(self) -> str:
         # Mistral's templates refuse ids that are not nine letters or digits.
