@@ -143,6 +143,49 @@ def test_beginning_token_is_added_where_the_file_says_so(tmp_path):
     assert build_tokenizer(tmp_path, metadata).encode("fox").tokens[0] == "<|im_start|>"
 
 
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_end_token_is_added_where_the_file_says_so(tmp_path, adds_bos):
+    """As embedders say it, whose vectors are those of this token."""
+    metadata, _ = parts()
+    metadata |= {
+        f"tokenizer.ggml.add_{role}_token": True for role in ("eos", "bos")[: 1 + adds_bos]
+    }
+    tokens = build_tokenizer(tmp_path, metadata).encode("fox", "dog").tokens
+    begins = ["<|im_start|>"] * adds_bos
+    assert tokens[: len(begins)] == begins
+    assert [index for index, token in enumerate(tokens) if token == EOS][-1] == len(tokens) - 1
+    assert tokens.count(EOS) == 2
+    assert tokens.count("<|im_start|>") == 2 * adds_bos
+
+
+@pytest.mark.parametrize(
+    ("said", "factor"),
+    [
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, 4.0),
+        ({"rope.scaling.factor": 4.0}, 4.0),  # linear is llama.cpp's default
+        ({"rope.scale_linear": 4.0}, 4.0),  # and this the key's older name
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, None),
+        ({"rope.scaling.type": "linear"}, None),
+    ],
+)
+def test_rope_is_scaled_as_llama_cpp_does(tmp_path, said, factor):
+    metadata, tensors = parts()
+    metadata |= {f"llama.{key}": value for key, value in said.items()}
+    config = gguf.read(write_gguf(tmp_path / "model.gguf", metadata, tensors)).config
+    wanted = factor and {"rope_type": "linear", "factor": factor}
+    assert config.get("rope_scaling") == wanted
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [{"pooling_type": U32(3)}, {"pooling_type": U32(0)}, {"attention.causal": True}],
+)
+def test_what_asks_for_nothing_else_is_taken(tmp_path, harmless):
+    metadata, tensors = parts()
+    metadata |= {f"llama.{key}": value for key, value in harmless.items()}
+    load(str(write_gguf(tmp_path / "model.gguf", metadata, tensors)))
+
+
 @pytest.mark.parametrize(
     ("scheme", "pieces"),
     [
@@ -239,6 +282,11 @@ def test_broken_header_is_refused(tmp_path, header, error, word):
         ({"llama.expert_count": U32(8)}, UnsupportedModel, "experts"),
         ({"llama.rope.scaling.type": "yarn"}, UnsupportedModel, "RoPE"),
         ({"llama.rope.dimension_count": U32(8)}, UnsupportedModel, "RoPE"),
+        ({"llama.rope.scaling.attn_factor": 2.0}, UnsupportedModel, "attn_factor"),
+        ({"llama.rope.scaling.factor": "x"}, BadModelFile, "factor"),
+        ({"llama.attention.causal": False}, UnsupportedModel, "attention.causal"),
+        ({"llama.attention.scale": 0.5}, UnsupportedModel, "attention.scale"),
+        ({"llama.pooling_type": U32(1)}, UnsupportedModel, "pooling_type"),
         ({"llama.block_count": U32(10**9)}, BadModelFile, "blk.2"),
         ({"llama.block_count": U32(0)}, BadModelFile, "block_count"),
         ({"llama.embedding_length": "big"}, BadModelFile, "embedding_length"),

@@ -33,6 +33,13 @@ HEAD_NORMS = {
     "attn_q_norm.weight": "self_attn.q_norm.weight",
     "attn_k_norm.weight": "self_attn.k_norm.weight",
 }
+# What mlx-lm's models do not do, and the values that ask for nothing.
+UNREAD: Mapping[str, tuple[float, ...]] = {
+    "attention.causal": (True,),
+    "attention.scale": (0,),
+    "pooling_type": (0, 3),  # none, and the last token
+    "rope.scaling.attn_factor": (1,),
+}
 ROPE_FACTORS = "rope_freqs.weight"
 # The factors that llama.cpp's converter writes for Llama 3.1 to 3.3 come from these.
 LLAMA3: dict[str, Any] = {
@@ -98,6 +105,12 @@ def _architecture(path: Path, header: GGUFHeader) -> Architecture:
         raise UnsupportedModel(f"{path} is a mixture of experts; load its directory instead.")
     if values.get(f"{name}.attention.sliding_window", 0):
         raise UnsupportedModel(f"{path} has a sliding window; load its directory instead.")
+    for key, harmless in UNREAD.items():
+        if (value := values.get(f"{name}.{key}")) not in (None, *harmless):
+            raise UnsupportedModel(
+                f"{path} has {name}.{key} {value!r}, which mlx-lm's {name} does not do, so its "
+                "answers or vectors would be wrong; use another model."
+            )
     if values.get("split.count", 0) not in (0, 1):
         raise UnsupportedModel(
             f"{path} is one of several parts; join them with llama.cpp's `llama-gguf-split "
@@ -181,14 +194,14 @@ def _rope_scaling(
     path: Path, header: GGUFHeader, data: npt.NDArray[Any], config: dict[str, Any]
 ) -> dict[str, Any] | None:
     name = config["model_type"]
-    kind = header.metadata.get(f"{name}.rope.scaling.type", "none")
+    kind = header.metadata.get(f"{name}.rope.scaling.type", "linear")  # llama.cpp's default
     numbers = _PositiveNumbers(path, header.metadata, name)
-    if ROPE_FACTORS in header.tensors and kind == "none":
-        return _llama3(path, header, data, config)
+    factor = numbers.number("rope.scaling.factor", numbers.number("rope.scale_linear", 1.0))
+    is_plain = kind == "none" or (kind == "linear" and factor == 1)
+    if is_plain:
+        return _llama3(path, header, data, config) if ROPE_FACTORS in header.tensors else None
     if kind == "linear" and ROPE_FACTORS not in header.tensors:
-        return {"rope_type": "linear", "factor": numbers.number("rope.scaling.factor")}
-    if kind == "none":
-        return None
+        return {"rope_type": "linear", "factor": factor}
     raise UnsupportedModel(
         f"{path} scales its RoPE by {kind!r}; load its Hugging Face directory instead."
     )

@@ -92,12 +92,22 @@ def build_tokenizer(path: Path, metadata: dict[str, Any]) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(_added(tokens, types, {UNKNOWN, CONTROL}, special=True))
     tokenizer.add_tokens(_added(tokens, types, {USER_DEFINED}, special=False))
-    bos = _token(metadata, "bos")
-    if bos and metadata.get("tokenizer.ggml.add_bos_token", scheme.adds_bos):
-        tokenizer.post_processor = processors.TemplateProcessing(
-            f"{bos}:0 $A:0", f"{bos}:0 $A:0 {bos}:1 $B:1", [(bos, vocabulary[bos])]
-        )
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", scheme.adds_bos)
+    adds_eos = metadata.get("tokenizer.ggml.add_eos_token")  # an embedder's vector is this one's
+    bos = _token(metadata, "bos") if adds_bos else None
+    eos = _token(metadata, "eos") if adds_eos else None
+    if bos or eos:
+        tokenizer.post_processor = _template(bos, eos, vocabulary)
     return tokenizer
+
+
+def _template(
+    bos: str | None, eos: str | None, vocabulary: dict[str, int]
+) -> processors.TemplateProcessing:
+    one = " ".join(f"{part}:0" for part in (bos, "$A", eos) if part)
+    other = " ".join(f"{part}:1" for part in (bos, "$B", eos) if part)
+    added = [(token, vocabulary[token]) for token in {bos, eos} if token]
+    return processors.TemplateProcessing(one, f"{one} {other}", added)
 
 
 def find_scheme(path: Path, metadata: dict[str, Any]) -> TokenizerScheme:
