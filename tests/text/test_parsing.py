@@ -1,5 +1,6 @@
 """Tokens to pieces: text, reasoning, calls, and where the answer ends."""
 
+import json
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ from keepwarm.text.parsing import NORMAL, REASONING, AnswerReader, AnswerText, M
 from keepwarm.text.partial_calls import CallPiece
 from keepwarm.text.request import ToolCall
 from keepwarm.text.template import opens_thinking
-from keepwarm.text.tools import CallReader
+from keepwarm.text.tools import CallReader, call_text
 from tests.kit.tokenizers import make
 from tests.text.formats import (
     ARGUMENTS,
@@ -243,6 +244,30 @@ def test_a_malformed_call_comes_back_as_text(markup, text):
 def test_a_delimiter_in_the_text_does_not_hide_a_later_call(markup):
     pieces = read(markup, f"One writes <tool_call> so: {CALL}")
     assert pieces == [AnswerText("One writes <tool_call> so: "), WEATHER_CALL]
+
+
+ENDS = [
+    "Calls end with </tool_call>, always.",
+    '"</tool_call></tool_call>\\',
+    "\n</tool_call>\n<tool_call>",
+]
+
+
+@pytest.mark.parametrize("city", ENDS)
+def test_the_end_of_a_call_may_be_quoted_in_its_arguments(markup, city):
+    arguments = json.dumps({"city": city})
+    call = call_text("get_weather", arguments)
+    assert read(markup, f"{call} So.") == [("get_weather", arguments), AnswerText(" So.")]
+
+
+@pytest.mark.parametrize("behind", ["\n", "\\", "\x00"])
+def test_a_call_with_a_string_that_is_not_closed_ends(markup, behind):
+    broken = f'<tool_call>{{"name": "clock", "arguments": {{"a": "b{behind}</tool_call>'
+    reader = reader_of(markup)
+    assert joined(feed(reader, markup, f"{broken} So.")) == [AnswerText(f"{broken} So.")]
+    assert read(markup, f"{broken}\n{CALL}") == [AnswerText(broken), WEATHER_CALL]
+    unclosed = broken.replace(behind, "")
+    assert read(markup, f"{unclosed}\n{CALL}") == [AnswerText(unclosed), WEATHER_CALL]
 
 
 def test_a_call_cut_off_by_length_is_text(markup):

@@ -193,7 +193,11 @@ class AnswerReader:
         if transition.segment == _STOP:
             self.stopped, self.done = transition.delimiter, True
         elif self._segment == TOOL:
-            yield from self._end_call(transition.delimiter)
+            assert self._partial is not None
+            if self._partial.is_in_string:  # there it is only quoted
+                yield from self._emit(transition.delimiter)
+            else:
+                yield from self._end_call(transition.delimiter)
         else:
             self._around_call, self._segment = self._segment, transition.segment
             if transition.segment == TOOL and self._calls is not None:

@@ -82,6 +82,11 @@ class PartialToolCalls:
         self._calls: list[_PartialCall] = []
         self._held = ""  # may become the header of the next call
 
+    @property
+    def is_in_string(self) -> bool:
+        """Whether what comes next is text in the arguments of a call."""
+        return bool(self._calls) and self._calls[-1].json.is_in_string
+
     def add(self, text: str) -> Iterator[CallPiece]:
         """The parts of calls that this text adds."""
         while text:
@@ -144,6 +149,11 @@ class JsonPieces:
         self._open: list[str] = []  # brackets
         self._next = _Next.VALUE
         self._in_string = False
+
+    @property
+    def is_in_string(self) -> bool:
+        """Also if the string is never closed; not after what is no JSON."""
+        return self._in_string and not self.rest
 
     def add(self, text: str) -> str:
         """What this text adds to the rewritten JSON."""
