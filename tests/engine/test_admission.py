@@ -148,10 +148,13 @@ def test_an_answer_may_grow_while_there_is_room(admission):
     second.end_joining()
     assert second.grow(300)
     assert admission.used_bytes == 600
-    assert not first.grow(501)
-    assert (first.n_bytes, admission.used_bytes) == (200, 600)
+    assert not first.grow(701), "apart too: 1,001"
+    assert (first.n_bytes, first.batch, admission.used_bytes) == (200, "batch", 600)
     assert first.grow(100)  # it has that already
     assert first.n_bytes == 200
+    assert first.grow(501), "in a batch apart, because two padded rows are 1,002"
+    assert (first.batch, second.batch) == (("batch", "", 9), "batch")
+    assert admission.used_bytes == 801
 
 
 def test_requests_of_one_key_leave_memory_to_others(admission):
@@ -165,9 +168,9 @@ def test_requests_of_one_key_leave_memory_to_others(admission):
     second = admission.reserve(100, caller="other")
     second.end_joining()
     mine = admission.reserve(100, batch=None, caller="mine")
-    assert not second.grow(400), "padded: 800 of 750"
+    assert not second.grow(451), "751 of 750"
     mine.release()
-    assert second.grow(400), "nobody else is there"
+    assert second.grow(451), "nobody else is there"
     second.release()
     assert first.grow(1000)
     first.release()

@@ -26,7 +26,7 @@ from keepwarm.prefix.policy import Policy
 from keepwarm.telemetry.ledger import Ledger
 from keepwarm.text.prepare import PreparedRequest
 from keepwarm.text.request import Delta, KVOptions, Request, TokenInfo, TopLogprob
-from tests.kit.engines import ask, engine_on, held, memory, tokens_of
+from tests.kit.engines import Exam, ask, engine_on, held, memory, tokens_of
 from tests.kit.runs import prompt_of
 from tests.kit.waiting import wait_until
 
@@ -337,12 +337,16 @@ def listen(answer: Answer, said: list[int]) -> None:
             said += [info.token for info in event.tokens]
 
 
+def next_delta(answer):
+    return next(event for event in answer if isinstance(event, Delta))
+
+
 def test_a_long_answer_is_counted_as_it_grows(models, tmp_path, monkeypatch):
     """Memory is reserved for some tokens at first, later for at most what is left."""
     monkeypatch.setattr(scheduler, "LEASE_TOKENS", ROOM)
     with engine_on(models.of("llama"), tmp_path) as engine:
         answer = engine.submit(ask(prompt_of(256), ROOM + 50, top_logprobs=None))
-        next(event for event in answer if isinstance(event, Delta))
+        next_delta(answer)
         assert used_bytes(engine) == ROW * (256 + ROOM)
         n_tokens = 1
         while n_tokens <= ROOM:
@@ -356,20 +360,49 @@ def test_an_answer_that_outgrows_the_memory_ends_alone(models, tmp_path, monkeyp
     """The error says why, the tokens are kept; the other sequence and the engine go on."""
     monkeypatch.setattr(scheduler, "LEASE_TOKENS", 200)
     long, short = prompt_of(50, 1), prompt_of(50, 2)
-    budget = memory(batch_bytes=3 * ROW * 256)  # for both, not for one of 450 tokens beside another
-    with engine_on(models.of("llama"), tmp_path, memory=budget) as engine:
+    with engine_on(models.of("llama"), tmp_path, memory=memory()) as engine:
         with held(engine):
             outgrows = engine.submit(ask(long, 3000, top_logprobs=None))
-            neighbour = engine.submit(ask(short, 200, top_logprobs=None))
-        said: list[int] = []
+            neighbour = engine.submit(ask(short, 205, top_logprobs=None))
+        next_delta(neighbour)
+        said = [info.token for info in next_delta(outgrows).tokens]
+        engine.divide_memory(memory(batch_bytes=ROW * (256 + 511)))  # another model loads
         with pytest.raises(InsufficientResources, match=r"200 tokens .* memory"):
             listen(outgrows, said)
         choice = neighbour.result().choices[0]
-        assert (len(choice.tokens), choice.reason) == (200, "length")
+        assert (len(choice.tokens), choice.reason) == (204, "length"), "and the one that was read"
         assert used_bytes(engine) == 0
         assert engine.stats().counters["failed"] == 1
         rest = engine.submit(ask([*long, *said, 1], 4)).result()
         assert rest.receipt.cached_tokens == len(long) + len(said)
+
+
+def test_an_answer_for_which_padding_leaves_no_memory_goes_on_in_a_batch_apart(
+    models, tmp_path, monkeypatch
+):
+    """Two answers to one prompt; the short ones' rows would be as long as theirs."""
+    monkeypatch.setattr(scheduler, "LEASE_TOKENS", 150)
+    n_batches, move = list[int](), scheduler.Scheduler._move
+
+    def watched(self, job):
+        move(self, job)
+        n_batches.append(len(self._batches))
+
+    monkeypatch.setattr(scheduler.Scheduler, "_move", watched)
+    exam, long = Exam(models.module("llama")), ask(prompt_of(50, 1), 350, n=2)
+    short = [ask(prompt_of(50, seed), 200) for seed in (2, 3)]
+    budget = memory(batch_bytes=6 * ROW * 256)  # four rows of 512 are 8
+    with engine_on(models.of("llama"), tmp_path, memory=budget) as engine:
+        with held(engine):
+            answers = [engine.submit(request) for request in (long, *short)]
+        results = [answer.result() for answer in answers]
+        assert used_bytes(engine) == 0
+    assert n_batches == [2]
+    for request, result in zip((long, *short), results, strict=True):
+        for choice in result.choices:
+            assert choice.reason == "length"
+            exam.add(request.prompt, choice)
+    assert exam.check() == 2 * 350 + 2 * 200
 
 
 @pytest.mark.parametrize(("policy", "n_fed"), [(Policy.READ_WRITE, 3), (Policy.NO_STORE, 2)])

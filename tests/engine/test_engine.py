@@ -263,6 +263,7 @@ def test_rows_for_which_padding_leaves_no_memory_have_batches_apart(
         assert engine.stats().counters["finished"] == 1
         exam.add(prompt, beside.choices[0])
         assert running.result().choices[0].reason == "length"
+    exam.check()
 
 
 # -- time -----------------------------------------------------------------------------------------

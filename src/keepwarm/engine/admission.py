@@ -74,18 +74,32 @@ class Lease:
     """Memory that one request may use. Releasing it again has no effect."""
 
     n_bytes: int  # of each of its answers
-    batch: Hashable | None  # the batch that it joins; None: it runs alone
+    common: Hashable | None  # the batch that it joins if it fits there; None: it runs alone
     n_rows: int  # answers to one prompt
     _admission: Admission = field(repr=False)
     caller: str = ""
     is_joining: bool = True  # it has its own caches beside the batch
+    _length: int = 0  # of rows whose batch it joins instead, as a power of two; 0: of none
+
+    @property
+    def batch(self) -> Hashable | None:
+        return (self.common, self.caller, self._length) if self._length else self.common
+
+    def move_apart(self) -> None:
+        """To its caller's rows of about its length: the longest of the common batch pads it, or it
+        all others.
+        """
+        if self.common is not None:
+            self._length = self.n_bytes.bit_length()
 
     def end_joining(self) -> None:
         """Its rows are in the batch and its own caches are freed."""
         self.is_joining = False
 
     def grow(self, n_bytes: int) -> bool:
-        """Raise it to `n_bytes` for a longer answer; False if there is not enough memory."""
+        """Raise it to `n_bytes` for a longer answer; False if there is not enough memory. It may
+        name another batch then.
+        """
         return self._admission._grow(self, n_bytes)
 
     def release(self) -> None:
@@ -124,8 +138,8 @@ class Admission:
                 "lower max_tokens, or raise the memory budget."
             )
         with self._lock:
-            if batch is not None and not self._fits(lease):
-                lease.batch = (batch, caller, n_bytes.bit_length())
+            if not self._fits(lease):
+                lease.move_apart()
             if not self._fits(lease):
                 return None
             self._leases.append(lease)
@@ -146,9 +160,12 @@ class Admission:
 
     def _grow(self, lease: Lease, n_bytes: int) -> bool:
         with self._lock:
-            before, lease.n_bytes = lease.n_bytes, max(lease.n_bytes, n_bytes)
+            before = lease.n_bytes, lease._length
+            lease.n_bytes = max(lease.n_bytes, n_bytes)
             if not self._fits(lease):
-                lease.n_bytes = before
+                lease.move_apart()
+            if not self._fits(lease):
+                lease.n_bytes, lease._length = before
             return lease.n_bytes >= n_bytes
 
     def _release(self, lease: Lease) -> None:

@@ -268,6 +268,12 @@ class Batch(Generic[R]):
         self._logits = None if self._logits is None else self._logits[index]
         return caches
 
+    def token_of(self, row: R) -> mx.array:
+        """A row's current token, with which it can join another batch."""
+        assert self._tokens is not None
+        index = self.rows.index(row)
+        return self._tokens[index : index + 1]
+
     def peek(self, row: R) -> kv.Caches:
         """The caches of one row, which stays in the batch; do not change them."""
         return self._extract(self.rows.index(row))

@@ -203,18 +203,22 @@ class Intake:
             job.n_uncached = len(job.tokens) - n_warm
         return job.n_uncached
 
-    def extend_lease(self, sequence: RunningSequence) -> None:
-        """Reserve memory for the next tokens of a long answer; raises if there is none."""
+    def extend_lease(self, sequence: RunningSequence) -> bool:
+        """Reserve memory for the next tokens of a long answer; raises if there is none. Whether the
+        job must go on in another batch.
+        """
         job = sequence.job
         if job.lease is None or sequence.n_tokens % LEASE_TOKENS:
-            return
-        n_tokens = len(sequence.tokens) + min(sequence.n_left, LEASE_TOKENS)
+            return False
+        batch, n_tokens = job.lease.batch, len(sequence.tokens)
+        n_tokens += min(sequence.n_left, LEASE_TOKENS)
         if not job.lease.grow(kv_bytes(job.lane.restorer.layout, n_tokens)):
             raise InsufficientResources(
                 f"The answer is {sequence.n_tokens:,} tokens long and the other requests leave no "
                 "memory for more; what was generated is kept: send it back to continue it when "
                 "fewer requests run, lower max_tokens, or raise the memory budget."
             )
+        return job.lease.batch != batch
 
     def waits_for_prefix(self, job: Job, tasks: Iterable[PrefillTask]) -> bool:
         """Have a job wait if a task is prefilling what its prompt begins with; whether it does."""
@@ -463,6 +467,7 @@ class Scheduler:
         self.ledger = ledger
         self.prefilling: deque[PrefillTask] = deque()
         self._batches: dict[Hashable, Batch[RunningSequence]] = {}
+        self._moving: set[Job] = set()  # to other batches
         self._untried: RowSharing | None = None  # of rows that could have been fed drafts
         self._is_undisturbed = False  # nothing but one batch ran since the step before
         self._open: dict[Job, None] = {}  # jobs not computed yet; other threads read it
@@ -759,6 +764,8 @@ class Scheduler:
 
     def _decode(self, result: StepResult) -> bool:
         """A token for every sequence; whether there was one."""
+        while self._moving:
+            self._move(self._moving.pop())
         batches = list(self._batches.items())
         for key, batch in batches:
             try:
@@ -767,6 +774,19 @@ class Scheduler:
                 LOG.warning("a batch of %d sequences failed", len(batch.rows), exc_info=error)
                 self._recover(key, batch, error)
         return bool(batches)
+
+    def _move(self, job: Job) -> None:
+        """Its rows to the batch that its lease names, but those that have none with others."""
+        for key, batch in list(self._batches.items()):
+            for row in [row for row in batch.rows if row.job is job and key is not row]:
+                try:
+                    token = batch.token_of(row)
+                    ((_, caches),) = self._leave(key, batch, [row])
+                    self._join(row, caches, token)
+                except Exception as error:
+                    self._recover(key, batch, error)
+                    self._fail(job, error)
+                    return
 
     def _decode_batch(self, key: Hashable, batch: Batch[RunningSequence]) -> list[EndedRow]:
         """A token for every sequence of a batch; those that end leave it."""
@@ -879,8 +899,8 @@ class Scheduler:
         self.ledger.count(generated_tokens=1)
         try:
             row.job.add_token(row, token)
-            if not (row.reason or row.job.ended):
-                self._intake.extend_lease(row)
+            if not (row.reason or row.job.ended) and self._intake.extend_lease(row):
+                self._moving.add(row.job)
         except Exception as error:
             self._fail(row.job, error)
         return not (row.reason or row.job.ended)
