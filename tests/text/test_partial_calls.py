@@ -148,6 +148,13 @@ def test_pieces_have_the_spaces_and_letters_of_the_call(ours):
     assert json.loads(calls_in(pieces)[0].arguments) == {"a": 2}
 
 
+def test_arguments_may_be_called_parameters(ours):
+    """As Llama 3 writes them."""
+    pieces = pieces_of(ours, call_text("clock", '{"a": 1}').replace("arguments", "parameters"))
+    assert joined(pieces) == calls_in(pieces)
+    assert [call.arguments for call in calls_in(pieces)] == ['{"a": 1}']
+
+
 CALL = call_text("get_weather", ARGUMENTS)
 BROKEN = {
     "cut off": CALL[:-22],

@@ -147,6 +147,8 @@ def test_arguments_keep_their_order_and_their_letters():
     assert call.arguments == '{"z": "é", "a": [1.5, true, null]}'
     (call,) = reader.read('{"name": "clock", "arguments": "{\\"a\\": 1}"}')
     assert call.arguments == '{"a": 1}'
+    (call,) = reader.read('{"name": "clock", "arguments": null}')
+    assert call.arguments == "{}"
 
 
 def test_small_models_may_write_a_list():

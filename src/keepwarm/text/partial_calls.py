@@ -11,7 +11,7 @@ from typing import NamedTuple
 from keepwarm.text.request import ToolCall
 
 MAX_HEADER = 4096  # characters; what is longer is no call
-_JSON = r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)'
+_JSON = r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 _HARMONY = r"(?P<name>[\w.-]+).*?<\|message\|>\s*(?=\{)"
 _MISTRAL = r"\s*(?:\[TOOL_CALLS\])?\s*(?P<name>[\w-]+)\s*\[ARGS\]\s*(?=\{)"
 _KIMI = (

@@ -118,7 +118,9 @@ class CallReader:
         return calls if self.parallel else calls[:1]
 
     def _call(self, parsed: Mapping[str, Any]) -> ToolCall:
-        name, arguments = parsed["name"], parsed.get("arguments", {})
+        name, arguments = parsed["name"], parsed.get("arguments", parsed.get("parameters"))
+        if arguments is None:
+            arguments = {}
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
         if name not in self._names or not isinstance(arguments, dict):
