@@ -11,7 +11,7 @@ import pytest
 from keepwarm.errors import BadInput
 from keepwarm.text.prompt import Prompter
 from keepwarm.text.request import Request
-from keepwarm.text.template import Template
+from keepwarm.text.template import MAX_DEPTH, Template
 from keepwarm.text.tools import (
     BLOCK,
     OURS,
@@ -149,6 +149,14 @@ def test_arguments_keep_their_order_and_their_letters():
     assert call.arguments == '{"a": 1}'
     (call,) = reader.read('{"name": "clock", "arguments": null}')
     assert call.arguments == "{}"
+
+
+def test_a_call_nested_deeper_than_a_body_may_be_is_none():
+    """No answer could hold it, and no later request."""
+    call = '{"name": "clock", "arguments": {"a": %s}}'
+    reader = CallReader(OURS, [CLOCK])
+    assert reader.read(call % ("[" * (MAX_DEPTH - 1) + "]" * (MAX_DEPTH - 1)))
+    assert not reader.read(call % ("[" * MAX_DEPTH + "]" * MAX_DEPTH))
 
 
 def test_small_models_may_write_a_list():

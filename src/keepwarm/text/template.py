@@ -215,11 +215,14 @@ def parse_arguments(arguments: Any) -> Any:
         json.dumps(value, ensure_ascii=False).encode()  # lone surrogates stay text
     except (TypeError, ValueError, RecursionError):
         return arguments
-    return arguments if _is_deep(value) else value
+    return arguments if is_deep(value) else value
 
 
-def _is_deep(value: Any) -> bool:
-    """Level by level: how deep Python itself goes depends on its version."""
+def is_deep(value: Any) -> bool:
+    """Whether it has more than `MAX_DEPTH` levels.
+
+    Level by level: how deep Python itself goes depends on its version.
+    """
     level: list[Iterable[Any]] = [[value]]
     for _ in range(MAX_DEPTH + 1):
         nested = (each for outer in level for each in outer if isinstance(each, dict | list))

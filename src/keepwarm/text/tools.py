@@ -24,7 +24,7 @@ from keepwarm.text.partial_calls import (
     PartialToolCalls,
 )
 from keepwarm.text.request import Message, Tool, ToolCall
-from keepwarm.text.template import BETWEEN, Template
+from keepwarm.text.template import BETWEEN, Template, is_deep
 
 Parser: TypeAlias = Callable[[str, Any], Any]  # as in mlx-lm: (body, tools) to one call or a list
 
@@ -123,7 +123,7 @@ class CallReader:
             arguments = {}
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
-        if name not in self._names or not isinstance(arguments, dict):
+        if name not in self._names or not isinstance(arguments, dict) or is_deep(arguments):
             raise ValueError(name)
         return ToolCall(str(parsed.get("id") or ""), name, _json(arguments))
 
