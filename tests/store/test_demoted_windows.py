@@ -79,3 +79,14 @@ def test_a_deleted_block_is_not_counted_as_demoted(memory):
     memory.delete(refs[1].key)
     assert memory.release(KIB) == KIB
     assert parts(memory, refs) == ["", "", "d", "dw"]
+
+
+def test_rows_that_are_replaced_make_room_once(memory):
+    refs = refs_of(4)
+    for ref in refs:
+        memory.put(record(ref, Part.DELTA, KIB))
+        memory.put(record(ref, Part.WINDOW, KIB, w_rows=10))
+        memory.demote_window(ref.key)
+    assert memory.put(record(refs[0], Part.WINDOW, 2 * KIB, w_rows=20)).stored
+    assert memory.stats().n_bytes <= 8 * KIB
+    assert parts(memory, refs) == ["dw", "d", "dw", "dw"]

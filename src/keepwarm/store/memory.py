@@ -486,6 +486,8 @@ class MemoryTier:
         before = self.peek(header.key, header.part)
         if before and not _improves(header, before.header):
             return False
+        if header.part is Part.WINDOW:
+            self._demoted.pop(header.key, None)  # what is replaced must not make room again
         if not self._make_room(record, _size(record) - (_size(before) if before else 0), now):
             self._refused.add(header.key)
             self._counts.add(refused=1)
