@@ -420,6 +420,15 @@ def test_an_agents_name_loses_the_key_in_front(disk_store, other, tmp_path):
     assert other.import_agent(tmp_path / "a.kw", IDENTITY).id == "ada"
 
 
+@pytest.mark.parametrize("by", ["manifest", "file"])
+def test_no_bundle_names_an_agent_of_an_api_key(by, disk_store, other, tmp_path):
+    name = "0123456789abcdef." * 2 + "ada"
+    file = tmp_path / ("a.kw" if by == "manifest" else f"{name}.kw")
+    said = Manifest(IDENTITY, pack(tokens_of(300)), (), agent=name if by == "manifest" else "")
+    forged(file, said, blocks_of(disk_store, NAME))
+    assert other.import_agent(file, IDENTITY).id == "ada"
+
+
 def test_what_has_no_rows_is_not_cut(disk_store, tmp_path):
     turn(disk_store, "a", tokens_of(188))
     with pytest.raises(BadCacheFile, match="cannot be cut"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from keepwarm.agents.agent import Agent, Branch
-from keepwarm.agents.agents import Agents
+from keepwarm.agents.agents import TENANT, Agents
 from keepwarm.agents.block_refs import Holder, find_block_refs
 from keepwarm.agents.bundle import (
     BundleExport,
@@ -285,7 +286,8 @@ class AgentStore:
         name, tokens = self.register(identity, manifest.revision), unpack(manifest.tokens)
         opening = manifest.turns[0] if manifest.turns else len(tokens)
         head = Branch.of(name, tokens, manifest.turns, n_opening=opening, main=True, model=model)
-        called = agent_id or manifest.agent or Path(bundle.name).stem
+        named = re.sub(f"^({TENANT})+", "", manifest.agent or Path(bundle.name).stem)
+        called = agent_id or named  # no author names an agent of an API key
         agent = self.agents.create(called, head, metadata=manifest.metadata)
         if manifest.turn is not None and agent.blocks:
             self.agents.turns.keep(agent.id, tokens, agent.blocks[-1], manifest.turn)

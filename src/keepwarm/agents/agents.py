@@ -57,7 +57,8 @@ from keepwarm.store.tier import agent_owner, as_store_errors
 MAX_SIDES = 8  # branches beside the head; then the least recently used is dropped
 MAX_RESPONSE_BYTES = 64 << 20  # on disk, of all agents
 UNRECORDED = "turn"  # owner of blocks of turns that ended after their agent was deleted
-ID = re.compile(r"([0-9a-f]{16}\.)?[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")  # a tenant, if any, first
+TENANT = r"[0-9a-f]{16}\."  # before the names of its agents
+ID = re.compile(rf"({TENANT})?[A-Za-z0-9][A-Za-z0-9._@-]{{0,127}}")
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, BadRecord, NewerFormat)
 
 
