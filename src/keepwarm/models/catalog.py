@@ -28,10 +28,10 @@ def locate(
     """The path of the model on this machine; downloads it if missing.
 
     A model in the hub's cache, or LM Studio's, is used as it is; `refresh` asks the hub for a newer
-    one. `announce` is told the bytes of what is downloaded from it.
+    one, and replaces damaged files. `announce` is told the bytes of what is downloaded from it.
     """
     if name in builtin.BUILTINS:
-        return builtin.fetch(builtin.BUILTINS[name], settings)
+        return builtin.fetch(builtin.BUILTINS[name], settings, refresh=refresh)
     if path := find_local(name):
         return path
     if hub.is_id(name):

@@ -70,14 +70,19 @@ def revision_of(path: Path) -> str:
 
 
 def fetch(name: str, announce: Callable[[int], None] = lambda _: None) -> Path:
-    """The newest snapshot; downloads the files that are missing. `announce` is told what
-    `n_bytes_here` will be then.
+    """The newest snapshot; downloads the files that are missing, and those of another size than
+    the hub's. `announce` is told what `n_bytes_here` will be then.
     """
     with _as_keepwarm_errors(name):
-        n_missing = _n_bytes_missing(name)
+        sizes = _sizes(name)
+        n_missing = _n_bytes_missing(name, sizes)
         require_disk(name, n_missing, Path(HF_HUB_CACHE))
         announce(n_bytes_here(name) + n_missing)
-        return Path(snapshot_download(name, allow_patterns=FILES))
+        path = Path(snapshot_download(name, allow_patterns=FILES))
+        damaged = [each for each in sizes if sizes[each] not in (0, (path / each).stat().st_size)]
+        if damaged:
+            snapshot_download(name, allow_patterns=damaged, force_download=True)
+        return path
 
 
 def n_bytes_here(name: str) -> int:
@@ -119,12 +124,16 @@ def _repos() -> list[Any]:
         return []
 
 
-def _n_bytes_missing(name: str) -> int:
+def _sizes(name: str) -> dict[str, int]:
+    """The bytes of each file that a text model needs, as the hub has them."""
     files = HfApi().model_info(name, files_metadata=True).siblings or []
     sizes = {file.rfilename: file.size or 0 for file in files}
-    wanted = filter_repo_objects(sizes, allow_patterns=FILES)
-    missing = (path for path in wanted if not isinstance(try_to_load_from_cache(name, path), str))
-    return sum(sizes[path] for path in missing)
+    return {path: sizes[path] for path in filter_repo_objects(sizes, allow_patterns=FILES)}
+
+
+def _n_bytes_missing(name: str, sizes: dict[str, int]) -> int:
+    here = {path: try_to_load_from_cache(name, path) for path in sizes}
+    return sum(sizes[path] for path in sizes if not isinstance(here[path], str))
 
 
 @contextmanager
