@@ -184,6 +184,43 @@ def test_schemas_with_references_enumerations_and_unknown_words(tmp_path, ours):
     assert not fits(xml, grammar, text.replace("1.5", "x"))
 
 
+def either(kind, key):
+    """A schema of a parameter that may be null, as programs write it."""
+    ways = [{"type": kind}, {"type": "null"}]
+    return {"type": [kind, "null"]} if key == "type" else {key: ways, "description": "x"}
+
+
+@pytest.mark.parametrize("parser", ["minicpm5", "minimax_m2", "qwen3_coder"])
+@pytest.mark.parametrize("key", ["type", "anyOf", "oneOf"])
+def test_what_may_be_null_is_otherwise_read_and_written_as_its_type(tmp_path, parser, key):
+    """Where arguments are bare text, which only the schema tells from numbers."""
+    properties = {"city": either("string", key), "days": either("integer", key)}
+    schema = {"type": "object", "properties": properties}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": schema}}
+    markup = markup_of(tmp_path, parser, CALLS[parser])
+    grammar = call_grammar([tool], REQUIRED, markup)
+    reader = CallReader(markup.tool_format, [tool])
+    for city, days in (("12345", 3), ("true", None), (None, 3)):
+        text = CALLS[parser].replace("3", json.dumps(days)).replace("Oslo", city or "null")
+        assert fits(markup, grammar, text)
+        body = text.removeprefix(markup.tool_format.start).removesuffix(markup.tool_format.end)
+        (call,) = reader.read(body)
+        assert json.loads(call.arguments) == {"city": city, "days": days}
+    assert not fits(markup, grammar, CALLS[parser].replace("3", "three"))
+
+
+def test_a_reference_that_may_be_null_is_written_as_what_it_refers_to(tmp_path):
+    place = {"type": "object", "properties": {"lat": {"type": "number"}}}
+    properties = {"city": {"anyOf": [{"$ref": "#/$defs/place"}, {"type": "null"}]}}
+    schema = {"type": "object", "properties": properties, "$defs": {"place": place}}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": schema}}
+    markup = markup_of(tmp_path, "qwen3_coder", "")
+    grammar = call_grammar([tool], REQUIRED, markup)
+    text = CALLS["qwen3_coder"].replace("<parameter=days>\n3\n</parameter>\n", "")
+    for city, fit in (('{"lat": 1.5}', True), ("null", True), ("Oslo", False)):
+        assert fits(markup, grammar, text.replace("Oslo", city)) is fit
+
+
 def test_names_and_keys_cannot_break_out_of_the_grammar(ours):
     tool = {"type": "function", "function": {"name": 'a"b\\n', "parameters": {}}}
     grammar = call_grammar([tool], REQUIRED, ours)

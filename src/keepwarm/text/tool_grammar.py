@@ -18,7 +18,7 @@ from keepwarm.errors import BadInput
 from keepwarm.text.grammar import OPEN_KEYS, closed, properties_of, required_of
 from keepwarm.text.parsing import Markup, Preamble
 from keepwarm.text.request import Tool, ToolChoice
-from keepwarm.text.tools import HARMONY, STRICT, parses
+from keepwarm.text.tools import HARMONY, STRICT, parses, without_null
 
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _GUIDANCE = {**_SPACES, "lenient": True}  # unknown schema keywords are ignored, not refused
@@ -400,7 +400,9 @@ class CallWriter(LarkWriter):
 
     def _value(self, rule: str, form: Parameters, schema: Mapping[str, Any]) -> str:
         end, quote = form.after, form.quote
-        is_text = schema.get("type", "string") == "string"  # parsers take untyped values as text
+        is_json = self._format.header is not None
+        plain = schema if is_json else _resolved(without_null(schema), schema)
+        is_text = plain.get("type", "string") == "string"  # parsers take untyped values as text
         if quote == '"' or not (is_text or "enum" in schema):
             return f"{rule}: {_json_rule(closed(schema))} {self.literal(end)}"
         if "enum" in schema:

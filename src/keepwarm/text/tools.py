@@ -97,7 +97,8 @@ class CallReader:
         self.format = tool_format
         self.parallel = parallel
         self.is_bound = is_bound
-        self._tools = [dict(tool) for tool in tools]
+        is_json = tool_format.header is not None
+        self._tools = [dict(tool) if is_json else _with_plain_types(tool) for tool in tools]
         self._names = {tool["function"]["name"] for tool in tools}
         self._ids: set[str] = set()  # of the calls so far
 
@@ -168,6 +169,30 @@ def parses(parse: Parser, body: str) -> bool:
         return bool(call["name"] == "f" and call["arguments"] == {"a": 1})
     except Exception:  # a parser may raise anything on another format
         return False
+
+
+def without_null(schema: Any) -> Mapping[str, Any]:
+    """The schema of a parameter that is a type or null as the type's."""
+    if not isinstance(schema, Mapping):
+        return {}
+    for key in ("type", "anyOf", "oneOf"):
+        given = schema.get(key)
+        ways = given if isinstance(given, list) else []
+        others = [each for each in ways if each not in ("null", {"type": "null"})]
+        if len(others) == 1:
+            return {**schema, "type": others[0]} if key == "type" else without_null(others[0])
+    return schema
+
+
+def _with_plain_types(tool: Tool) -> dict[str, Any]:
+    """For a parser that takes each argument for what its parameter's `type` says."""
+    function = tool["function"]
+    schema = function.get("parameters") or {}
+    named = schema.get("properties")
+    if not isinstance(named, Mapping):
+        return dict(tool)
+    properties = {name: without_null(each) for name, each in named.items()}
+    return {**tool, "function": {**function, "parameters": {**schema, "properties": properties}}}
 
 
 def is_harmony(tokenizer: Any) -> bool:
