@@ -118,6 +118,24 @@ def test_a_damaged_file_is_downloaded_again(repo, ask):
         assert server.downloaded() == set()
 
 
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ("tiny.Q8_0.gguf", "`hf download org/tiny tiny.Q8_0.gguf`, then name it org/tiny/tiny.Q8"),
+        ("pytorch_model.bin", "MLX conversion, or another model"),
+    ],
+)
+def test_a_repository_without_weights_that_are_read_is_refused(tmp_path, ask, weights, words):
+    for name in (weights, "config.json", "README.md"):
+        (tmp_path / "repo").mkdir(exist_ok=True)
+        (tmp_path / "repo" / name).write_text("{}")
+    with serving({"org/tiny": tmp_path / "repo"}) as server:
+        answer = ask(FETCH, "org/tiny", server.url)
+    assert (answer["error"], answer["cached"]) == ("UnsupportedModel", "None")
+    assert words in answer["text"]
+    assert server.downloaded() == set()
+
+
 def test_unknown_id_is_refused(repo, ask):
     with serving({"org/tiny": repo}) as server:
         answer = ask(LOAD, "org/tinny", server.url)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,15 +29,22 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import filter_repo_objects
 
 from keepwarm.device.space import require_disk
-from keepwarm.errors import InsufficientResources, UnknownModel, Unreachable
+from keepwarm.errors import (
+    InsufficientResources,
+    KeepwarmError,
+    UnknownModel,
+    Unreachable,
+    UnsupportedModel,
+)
 
+WEIGHTS = "model*.safetensors"
 # The files a text model needs; no .py, because a model's own code is never run.
 FILES = [
     "*.json",
     "*.jinja",
     "*.tiktoken",
     "*.txt",
-    "model*.safetensors",
+    WEIGHTS,
     "tokenizer.model",
     "tiktoken.model",
 ]
@@ -102,7 +110,7 @@ def all_cached() -> dict[str, Path]:
     return {
         name: path
         for name, path in found.items()
-        if path and (path / "config.json").is_file() and any(path.glob("model*.safetensors"))
+        if path and (path / "config.json").is_file() and any(path.glob(WEIGHTS))
     }
 
 
@@ -128,7 +136,21 @@ def _sizes(name: str) -> dict[str, int]:
     """The bytes of each file that a text model needs, as the hub has them."""
     files = HfApi().model_info(name, files_metadata=True).siblings or []
     sizes = {file.rfilename: file.size or 0 for file in files}
+    if not any(fnmatch(path, WEIGHTS) for path in sizes):
+        raise UnsupportedModel(_no_weights(name, sizes))
     return {path: sizes[path] for path in filter_repo_objects(sizes, allow_patterns=FILES)}
+
+
+def _no_weights(name: str, paths: Iterable[str]) -> str:
+    said = f"{name} has no weights as {WEIGHTS}; name its MLX conversion"
+    gguf = next((path for path in sorted(paths) if path.endswith(".gguf")), None)
+    if gguf is None:
+        return f"{said}, or another model."
+    known_as = f"{name}/{Path(gguf).name}"
+    return (
+        f"{said}, or a GGUF file: download one with `hf download {name} {gguf}`, then name it "
+        f"{known_as}."
+    )
 
 
 def _n_bytes_missing(name: str, sizes: dict[str, int]) -> int:
@@ -141,7 +163,7 @@ def _as_keepwarm_errors(name: str) -> Iterator[None]:
     """Raise the hub library's errors as Keepwarm's."""
     try:
         yield
-    except InsufficientResources:
+    except KeepwarmError:
         raise
     except GatedRepoError as error:
         raise UnknownModel(
