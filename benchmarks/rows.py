@@ -7,7 +7,8 @@ machine that it runs. Kernels for rows are tried first, as a server does while i
                scripted, so that the next token is known, and each drafted one is right with a
                probability of its own; then tokens with and without drafts, beside a batch and alone
     verify     several tokens a row, of which all but the first are taken back
-    plain      a token a row: our rows against mlx-lm's batches (and one row alone), pipelined
+    plain      a token a row: our rows, also with a second token that is taken back, against
+               mlx-lm's batches (and one row alone), pipelined and one step after the other
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -47,6 +48,7 @@ from keepwarm.models.load import Model
 from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import Delta, Request, Result, Sampling
 
+PARTS = ("answers", "verify", "plain")
 PLAIN_ROWS = (1, 4, 8, 16, 2, 32, 64)
 VERIFY_ROWS = (1, 4, 8)
 WIDTHS = (1, 2, 3, 5, 8)
@@ -95,15 +97,30 @@ class Caches:
         return kv.evaluate(batch)
 
 
-def pipelined_ms(model: Any, caches: kv.Caches, n_rows: int) -> tuple[float, float]:
-    """A step as the engine runs them, and what of it the host took to build and enqueue."""
+class StepTimes(NamedTuple):
+    ms: float  # as the engine runs steps: the next is enqueued before this one's tokens are read
+    host_ms: float  # of it to build and enqueue one
+    apart_ms: float  # one step after the other
+    more_gb: float  # than before, at most: a buffer that a step in flight uses is copied
+
+
+def step_times(model: Any, caches: kv.Caches, n_rows: int, width: int = 1) -> StepTimes:
+    """Of one token a row; with `width` of two, a second is fed and taken back."""
+    rest = mx.zeros((n_rows, width - 1), mx.int32)
 
     def step(tokens: mx.array) -> mx.array:
-        following = mx.argmax(model(tokens, cache=caches)[:, -1:], axis=-1)
+        fed = mx.concatenate([tokens, rest], axis=1) if width > 1 else tokens
+        following = mx.argmax(model(fed, cache=caches)[:, :1], axis=-1)
+        if width > 1:
+            kv.trim(caches, [width - 1] * n_rows)
         mx.async_eval(following)
         return following
 
     tokens = step(mx.ones((n_rows, 1), mx.int32))
+    mx.eval(tokens)
+    apart = median_ms(lambda: mx.eval(step(tokens)))
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
     times, host = [], []
     for _ in range(STEPS + 3):
         began = time.perf_counter()
@@ -113,28 +130,31 @@ def pipelined_ms(model: Any, caches: kv.Caches, n_rows: int) -> tuple[float, flo
         tokens = following
         times.append(1000 * (time.perf_counter() - began))
     mx.eval(tokens)
-    return round(median(times[3:]), 2), round(median(host[3:]), 2)
+    more_gb = (mx.get_peak_memory() - before) / 1e9
+    return StepTimes(*(round(x, 2) for x in (median(times[3:]), median(host[3:]), apart, more_gb)))
 
 
 def plain_times(caches: Caches, n_rows: int) -> dict[str, Any]:
-    """Milliseconds of a step and of the host, by class, twice in turn: the faster one counts."""
+    """A step by class, twice in turn: the faster one counts."""
     if caches.gigabytes(n_rows) > MAX_GB:
         return {"skipped": f"{caches.gigabytes(n_rows):.0f} GB of keys and values"}
-    makers = {
-        "mlx-lm": partial(caches.batch, n_rows, own_ends=False),
-        "rows": partial(caches.batch, n_rows, own_ends=True),
+    rows = partial(caches.batch, n_rows, own_ends=True)
+    ways = {
+        "mlx-lm": (partial(caches.batch, n_rows, own_ends=False), 1),
+        "rows": (rows, 1),
+        "rows, two tokens": (rows, 2),
     }
     if n_rows == 1:
-        makers["alone"] = partial(caches.one, caches.context)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in makers}
-    for name in [*makers, *reversed(makers)]:
-        times[name].append(pipelined_ms(caches.model, makers[name](), n_rows))
+        ways["alone"] = partial(caches.one, caches.context), 1
+    times: dict[str, list[StepTimes]] = {name: [] for name in ways}
+    for name in [*ways, *reversed(ways)]:
+        make, width = ways[name]
+        times[name].append(step_times(caches.model, make(), n_rows, width))
         mx.clear_cache()
     best = {name: min(found) for name, found in times.items()}
-    base = best.get("alone", best["mlx-lm"])[0]
-    found: dict[str, Any] = {"ms": {name: ms for name, (ms, _) in best.items()}}
-    found["host ms"] = {name: host for name, (_, host) in best.items()}
-    found["rows, times as fast"] = round(base / best["rows"][0], 2)
+    base = best.get("alone", best["mlx-lm"]).ms
+    found: dict[str, Any] = {name: one._asdict() for name, one in best.items()}
+    found["rows, times as fast"] = round(base / best["rows"].ms, 2)
     note(f"plain, context {caches.context}, rows {n_rows}", found)
     return found
 
@@ -369,16 +389,23 @@ def _agree(ones: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> st
 # The program
 
 
-def measure(report: Report, folder: Path, shapes: Sequence[str], contexts: Sequence[int]) -> None:
+def measure(
+    report: Report,
+    folder: Path,
+    shapes: Sequence[str],
+    contexts: Sequence[int],
+    parts: Sequence[str],
+) -> None:
     """One shape after the other: what does not fit into the time is of the last."""
     for shape in shapes:
         started: list[Model] = []
         report.stage(f"{shape}: model", partial(start, shape, folder, started.append))
         for model in started:
-            if shape == shapes[0]:
+            if shape == shapes[0] and "answers" in parts:
                 measure_answers(report, folder, model)
             for context in contexts:
-                measure_steps(report, shape, Caches(model.module, SHAPES[shape], context))
+                caches = Caches(model.module, SHAPES[shape], context)
+                measure_steps(report, shape, caches, parts)
 
 
 def start(shape: str, folder: Path, use: Callable[[Model], None]) -> dict[str, Any]:
@@ -400,18 +427,19 @@ def measure_answers(report: Report, folder: Path, model: Model) -> None:
     report.stage(f"{model.name}: agreement", answers.agreement)
 
 
-def measure_steps(report: Report, shape: str, caches: Caches) -> None:
-    for n_rows in VERIFY_ROWS:
-        name = f"{shape}: verify, context {caches.context}"
-        report.stage(name, partial(verify_times, caches, n_rows), n_rows)
-    for n_rows in PLAIN_ROWS:
-        name = f"{shape}: plain, context {caches.context}"
-        report.stage(name, partial(plain_times, caches, n_rows), n_rows)
+def measure_steps(report: Report, shape: str, caches: Caches, parts: Sequence[str]) -> None:
+    ways = {"verify": (verify_times, VERIFY_ROWS), "plain": (plain_times, PLAIN_ROWS)}
+    for part in (part for part in ways if part in parts):
+        times, row_numbers = ways[part]
+        for n_rows in row_numbers:
+            name = f"{shape}: {part}, context {caches.context}"
+            report.stage(name, partial(times, caches, n_rows), n_rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rows", description=__doc__)
     parser.add_argument("--shapes", default="llama-8b,gemma-3-12b", help="the first one answers")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: a check that it runs")
     parser.add_argument("--budget", type=float, default=240.0, help="seconds; later stages wait")
     parser.add_argument("--json", type=Path)
@@ -420,7 +448,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report = Report(given.json, given.budget)
     with tempfile.TemporaryDirectory() as folder:
         contexts = (64,) if given.tiny else (1024, 8192)
-        measure(report, Path(folder), shapes.split(","), contexts)
+        measure(report, Path(folder), shapes.split(","), contexts, given.only)
     print("failed stages:", report.failed or "none", flush=True)
 
 
