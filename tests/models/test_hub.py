@@ -43,6 +43,10 @@ try:
 except KeepwarmError as error:
     say(error=type(error).__name__, text=str(error), cached=str(hub.cached(sys.argv[1])))
 """
+LISTED = """
+from keepwarm.models import hub
+say(all={name: str(path) for name, path in hub.all_cached().items()})
+"""
 
 
 @pytest.fixture
@@ -134,6 +138,19 @@ def test_a_repository_without_weights_that_are_read_is_refused(tmp_path, ask, we
     assert (answer["error"], answer["cached"]) == ("UnsupportedModel", "None")
     assert words in answer["text"]
     assert server.downloaded() == set()
+
+
+def test_an_interrupted_update_leaves_the_model_that_was_there(repo, ask):
+    with serving({"org/tiny": repo}) as server:
+        old = ask(LOAD, "org/tiny", server.url)
+        write_checkpoint(repo, seed=1, n_context=8192)
+        new = Path(ask(FETCH, "org/tiny", server.url)["path"])
+        (new / "model.safetensors").unlink()
+        foreign = new.parent / ("f" * 40)  # what another program has of a third revision
+        foreign.mkdir()
+        (foreign / "config.json").write_text("{}")
+    assert ask(LOAD, "org/tiny", server.url) == old  # nobody serves that address any more
+    assert ask(LISTED, "org/tiny", server.url) == {"all": {"org/tiny": old["path"]}}
 
 
 def test_unknown_id_is_refused(repo, ask):

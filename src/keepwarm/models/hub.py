@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -65,11 +66,29 @@ def id_of_page(address: str) -> str:
 
 
 def cached(name: str) -> Path | None:
-    """The complete snapshot on this machine, if there is one; without network access."""
-    try:
-        return Path(snapshot_download(name, allow_patterns=FILES, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
-        return None
+    """The complete snapshot on this machine, if there is one; without network access.
+
+    While a newer one is downloaded, or if that was interrupted, it is the one before.
+    """
+    download = partial(snapshot_download, name, allow_patterns=FILES, local_files_only=True)
+    for revision in (None, *_revisions(name)):  # None is the newest
+        with suppress(LocalEntryNotFoundError, HFValidationError):
+            return Path(download(revision=revision))
+    return None
+
+
+def _revisions(name: str) -> list[str]:
+    """Those with a model, the newest first."""
+    found = [path for path in _folder(name, "snapshots").glob("*") if _has_model(path)]
+    return [path.name for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
+
+
+def _has_model(path: Path) -> bool:
+    return (path / "config.json").is_file() and any(path.glob(WEIGHTS))
+
+
+def _folder(name: str, kind: str) -> Path:
+    return Path(HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), kind)
 
 
 def revision_of(path: Path) -> str:
@@ -95,9 +114,8 @@ def fetch(name: str, announce: Callable[[int], None] = lambda _: None) -> Path:
 
 def n_bytes_here(name: str) -> int:
     """Of a model's files in the cache, whole or not."""
-    folder = Path(HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), "blobs")
     n_bytes = 0
-    for file in folder.glob("*"):
+    for file in _folder(name, "blobs").glob("*"):
         with suppress(FileNotFoundError):  # it was renamed: it is whole
             n_bytes += file.stat().st_size
     return n_bytes
@@ -107,11 +125,7 @@ def all_cached() -> dict[str, Path]:
     """Every model with a complete snapshot in the hub's cache."""
     names = sorted(repo.repo_id for repo in _repos())
     found = {name: cached(name) for name in names}
-    return {
-        name: path
-        for name, path in found.items()
-        if path and (path / "config.json").is_file() and any(path.glob(WEIGHTS))
-    }
+    return {name: path for name, path in found.items() if path and _has_model(path)}
 
 
 def all_gguf() -> dict[str, Path]:
