@@ -47,6 +47,7 @@ LISTED = """
 from keepwarm.models import hub
 say(all={name: str(path) for name, path in hub.all_cached().items()})
 """
+GGUF = LISTED.replace("all_cached", "all_gguf")
 
 
 @pytest.fixture
@@ -181,6 +182,21 @@ def test_model_larger_than_the_disk_is_refused_before_download(repo, ask):
     assert "4.0 TiB of disk" in answer["text"]
     assert answer["cached"] == "None"
     assert server.downloaded() == set()
+
+
+def test_a_gguf_file_is_that_of_the_newest_revision(tmp_path, ask):
+    """Of eight, so that no other order is right by chance; `main` is not the last one written."""
+    repo = tmp_path / "hf" / "hub" / "models--org--repo"
+    for number in range(8):
+        file = repo / "snapshots" / (str(number) * 40) / "tiny.gguf"
+        file.parent.mkdir(parents=True)
+        file.write_text("GGUF")
+        os.utime(file, (number, 1000 * number))
+    assert ask(GGUF, "", "http://nowhere")["all"]["org/repo/tiny.gguf"] == str(file)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("3" * 40)
+    main = repo / "snapshots" / ("3" * 40) / "tiny.gguf"
+    assert ask(GGUF, "", "http://nowhere")["all"]["org/repo/tiny.gguf"] == str(main)
 
 
 @pytest.mark.parametrize(

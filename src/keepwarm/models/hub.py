@@ -129,11 +129,11 @@ def all_cached() -> dict[str, Path]:
 
 
 def all_gguf() -> dict[str, Path]:
-    """Every GGUF file in the hub's cache, as `org/name/file.gguf`."""
+    """Every GGUF file in the hub's cache, as `org/name/file.gguf`; the newest of each."""
     return {
         f"{repo.repo_id}/{file.file_name}": file.file_path
         for repo in sorted(_repos(), key=lambda each: str(each.repo_id))
-        for revision in repo.revisions
+        for revision in sorted(repo.revisions, key=lambda r: ("main" in r.refs, r.last_modified))
         for file in sorted(revision.files, key=lambda each: str(each.file_name))
         if file.file_name.endswith(".gguf") and file.file_path.is_file()
     }
