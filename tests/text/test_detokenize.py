@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from keepwarm.text.detokenize import DelimiterMatch, Detokenizer, find_first, held_back
+from keepwarm.text.detokenize import DelimiterMatch, Detokenizer, Pieces, find_first, held_back
 from tests.kit.checkpoints import write_checkpoint
 
 REPEATABLE = settings(deadline=None, derandomize=True, database=None)
@@ -67,6 +67,50 @@ ids = st.lists(st.integers(0, 330) | st.just(PAST_VOCABULARY), max_size=40)
 @example(tokens=[261, 267, 262])  # a token that the decoder drops between two words
 def test_any_ids_stream_to_what_decode_gives(tokenizer, tokens):
     assert "".join(pieces_of(tokenizer, tokens)) == tokenizer.decode(tokens)
+
+
+def byte_token(tokenizer, byte) -> int:
+    """A single byte as a token."""
+    pieces = Pieces(tokenizer)
+    return next(token for token in range(330) if pieces.of(token).numbers == [byte])
+
+
+@pytest.mark.parametrize(
+    "tail", [b"\xc3\xa9", b"\xf0\x9f\xa6\x8a", b"\xef\xbf\xbd", b"\xf0\x9f\xa9"]
+)
+@pytest.mark.parametrize("between", [[], [PAST_VOCABULARY], [261], [266], [267]])
+def test_long_runs_of_bytes_stream_to_what_decode_gives(tokenizer, tail, between):
+    """Be what comes behind them a whole character or not, or interrupted."""
+    wrong, end = ([byte_token(tokenizer, byte) for byte in some] for some in (b"\x80", tail))
+    for n in range(24):
+        for at in range(len(end) + 1):
+            tokens = [261, *wrong * n, *end[:at], *between, *end[at:], *wrong * 3, *end, 262]
+            assert "".join(pieces_of(tokenizer, tokens)) == tokenizer.decode(tokens)
+
+
+class Counting:
+    """A tokenizer that counts the tokens it decodes."""
+
+    def __init__(self, tokenizer):
+        self.n_decoded = 0
+        self._tokenizer = tokenizer
+        self.convert_ids_to_tokens = tokenizer.convert_ids_to_tokens
+
+    def decode(self, tokens, **options):
+        self.n_decoded += len(tokens)
+        return self._tokenizer.decode(tokens, **options)
+
+
+@pytest.mark.parametrize(
+    "run", [b"\x80", b"\xc3", b"\xef\xbf\xbd", b"\xf0\x9f\xa6", b"\xc3\xa9\x80"]
+)
+def test_no_run_of_bytes_is_decoded_again_for_every_token(byte_level, run):
+    tokens = [byte_token(byte_level, byte) for byte in run] * 400
+    counting = Counting(byte_level)
+    pieces = pieces_of(counting, tokens)
+    assert "".join(pieces) == byte_level.decode(tokens)
+    assert counting.n_decoded < 100 * len(tokens)
+    assert sum(map(bool, pieces[:-1])) > len(tokens) / 20
 
 
 @REPEATABLE

@@ -13,6 +13,7 @@ from keepwarm.text.request import TokenInfo
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+MAX_HELD = 8  # tokens of what may be one character, which has at most four bytes
 MAX_KNOWN = 1 << 16  # pieces, of some 300 bytes each
 
 
@@ -36,7 +37,7 @@ class Detokenizer:
             return ""
         piece = self._piece()
         if not piece or piece.endswith(_REPLACEMENT):
-            return ""
+            return self._settled(piece) if len(self._held) > MAX_HELD else ""
         self._shown, self._held = self._held, []
         return piece
 
@@ -45,6 +46,18 @@ class Detokenizer:
         piece = self._piece()
         self._shown, self._held = [], []
         return piece
+
+    def _settled(self, piece: str) -> str:
+        """The beginning of a long piece that ends inside a character, up to the end of another:
+        inside one the halves would not add up. It is not decoded again for every further token.
+        """
+        for end in range(len(self._held) - 1, len(self._held) - MAX_HELD, -1):
+            head, rest = self._held[:end], self._held[end:]
+            text, after = decode(self._tokenizer, head), decode(self._tokenizer, rest)
+            if text and after and text + after == piece:
+                self._shown, self._held = head, rest
+                return text
+        return ""
 
     def _piece(self) -> str:
         context = decode(self._tokenizer, self._shown)
