@@ -126,17 +126,26 @@ def wait(server: Server, seconds: float) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url", nargs="?", default="http://127.0.0.1:8181")
-    parser.add_argument("--key-file", type=Path, help="file whose first line is the API key")
+    parser.add_argument("--key-file", type=Path, help="file of API keys; the first is used")
     parser.add_argument(
         "--wait", type=float, default=0, help="seconds to wait for the server to become ready"
     )
     given = parser.parse_args()
     key = os.environ.get("KEEPWARM_API_KEY", "")
     if given.key_file:
-        key = given.key_file.read_text().split()[0]
+        key = first_key(given.key_file)
     server = Server(given.url, key)
     wait(server, given.wait)
     return run(server)
+
+
+def first_key(file: Path) -> str:
+    """Lines are keys, or `name = key`."""
+    try:
+        return file.read_text().strip().splitlines()[0].split()[-1]
+    except (OSError, ValueError, IndexError) as error:
+        why = f" ({error.strerror})" if isinstance(error, OSError) else ""
+        sys.exit(f"{file} has no key that can be read{why}; name a file of API keys.")
 
 
 def run(server: Server) -> int:

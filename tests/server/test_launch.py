@@ -139,7 +139,7 @@ def test_launch_finds_the_keys_of_the_server_and_shows_them_only_on_request(
     locked, environ, tmp_path, setting
 ):
     keys = tmp_path / "my keys"
-    keys.write_text(f"{SECRET}\nother\n")
+    keys.write_text(f"\nalice = {SECRET}\nother\n")
     keys.chmod(0o600)
     environ["KEEPWARM_API_KEYS"] = setting.format(file=keys)
     text = printed(environ, "claude", "--url", locked.url, "--print")

@@ -26,7 +26,7 @@ def smoke(*arguments, **environ):
 
 def test_smoke_of_a_good_server_passes_with_a_key_from_a_file_or_a_variable(serving, tmp_path):
     keys = tmp_path / "keys"
-    keys.write_text("one\ntwo\n")
+    keys.write_text("\nalice = one\ntwo\n")
     with serving(api_keys="one", strict_model=True) as live:
         answer = smoke(live.url, KEEPWARM_API_KEY="one")
         assert answer.returncode == 0, answer.stdout + answer.stderr
@@ -69,6 +69,16 @@ def test_no_server_fails():
     answer = smoke("http://127.0.0.1:1")
     assert answer.returncode == 1
     assert "no answer" in answer.stdout
+
+
+@pytest.mark.parametrize("content", [None, "", "\n \n"])
+def test_a_file_without_a_key_is_one_sentence(tmp_path, content):
+    keys = tmp_path / "keys"
+    if content is not None:
+        keys.write_text(content)
+    answer = smoke("http://127.0.0.1:1", "--key-file", keys)
+    assert answer.returncode == 1
+    assert (str(keys) in answer.stderr, answer.stderr.count("\n")) == (True, 1)
 
 
 def test_the_profile_is_taken(tmp_path):

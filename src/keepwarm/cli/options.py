@@ -111,7 +111,7 @@ def _log_discarded() -> Iterator[None]:
 def first_key(settings: config.Settings) -> str:
     """A shell expression for the first API key; in a file a name may stand before it."""
     if file := config.secret_file(settings.api_keys):
-        return f"$(awk 'NR == 1 {{print $NF}}' {shlex.quote(str(file))})"
+        return f"$(awk 'NF {{print $NF; exit}}' {shlex.quote(str(file))})"
     return "${KEEPWARM_API_KEYS%%,*}"
 
 
