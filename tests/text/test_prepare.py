@@ -12,6 +12,7 @@ import keepwarm
 from keepwarm.errors import BadInput, ContextTooLong
 from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.text import grammar
+from keepwarm.text.parsing import AnswerReader, AnswerText, ReasoningText
 from keepwarm.text.prepare import MAX_AGENTS, LatestAnswers, Preparer
 from keepwarm.text.request import Format, Request, Sampling, ToolChoice
 from keepwarm.text.tools import call_text
@@ -179,6 +180,26 @@ def test_a_format_or_a_call_after_reasoning(tmp_path, opened):
     assert may_say(model, thought + ANSWER, **wishes)
     assert may_say(model, f"{thought}\n\n{CALL}", **wishes)
     assert not may_say(model, f"{thought}Hm.", **wishes)
+
+
+def pieces_of(model, text, **wishes):
+    prepared = prepared_by(model, **wishes)
+    reader = AnswerReader(prepared.markup, segment=prepared.first_segment)
+    tokens = model.tokenizer.encode(text, add_special_tokens=False)
+    return [piece for token in tokens for piece in reader.add(token)] + reader.finish()
+
+
+def test_all_of_the_answer_to_a_raw_prompt_is_text(channels, tmp_path):
+    """In its order: APIs for raw prompts have one field."""
+    thinker = model_with(tmp_path, special=["<think>", "</think>"])
+    raw = {"messages": None, "prompt": "2+2", "tools": ()}
+    for model, text in ((thinker, "So: <think>Hm.</think>4"), (channels, f"So: {THOUGHT}4")):
+        pieces = pieces_of(model, text, **raw)
+        assert {type(piece) for piece in pieces} == {AnswerText}
+        tokens = model.tokenizer.encode(text, add_special_tokens=False)
+        shown = model.tokenizer.decode(tokens, skip_special_tokens=True)
+        assert "".join(piece.text for piece in pieces) == shown
+        assert any(isinstance(piece, ReasoningText) for piece in pieces_of(model, text))
 
 
 def test_a_call_in_a_format_that_cannot_be_forced_is_free(tmp_path):

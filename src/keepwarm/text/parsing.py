@@ -7,7 +7,7 @@ Text that may still become one is held back.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from keepwarm.text.detokenize import Detokenizer, find_first, held_back
@@ -92,6 +92,11 @@ class Markup:
         preamble = _HARMONY_PREAMBLE if harmony else _preamble(tokenizer, transitions, first)
         calls = tool_format(tokenizer, template or Template.of(tokenizer))
         return cls(tokenizer, special, transitions, first, calls, preamble)
+
+    @property
+    def raw(self) -> Markup:
+        """The same for the answer to a raw prompt: all of it is text, but calls."""
+        return replace(self, transitions={NORMAL: [], REASONING: []})
 
     @property
     def has_reasoning(self) -> bool:

@@ -208,7 +208,7 @@ class Preparer:
             self._max_new_tokens(request.sampling, len(prompt.tokens)),
             self._n_vocab,
             self._stop_tokens,
-            self.markup,
+            self.markup if request.messages is not None else self.markup.raw,
             REASONING if thinks else self._first_segment(request),
             grammar,
             Explainer(

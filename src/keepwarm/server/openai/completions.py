@@ -169,7 +169,7 @@ def _choice(
         logprobs = joined_logprobs(prompt_logprobs(pieces, prompt, echo), logprobs)
     return {
         "index": index,
-        "text": echo + choice.reasoning + choice.text,  # this API has one field for both
+        "text": echo + choice.text,
         "logprobs": logprobs,
         "finish_reason": "length" if choice.reason == "length" else "stop",
     }
@@ -221,10 +221,9 @@ class TextStream(Chunks):
         return b"".join(frames)
 
     def _delta(self, event: Delta) -> bytes:
-        text = event.reasoning + event.text
-        if not text and not (self._pieces and event.tokens):
+        if not event.text and not (self._pieces and event.tokens):
             return b""
-        return self._chunk(self._choice(event.choice, text, event.tokens))
+        return self._chunk(self._choice(event.choice, event.text, event.tokens))
 
     def _choice(self, index: int, text: str, tokens: Sequence[TokenInfo] = ()) -> dict[str, Any]:
         logprobs = None
