@@ -196,6 +196,32 @@ def test_arguments_that_are_not_json_stay_as_they_came(template_of, sent, render
     assert shown["tool_calls"][0]["function"]["arguments"] == rendered
 
 
+ITEMS = calls("{% for k, v in c.function.arguments | items %}{{ k }}={{ v }}{% endfor %}", "CALLS")
+
+
+@pytest.mark.parametrize(
+    ("sent", "shown"),
+    [
+        ('{"a": 1}', "a=1"),
+        ({"a": 1}, "a=1"),
+        ("", ""),
+        ("null", ""),
+        (None, ""),
+        ("[]", ""),
+        ('{"a": 1', 'arguments={"a": 1'),
+        ("[1]", "arguments=[1]"),
+        ("5", "arguments=5"),
+        ("[" * 150 + "]" * 150, "arguments=" + "[" * 150 + "]" * 150),
+    ],
+)
+def test_arguments_that_are_no_object_reach_a_template_that_wants_one(template_of, sent, shown):
+    """Else one such call would end its conversation for ever."""
+    tokenizer, template = template_of(ITEMS)
+    call = {"function": {"name": "f", "arguments": sent}}
+    asked = [ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert write(tokenizer, template.conform(asked)).endswith(f"f({shown})")
+
+
 def test_messages_are_normalised():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert normalise({"role": "developer", "content": parts}) == {

@@ -62,6 +62,7 @@ class Template:
     takes_system_behind_tools: bool = False  # the second, also between users, behind all tools
     takes_user_twice: bool = True  # two user messages in a row
     arguments_as_text: bool = False  # of tool calls: JSON in a string, not an object
+    only_objects: bool = False  # as arguments: it refuses messages with any others
     call_content: str | None = ""  # the content of a message that only calls tools
     before_call: str = ""  # blank text between the content of a message and its first call
     after_answer_text: str = ""  # after every answer, the last one included
@@ -88,6 +89,7 @@ class Template:
             and probe.puts_behind_tools([_FIRST, _ASK, _SYSTEM, _NEXT]),
             takes_user_twice=probe.keeps([_ASK, _NEXT]),
             arguments_as_text=calls.arguments_as_text,
+            only_objects=calls.only_objects,
             call_content=calls.content,
             before_call=calls.before,
             after_answer_text=probe.after_answer(),
@@ -132,6 +134,8 @@ class Template:
         function = dict(call.get("function", {}))
         if "arguments" in function:
             value = parse_arguments(function["arguments"])
+            if self.only_objects and not isinstance(value, Mapping):
+                value = {"arguments": value} if value else {}
             function["arguments"] = _as_text(value) if self.arguments_as_text else value
         return {**call, "function": function}
 
@@ -269,6 +273,7 @@ class _Endless(Exception):
 
 class _CallStyle(NamedTuple):
     arguments_as_text: bool
+    only_objects: bool
     content: str | None
     before: str
 
@@ -321,8 +326,10 @@ class _Probe:
                 text = self.text([_ASK, _calling(content, arguments)])
                 if "probetool" in text and "probekey" in text and "'probekey'" not in text:
                     is_text = isinstance(arguments, str)
-                    return _CallStyle(is_text, content, self._before_call(arguments))
-        return _CallStyle(False, "", "")
+                    takes_text = bool(self.text([_ASK, _calling(content, "probetext")]))
+                    before = self._before_call(arguments)
+                    return _CallStyle(is_text, not takes_text, content, before)
+        return _CallStyle(False, False, "", "")
 
     def _before_call(self, arguments: Any) -> str:
         """What is blank between the content of a message and its first call."""
