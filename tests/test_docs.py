@@ -140,7 +140,7 @@ def test_shell_runs(page, checkpoint, server, tmp_path):
 @every_page
 def test_page_is_true(page):
     """Its blocks are run or parse, its links, commands, make targets and variables exist."""
-    text = written_of_today(page)
+    text = page.read_text()
     _check_blocks(text)
     assert broken_links(page) == []
     commands = command_lines(text, "keepwarm")
@@ -150,12 +150,6 @@ def test_page_is_true(page):
     for line in command_lines(text, "python"):
         assert all((ROOT / script).is_file() for script in re.findall(r"\S+\.py", line)), line
     assert set(re.findall(r"KEEPWARM_[A-Z_]*[A-Z]", text)) <= variables()
-
-
-def written_of_today(page):
-    """Without what a page says of names that are gone."""
-    text = page.read_text() if page.name != "names.md" else ""
-    return re.sub("`[^`\n]+`", "", text) if page.name == "CHANGELOG.md" else text
 
 
 @cache
