@@ -4,19 +4,23 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
-from contextlib import redirect_stdout
+import threading
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from rich.cells import cell_len
 
 from keepwarm.cli.models import models
 from keepwarm.cli.options import print_table
+from tests.cli import command, environment
 from tests.kit.checkpoints import make_config, make_tokenizer, make_weights, write_checkpoint
 from tests.kit.gguf_writer import encode_weights, metadata_for, write_gguf
-from tests.kit.hub_server import serving
+from tests.kit.hub_server import _Handler, serving
 
 UNMEASURED = {"KEEPWARM_BLAS": "none", "KEEPWARM_BLAS_THREADS": "1"}  # saves seconds a process
 PROGRAM = "from keepwarm.cli.main import main; main()"
@@ -41,6 +45,36 @@ def keepwarm(tmp_path):
         return subprocess.run(command, env=mine, capture_output=True, text=True, check=False)
 
     return run
+
+
+class Stalling(NamedTuple):
+    begun: threading.Event
+    over: threading.Event
+
+
+@pytest.fixture
+def stalling(monkeypatch):
+    """A hub that sends half of the weights, and the rest once this is over."""
+    stall, answer = Stalling(threading.Event(), threading.Event()), _Handler._answer
+
+    def slowly(handler, status, body, headers):
+        if handler.command == "HEAD" or not handler.path.endswith("model.safetensors"):
+            return answer(handler, status, body, headers)
+        half = len(body) // 2
+        handler.send_response(status)
+        for name, value in {**headers, "Content-Length": len(body)}.items():
+            handler.send_header(name, str(value))
+        handler.end_headers()
+        handler.wfile.write(body[:half])
+        stall.begun.set()
+        stall.over.wait(60)
+        with suppress(OSError):  # the client has left
+            handler.wfile.write(body[half:])
+        return None
+
+    monkeypatch.setattr(_Handler, "_answer", slowly)
+    yield stall
+    stall.over.set()
 
 
 def test_pulled_models_are_listed(tmp_path, keepwarm):
@@ -69,9 +103,10 @@ def test_builtin_is_listed_before_it_is_pulled(keepwarm):
     assert (model["name"], model["source"], model["path"]) == ("smollm2", "built-in", None)
 
 
-def test_broken_model_does_not_hide_the_others(tmp_path, main_here):
+@pytest.mark.parametrize("broken_config", ["{", '{"model_type": 5}'])
+def test_broken_model_does_not_hide_the_others(tmp_path, main_here, broken_config):
     broken = write_checkpoint(tmp_path / "models" / "smollm2")
-    (broken / "config.json").write_text("{")
+    (broken / "config.json").write_text(broken_config)
     model, *_ = json.loads(main_here("models", "--json")[1])
     assert (model["path"], model["architecture"]) == (str(broken), None)
 
@@ -172,6 +207,30 @@ def test_what_is_long_is_shortened_on_a_terminal_and_whole_in_a_pipe(monkeypatch
     assert below == f"  {agent}"
     act()
     assert capsys.readouterr().out.splitlines() == ["\t".join(columns), f"{title}\t12 \t{agent}"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "number"),
+    [(("pull", "org/tiny"), signal.SIGINT), (("run", "hi", "--model", "org/tiny"), signal.SIGTERM)],
+)
+def test_a_signal_ends_a_download_at_once(tmp_path, stalling, arguments, number):
+    """Not when the file in hand is whole, which takes minutes."""
+    environ = {"HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "127.0.0.1", **UNMEASURED}
+    with serving({"org/tiny": write_checkpoint(tmp_path / "repo")}) as server:
+        env = environment(tmp_path / "home", HF_ENDPOINT=server.url, **environ)
+        with subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, env=env) as process:
+            assert stalling.begun.wait(60)
+            process.send_signal(number)
+            _, err = process.communicate(timeout=20)  # the hub waits for longer
+        stalling.over.set()
+        assert process.returncode == 128 + number
+        assert err.decode().splitlines()[-1] == "Stopped."
+        again = subprocess.run(
+            command("pull", "org/tiny"), stdout=subprocess.PIPE, env=env, check=False
+        )
+    assert again.returncode == 0
+    weights = Path(again.stdout.decode().strip(), "model.safetensors")
+    assert weights.read_bytes() == (tmp_path / "repo" / "model.safetensors").read_bytes()
 
 
 def test_unknown_name_is_one_sentence_and_exit_code_2(main_here):

@@ -24,7 +24,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 import typer
 
 from keepwarm import config
-from keepwarm.cli.options import file_errors, first_key
+from keepwarm.cli.options import file_errors, first_key, locate_model
 from keepwarm.errors import BadInput, Refused, UnknownModel, Unreachable
 from keepwarm.progress import shown
 from keepwarm.server.http.clients import CLIENTS, KEY_VARIABLE, NO_KEY, ClientSetup, ServerInfo
@@ -233,13 +233,11 @@ def _model_options(
     settings: config.Settings, model: str | None, first_prompt: int, url: str
 ) -> list[str]:
     """What tells a server its model, unless the settings do. Downloads it, where that is seen."""
-    from keepwarm.models.catalog import locate
-
     chosen = model
     if not model and not config.is_given("model"):
         chosen = _chosen(settings, first_prompt, url)
     with suppress(UnknownModel):  # of which the server says more
-        locate(chosen or settings.model, settings)
+        locate_model(chosen or settings.model, settings)
     return ["--model", chosen] if chosen else []
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -93,8 +96,34 @@ def load_model(settings: config.Settings) -> Model:
     """The model of the settings; says how far it is."""
     from keepwarm.models.load import load
 
+    locate_model(settings.model, settings)
     with shown(f"loading {settings.model}") as line:
         return load(settings.model, settings, line.say)
+
+
+def locate_model(name: str, settings: config.Settings, *, refresh: bool = False) -> Path:
+    """The model's path. Once the hub sends it, a signal ends the process at once: unwound, the
+    hub's library waits until its files are whole. What has come is kept for the next time.
+    """
+    from keepwarm.models.catalog import locate
+
+    before: dict[signal.Signals, Any] = {}
+
+    def end_by_signals(_: int) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if callable(signal.getsignal(number)):  # and not ignored
+                before[number] = signal.signal(number, _end_at_once)
+
+    try:
+        return locate(name, settings, refresh=refresh, announce=end_by_signals)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_at_once(number: int, _: FrameType | None) -> None:
+    os.write(2, b"\nStopped.\n")  # below the bars
+    os._exit(128 + number)
 
 
 @contextmanager

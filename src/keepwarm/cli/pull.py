@@ -7,14 +7,14 @@ from typing import Annotated
 import typer
 
 from keepwarm import config
+from keepwarm.cli.options import locate_model
 
 
 def pull(
     name: Annotated[str, typer.Argument(help="Built-in name, hub id (org/name), or its page.")],
 ) -> None:
     """Download a model if missing; print its path."""
-    from keepwarm.models.catalog import locate
     from keepwarm.models.hub import id_of_page
 
     name = id_of_page(name) if "://" in name else name
-    print(locate(name, config.load(), refresh=True))
+    print(locate_model(name, config.load(), refresh=True))
