@@ -12,7 +12,6 @@ from keepwarm.prefix.policy import Policy
 from keepwarm.server.openai import completions
 from keepwarm.text.request import Request, Sampling
 from tests.kit.checkpoints import SPECIALS, make_tokenizer, write_checkpoint
-from tests.kit.scripted import write_scripted
 from tests.server.conftest import serve
 
 PROMPTS = ["The quick brown fox", "In 1984 there were"]
@@ -47,17 +46,6 @@ def score(client, prompt=LONG, **options):
 def joined(chunks, index=0):
     choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
     return "".join(choice.text for choice in choices)
-
-
-def test_a_model_that_thinks_goes_on_with_the_text_as_it_does(tmp_path):
-    """Whole and streamed alike: the tags of its reasoning are text, and in their place."""
-    said, tokenizer = "So: <think>2+2=4</think>It is 4.", make_tokenizer()
-    tokenizer.add_tokens(["<think>", "</think>"])
-    model = load(str(write_scripted(tmp_path / "thinker", [said], tokenizer=tokenizer)))
-    settings = config.load({"KEEPWARM_HOME": str(tmp_path / "home")})
-    with serve(model, settings) as live, live.openai() as client:
-        assert ask(client, "2+2<|step0|>").choices[0].text == said
-        assert joined(ask(client, "2+2<|step0|>", stream=True)) == said
 
 
 # Prompts
