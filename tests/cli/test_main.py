@@ -177,3 +177,20 @@ def test_an_unknown_variable_is_one_warning(main_here, monkeypatch):
     assert code == 0
     assert err.count("KEEPWARM_MODLE") == 1
     assert "did you mean KEEPWARM_MODEL?" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "closed", "status"),
+    [
+        (("run", "-"), "<&-", 2),
+        (("cache", "clear"), "<&-", 2),
+        (("cache", "gc"), "2>&-", 0),
+        (("models",), ">&-", 0),
+    ],
+)
+def test_a_closed_standard_stream_is_an_empty_one(tmp_path, arguments, closed, status):
+    """As of a service that is started without them."""
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *command(*arguments)]
+    done = subprocess.run(shell, capture_output=True, env=environment(tmp_path), check=False)
+    assert done.returncode == status, done.stderr
+    assert len(done.stderr.splitlines()) == (status == 2)

@@ -147,6 +147,18 @@ def test_config_that_is_none_is_refused(directory, text):
     refuse(directory, BadModelFile, "config.json")
 
 
+@pytest.mark.parametrize("changes", [{"model_type": 5}, {"text_config": "x"}])
+def test_config_with_a_value_of_another_kind_is_refused(directory, changes):
+    edit_config(directory, **changes)
+    refuse(directory, BadModelFile, "config.json", next(iter(changes)), "download")
+
+
+def test_end_tokens_that_are_no_numbers_are_refused(directory):
+    """Of the tokenizer, where mlx-lm puts them; in config.json transformers refuses them."""
+    (directory / "generation_config.json").write_text('{"eos_token_id": ["x"]}')
+    refuse(directory, BadModelFile, "eos_token_id", "download")
+
+
 def test_directory_without_weights_is_refused(directory):
     (directory / "model.safetensors").unlink()
     refuse(directory, BadModelFile, "weights")

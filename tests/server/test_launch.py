@@ -381,6 +381,8 @@ def test_launch_says_which_options_change_nothing(live, environ):
         (("vim",), "is not a known client"),
         (("claude", "--url", "http://127.0.0.1:1"), "keepwarm serve"),
         (("claude", "--url", "ftp://127.0.0.1"), "is not a server URL"),
+        (("claude", "--url", "http://[::1"), "is not a server URL"),
+        (("claude", "--url", "http://127.0.0.1:port"), "is not a server URL"),
         (("any",), "No command to start"),
         (("claude", "--agent", "my ops"), "An agent id has"),
         (("aider", "--agent", "ops"), "leave out --agent"),

@@ -116,9 +116,11 @@ def _address(settings: config.Settings) -> str:
 
 
 def _checked(url: str) -> str:
-    if not url.startswith(("http://", "https://")):
-        raise BadInput(f"{url!r} is not a server URL; write it like http://127.0.0.1:8181.")
-    return url.rstrip("/").removesuffix("/v1")
+    with suppress(ValueError):  # of an address or a port that is none
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return url.rstrip("/").removesuffix("/v1")
+    raise BadInput(f"{url!r} is not a server URL; write it like http://127.0.0.1:8181.")
 
 
 def _checked_agent(agent: str | None) -> str:

@@ -87,6 +87,7 @@ UsageError: Any = typer.BadParameter.__base__  # typer exports only its subclass
 
 def main() -> None:
     """Run the command line."""
+    _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A character the terminal cannot encode is printed as a question mark, not an error.
         sys.stdout.reconfigure(errors="replace")
@@ -109,6 +110,13 @@ def main() -> None:
     except typer.Abort:
         typer.echo("Stopped.", err=True)
         sys.exit(1)
+
+
+def _open_closed_streams() -> None:
+    """Each as an empty one, and first of all: a file opened later would be taken for it."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115
 
 
 @contextmanager

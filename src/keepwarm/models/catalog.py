@@ -15,6 +15,7 @@ from keepwarm.models import builtin, hub, lmstudio
 
 LOG = logging.getLogger(__name__)
 CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+KINDS = {"model_type": str, "text_config": dict | None}
 CONTEXTS = {"gemma3": 131_072}  # of types that are published without: the default of transformers
 
 
@@ -97,9 +98,12 @@ def read_config(path: Path) -> dict[str, Any]:
         raise BadModelFile(
             f"{path}/config.json is not valid JSON ({error}); download the model again."
         ) from error
-    if not isinstance(config, dict) or "model_type" not in config:
-        raise BadModelFile(f"{path}/config.json has no model_type; download the model again.")
-    return config
+    for name, kind in KINDS.items():
+        if not isinstance(config, dict) or not isinstance(config.get(name), kind):
+            raise BadModelFile(
+                f"{path}/config.json has no {name} that can be read; download the model again."
+            )
+    return dict(config)
 
 
 def read_generation_config(path: Path) -> dict[str, Any]:

@@ -310,8 +310,11 @@ def _read_tokenizer(directory: Path, config: dict[str, Any], source: Path) -> An
     options: dict[str, Any] = {"trust_remote_code": False, "model_max_length": sys.maxsize}
     if is_vision_language(config):
         options |= {"config": _plain_config(directory)}
-    end = config.get("eos_token_id")
+    end = config.get("eos_token_id")  # of generation_config.json, if that has one
     try:
+        ends = end if isinstance(end, list) else [end or 0]
+        if not all(isinstance(token, int) for token in ends):
+            raise ValueError(f"eos_token_id is {end!r}, no number")
         tokenizer = load_tokenizer(directory, options, eos_token_ids=end)
         if tokenizer.has_chat_template or not (template := _processor_template(directory)):
             return tokenizer
