@@ -236,9 +236,11 @@ def test_a_server_that_closes_every_connection_is_not_asked_without_end(monkeypa
 
         threading.Thread(target=serve, daemon=True).start()
         url = f"redis://127.0.0.1:{listening.getsockname()[1]}"
-        with closing(open_backend(url)) as blobs:
-            with pytest.raises(CallError, match="closes new connections"):
-                blobs.sizes(["a/x.d"], SOON)
+        with (
+            closing(open_backend(url)) as blobs,
+            pytest.raises(CallError, match="closes new connections"),
+        ):
+            blobs.sizes(["a/x.d"], SOON)
         assert n_accepted <= 9
 
 
