@@ -71,9 +71,10 @@ def cached(name: str) -> Path | None:
     While a newer one is downloaded, or if that was interrupted, it is the one before.
     """
     download = partial(snapshot_download, name, allow_patterns=FILES, local_files_only=True)
-    for revision in (None, *_revisions(name)):  # None is the newest
-        with suppress(LocalEntryNotFoundError, HFValidationError):
-            return Path(download(revision=revision))
+    with suppress(HFValidationError):
+        for revision in (None, *_revisions(name)):  # None is the newest
+            with suppress(LocalEntryNotFoundError):
+                return Path(download(revision=revision))
     return None
 
 
