@@ -334,4 +334,4 @@ def _rows(machine: Machine) -> dict[str, str]:
 def _kernels(n_kept: int) -> str:
     if n_kept:
         return f"{n_kept} kept for this GPU and MLX"
-    return "none kept yet: the first start compiles them, which takes two to four minutes"
+    return "none kept yet: the first start compiles them, which takes about a minute"
