@@ -5,6 +5,7 @@ import runpy
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import mlx.core as mx
@@ -94,6 +95,51 @@ def test_a_prefill_must_begin_where_its_cache_ends(models, tmp_path, architectur
             with pytest.raises(BadInput, match=f"begins at token {900 - len(fed)}, but the cache"):
                 next(steps)
         assert kw.restore(prompt).rest == rest
+
+
+@pytest.mark.parametrize("architecture", LAYER_KINDS)
+def test_a_commit_saves_only_what_is_new(models, tmp_path, architecture):
+    """Turn by turn, with a queue that has no room for the whole conversation."""
+    model, tokens, n_put = models.of(architecture), prompt_of(2800), [0]
+    module = model.module.model
+    cache = make_prompt_cache(module)
+    with keepwarm.Store(tmp_path / "store") as store:
+        kw = store.attach(module, source=model.path)
+        for end in range(700, 2801, 700):
+            kw.commit(tokens[:end], prefill(module, cache, tokens[end - 700 : end]))
+            n_put.append(store.saver.n_put)
+            store.flush()
+    n_new = [after - before for before, after in pairwise(n_put)]
+    assert max(n_new[2:]) <= n_new[1]
+    with keepwarm.Store(tmp_path / "store") as store:
+        assert store.attach(module, source=model.path).restore([*tokens, 1]).rest == [1]
+
+
+def test_a_small_queue_has_room_for_a_turn(model, tmp_path):
+    tokens, cache = prompt_of(3000), make_prompt_cache(model.module)
+    block = prefill(model.module, make_prompt_cache(model.module), tokens[:256])
+    budgets = Budgets(queue_bytes=3 * keepwarm.kv.live_bytes(block))
+    with keepwarm.Store(tmp_path / "store", budgets) as store:
+        kw = store.attach(model.module, source=model.path)
+        for end in range(500, 3001, 500):
+            kw.commit(tokens[:end], prefill(model.module, cache, tokens[end - 500 : end]))
+            store.flush()
+    with keepwarm.Store(tmp_path / "store") as store:
+        assert store.attach(model.module, source=model.path).restore([*tokens, 1]).rest == [1]
+
+
+@pytest.mark.parametrize("end", [512, 600])
+@pytest.mark.parametrize("architecture", LAYER_KINDS)
+def test_a_commit_of_known_tokens_reaches_their_end(models, tmp_path, architecture, end):
+    """Their blocks are those of a longer prompt, without what only the end of one has."""
+    model, tokens = models.of(architecture), prompt_of(900)
+    module = model.module.model
+    caches = [prefill(module, make_prompt_cache(module), tokens[:n]) for n in (900, end)]
+    for n, cache in zip((900, end), caches, strict=True):
+        with keepwarm.Store(tmp_path / "store") as store:
+            store.attach(module, source=model.path).commit(tokens[:n], cache)
+    with keepwarm.Store(tmp_path / "store") as store:
+        assert store.attach(module, source=model.path).restore([*tokens[:end], 1]).rest == [1]
 
 
 def test_an_agent_id_that_could_not_be_a_file_name_is_refused(tmp_path):

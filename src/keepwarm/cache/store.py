@@ -145,7 +145,9 @@ class AttachedModel:
         tokens, their number cannot be checked.
         """
         tokens = self._checked(tokens, cache)
-        self.restorer.open(tokens).finish(tokens, kv.evaluate(cache))
+        capture = self.restorer.open(tokens)
+        capture.start_at(self.restorer.n_kept(tokens[:-1]))  # a block at the end may lack its state
+        capture.finish(tokens, kv.evaluate(cache))
 
     def _checked(self, tokens: Sequence[int], cache: kv.Caches) -> list[int]:
         """The ids of these tokens; raises if a cache is not this model's, or holds others."""

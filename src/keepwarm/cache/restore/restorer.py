@@ -534,9 +534,13 @@ class Restorer:
         """
         if not self.writer.accepts_resaves(policy):
             return len(tokens)
+        n_kept = self.n_kept(tokens)
+        return len(tokens) if n_kept > len(tokens) - BLOCK_TOKENS else n_kept
+
+    def n_kept(self, tokens: Sequence[int]) -> int:
+        """Leading tokens whose blocks are saved, or queued to be."""
         refs = [ref for ref in chain(self.namespace, tokens) if ref.n_tokens == BLOCK_TOKENS]
-        kept = n_matched(self.needs, refs, self.kept([ref.key for ref in refs]))
-        return len(tokens) if kept == len(refs) else kept * BLOCK_TOKENS
+        return n_matched(self.needs, refs, self.kept([ref.key for ref in refs])) * BLOCK_TOKENS
 
     def kept(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
         """Which of these blocks are saved, or queued to be."""
