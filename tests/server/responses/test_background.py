@@ -10,7 +10,13 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from keepwarm.server.responses.background import MAX_OWN, BackgroundResponses, RunningResponse
+from keepwarm.server.http.limits import SharedLimit
+from keepwarm.server.responses.background import (
+    EVENT_BYTES,
+    MAX_OWN,
+    BackgroundResponses,
+    RunningResponse,
+)
 from keepwarm.server.responses.events import AnswerOptions, ResponseBuilder
 from keepwarm.text.request import Delta, Finished, Started
 from tests.kit.waiting import wait_until
@@ -201,6 +207,23 @@ def test_keys_do_not_see_each_others(serving):
                 look(begun.id)
         assert one.responses.retrieve(begun.id).status in ("queued", "in_progress")
     # the server has ended though it still ran
+
+
+def test_events_are_counted_by_key_also_where_keys_share_the_cache(serving, monkeypatch):
+    taken, take = [], SharedLimit.take
+
+    def note(limit, owner, n=1):
+        taken.append((owner, n))
+        take(limit, owner, n)
+
+    monkeypatch.setattr(SharedLimit, "take", note)
+    with serving(api_keys="a-key-of-one,a-key-of-two", share_cache=True) as live:
+        for key in ("a-key-of-one", "a-key-of-two"):
+            one = live.openai(api_key=key)
+            ended(one, ask(one, background=True))
+    owners = {owner for owner, n in taken if n > EVENT_BYTES}
+    assert len(owners) == 2
+    assert "" not in owners
 
 
 def test_a_stored_response_is_replayed(client):

@@ -40,16 +40,16 @@ class RunningResponse:
         builder: ResponseBuilder,
         save: Callable[[dict[str, Any]], None],
         budget: SharedLimit,
-        tenant: str,
+        caller: str,
     ) -> None:
         """`save` stores a response that was cancelled or failed; the builder does all others.
-        `budget` is of the bytes of events.
+        `budget` is of the bytes of events, by caller.
         """
         self._answer = answer
         self._builder = builder
         self._save = save
         self._budget = budget
-        self._tenant = tenant
+        self._caller = caller
         self._events: Frames = []
         self._n_bytes = 0  # of these, that are in the budget
         self._n_following = 0
@@ -98,7 +98,7 @@ class RunningResponse:
             async for event in self._answer:
                 n_bytes = self._add(self._builder.add(event))
                 if not isinstance(event, Finished | Done):  # whose events are freed soon
-                    self._budget.take(self._tenant, n_bytes)
+                    self._budget.take(self._caller, n_bytes)
                     self._n_bytes += n_bytes
         except Cancelled:
             self._end(self._builder.cancel())
@@ -125,7 +125,7 @@ class RunningResponse:
     def _free(self) -> None:
         if self.task.done() and not self._n_following:
             self._events = []
-            self._budget.release(self._tenant, self._n_bytes)
+            self._budget.release(self._caller, self._n_bytes)
             self._n_bytes = 0
 
 

@@ -181,7 +181,7 @@ async def create_response(body: ResponsesRequest, call: Call, answers: Answers) 
     builder = ResponseBuilder(response, options, save)
     if body.background:
         budget = answers.background.budget
-        running = RunningResponse(answer, builder, save, budget, answers.tenant)
+        running = RunningResponse(answer, builder, save, budget, answers.caller)
         answers.background.add(answers.tenant, running)
         held = slot.held.pop_all()  # its model stays loaded, and it counts as running
         running.task.add_done_callback(lambda _: held.close())
