@@ -336,8 +336,11 @@ class Limits:
         return caller.owner
 
     def _meter(self, scope: Scope) -> Meter:
-        """Lists and dashboards that are polled leave a key's requests for tokens alone."""
-        return self._asking if scope["method"] == "POST" else self._managing
+        """Lists and dashboards that are polled leave a key's requests for tokens alone; what cancels
+        one needs no place beside it.
+        """
+        asks = scope["method"] == "POST" and not scope["path"].endswith("/cancel")
+        return self._asking if asks else self._managing
 
     def _reserve(
         self, scope: Scope, headers: Headers, owner: str, held: ExitStack
