@@ -338,6 +338,49 @@ def test_a_caller_that_would_wait_for_itself_is_refused(engine):
     assert session.n_turns == 1
 
 
+def test_a_call_that_stops_the_loop_it_waits_for_is_refused():
+    """Of two coroutines the second calls without `await`, while a third waits its turn."""
+    gate, held = Gate("queue"), []
+
+    async def hold() -> None:
+        async with gate.ahold():
+            held.append(len(held))
+            await asyncio.sleep(0)
+
+    async def call() -> None:
+        with gate.hold():
+            held.append("never")
+
+    async def talk() -> None:
+        results = await asyncio.gather(hold(), hold(), call(), return_exceptions=True)
+        assert [type(result) for result in results] == [type(None), type(None), Busy]
+
+    asyncio.run(talk())
+    with gate.hold(), pytest.raises(Busy):  # this thread would run the loop and hold it up
+        asyncio.run(hold())
+    assert held == [0, 1]
+
+
+def test_a_call_waits_for_another_threads_loop():
+    gate, held, released = Gate("queue"), threading.Event(), threading.Event()
+
+    async def hold() -> None:
+        async with gate.ahold():
+            held.set()
+            await asyncio.sleep(0.1)
+            released.set()
+
+    async def call() -> None:
+        with gate.hold():
+            assert released.is_set()
+
+    other = threading.Thread(target=lambda: asyncio.run(hold()))
+    other.start()
+    held.wait()
+    asyncio.run(call())
+    other.join()
+
+
 # Coroutines.
 
 

@@ -81,7 +81,7 @@ class Gate:
     @contextmanager
     def hold(self, rule: Rule | None = None) -> Iterator[None]:
         """Hold the gate for the block."""
-        turn = self._enqueue(rule)
+        turn = self._enqueue(rule, blocks=True)
         try:
             turn.result()
         except BaseException:  # Ctrl-C
@@ -105,20 +105,26 @@ class Gate:
         finally:
             self._release()
 
-    def _enqueue(self, rule: Rule | None = None) -> Future[None]:
-        """A future that is done when the caller holds the gate."""
+    def _enqueue(self, rule: Rule | None = None, *, blocks: bool = False) -> Future[None]:
+        """A future that is done when the caller holds the gate; `blocks`: its thread waits."""
         caller, turn = _caller(), Future[None]()
         with self._lock:
             if self._holder is None:
                 self._holder = caller
                 turn.set_result(None)
-            elif self._holder == caller or (rule or self.rule) == "refuse":
+            elif (rule or self.rule) == "refuse" or self._never_comes(caller, blocks):
                 raise Busy(
                     "The session is already answering; wait until it is done, or close the stream."
                 )
             else:
                 self._waiting.append((caller, turn))
         return turn
+
+    def _never_comes(self, caller: object, blocks: bool) -> bool:
+        """Whether the caller would wait for itself, or for a task of the loop that it stops."""
+        before = [self._holder, *(each for each, turn in self._waiting if not turn.cancelled())]
+        loops = [each.get_loop() for each in before if isinstance(each, asyncio.Task)]
+        return self._holder in (caller, threading.get_ident()) or (blocks and _loop() in loops)
 
     def _leave_queue(self, turn: Future[None]) -> None:
         if not turn.cancel():  # the gate was handed over at the same moment
@@ -147,10 +153,15 @@ def acting_for_task() -> Iterator[None]:
 
 def _caller() -> object:
     """The current task or thread: if it waited for itself, it would wait forever."""
-    try:
-        return _ACTING_FOR.get() or asyncio.current_task() or threading.get_ident()
-    except RuntimeError:  # no event loop in this thread
-        return threading.get_ident()
+    task = asyncio.current_task() if _loop() else None
+    return _ACTING_FOR.get() or task or threading.get_ident()
+
+
+def _loop() -> asyncio.AbstractEventLoop | None:
+    """The event loop that runs in this thread."""
+    with suppress(RuntimeError):
+        return asyncio.get_running_loop()
+    return None
 
 
 # One turn of a conversation: a question, rounds of tool calls, an answer. Python functions are
@@ -725,11 +736,7 @@ class Session:
         if not tokens:
             return None
         answer = await _asubmit(self.engine.warm, self._warm_request(tokens))
-        try:
-            return (await answer.wait()).receipt
-        except BaseException:
-            answer.cancel()
-            raise
+        return (await answer.wait()).receipt
 
     def _warm_request(self, tokens: Sequence[int]) -> Request:
         return replace(self._defaults, prompt=tokens, tools=())
