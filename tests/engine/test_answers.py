@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
 from keepwarm.text.request import Result
 from tests.kit.engines import Exam, Models, ask, engine_on, tokens_of
@@ -27,6 +29,26 @@ def answer(engine: Engine, *asked, **wishes) -> Result:
 
 def said(engine: Engine, *asked, **wishes) -> list[int]:
     return tokens_of(answer(engine, *asked, **wishes).choices[0])
+
+
+async def for_a_moment(answer: Answer) -> None:
+    async with asyncio.timeout(0.01):
+        await answer.wait()
+
+
+def test_whoever_stops_waiting_cancels(monkeypatch):
+    cancelled: list[Answer] = []
+    first, second = Answer(cancelled.append), Answer(cancelled.append)
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(first._changed, "wait_for", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        first.result()
+    with pytest.raises(TimeoutError):
+        asyncio.run(for_a_moment(second))
+    assert cancelled == [first, second]
 
 
 # -- what is fed, and what is counted -------------------------------------------------------------

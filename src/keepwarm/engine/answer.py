@@ -86,12 +86,20 @@ class Answer(Iterator[Event], AsyncIterator[Event]):
             await woken.wait()
 
     def result(self) -> Result:
-        """Wait for the whole answer."""
-        return collect(self)
+        """Wait for the whole answer; a caller that stops waiting cancels it."""
+        try:
+            return collect(self)
+        except BaseException:  # Ctrl-C
+            self.cancel()
+            raise
 
     async def wait(self) -> Result:
-        """The whole answer, for coroutines."""
-        return collect([event async for event in self])
+        """`result` as a coroutine."""
+        try:
+            return collect([event async for event in self])
+        except BaseException:
+            self.cancel()
+            raise
 
     def _register_wake(self) -> asyncio.Event:
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
