@@ -41,7 +41,7 @@ A message is one sentence: what happened, why, what to do.
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any
 
 from keepwarm.units import printable
 
@@ -61,6 +61,10 @@ class KeepwarmError(Exception):
         if len(message) > MAX_MESSAGE:
             message = f"{message[: MAX_MESSAGE // 2]} … {message[-MAX_MESSAGE // 2 + 3 :]}"
         super().__init__(printable(message))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """From another process; made without `__init__`, whose arguments are not kept."""
+        return type(self).__new__, (type(self), *self.args), vars(self)
 
 
 class BadInput(KeepwarmError):
@@ -122,9 +126,6 @@ class ContextTooLong(BadInput):
         super().__init__(message)
         self.n_tokens = n_tokens
         self.most = most
-
-    def __reduce__(self) -> tuple[type[Self], tuple[str, int, int]]:
-        return type(self), (str(self), self.n_tokens, self.most)  # from the preparing process
 
 
 class RepeatedToolCall(BadInput):
