@@ -159,6 +159,15 @@ def test_no_file_stays_open(model, tmp_path):
     assert not open_below(tmp_path)
 
 
+def test_a_store_that_cannot_open_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("KEEPWARM_REMOTE", "foo://x")
+    before = threading.enumerate()
+    with pytest.raises(BadInput, match="foo"):
+        keepwarm.Store(tmp_path / "store")
+    assert not open_below(tmp_path)
+    assert {thread.name for thread in threading.enumerate() if thread not in before} == set()
+
+
 def open_below(folder: Path) -> list[str]:
     files = psutil.Process().open_files()
     return [file.path for file in files if Path(file.path).is_relative_to(folder)]

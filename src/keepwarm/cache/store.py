@@ -11,7 +11,7 @@ import re
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -265,9 +265,14 @@ class Store:
             self.saver = writer
             self._tiers["disk"] = disk
             lookups += [("memory", writer.queued), ("disk", disk)]
-        self._is_mixed = self._note_mixed()
-        self._unverified = UnverifiedBlocks(self._on_disk)
-        self._shared = self._open_shared() if self.settings.remotes else None
+        with ExitStack() as opened:  # closed if the rest fails
+            if self._on_disk is not None:
+                opened.callback(self._on_disk.close)
+            opened.callback(self.saver.close)
+            self._is_mixed = self._note_mixed()
+            self._unverified = UnverifiedBlocks(self._on_disk)
+            self._shared = self._open_shared() if self.settings.remotes else None
+            opened.pop_all()
         self._lookups = Tiers(lookups, () if self._shared is None else self._shared.tiers)
         if self._shared is not None and self._on_disk is not None:
             keep = self._on_disk.blocks_of_agents
