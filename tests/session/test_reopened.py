@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from keepwarm import config
 from keepwarm.cache.store import Store
 from keepwarm.engine.engine import Engine
-from keepwarm.errors import BadInput
+from keepwarm.errors import BadInput, RepeatedToolCall
 from keepwarm.models.load import load
 from keepwarm.prefix.policy import Policy
 from keepwarm.session.session import Session
 from keepwarm.text.request import KVOptions, Sampling
 from tests.kit.engines import engine_on
-from tests.kit.scripted import write_scripted
+from tests.kit.scripted import call, write_scripted
 
 FEW = Sampling(max_tokens=8, temperature=0)
 
@@ -91,6 +93,103 @@ def test_who_only_reads_or_says_something_else_rewinds_no_agent(model, tmp_path,
             other = {"messages": [{"role": "user", "content": "Why?"}, before[-1]]}
         Session(engine, id="ops", sampling=FEW, **other).rewind(0)
         assert Session(engine, id="ops", sampling=FEW).messages == before
+
+
+def look(word: str) -> str:
+    """Look."""
+    return word
+
+
+def stop(word: str) -> str:
+    raise KeyboardInterrupt(word)
+
+
+LOOK = call("look", word="a")
+stop.__name__ = "look"
+
+
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_rewound_past_rounds_of_tools(tmp_path, turn):
+    """An agent has a turn for each answer, a session for each question."""
+    with scripted_engine(tmp_path, ["Zero.", LOOK, "Two.", "Three.", "Four."]) as engine:
+        session = Session(engine, id="ops", system="Be brief.", tools=[look])
+        for question in ("Who?", "Why?", "Where?"):
+            session.respond(question)
+        session.rewind(turn)
+        assert Session(engine, id="ops", tools=[look]).messages == session.messages
+        session.respond("When?")
+        assert Session(engine, id="ops", tools=[look]).messages == session.messages
+
+
+def close_early(session):
+    stream = session.stream("Look!")
+    next(stream)
+    stream.close()
+
+
+def aclose_early(session):
+    async def talk():
+        async with aclosing(session.stream("Look!")) as stream:
+            await anext(stream)
+
+    asyncio.run(talk())
+
+
+def cancel_early(session):
+    async def talk():
+        async for _ in session.stream("Look!"):
+            asyncio.current_task().cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(talk())
+
+
+def repeat(session):
+    with pytest.raises(RepeatedToolCall):
+        session.respond("Look!")
+
+
+def interrupt(session):
+    with pytest.raises(KeyboardInterrupt):
+        session.respond("Look!")
+
+
+LONG = "This is a long answer, of which little is read."
+DISCARDED = [
+    (close_early, look, [LONG]),
+    (aclose_early, look, [LONG]),
+    (cancel_early, look, [LONG]),
+    (repeat, look, [LOOK, LOOK]),
+    (interrupt, stop, [LOOK]),
+]
+
+
+@pytest.mark.parametrize("n_before", [0, 1])
+@pytest.mark.parametrize(("fail", "tool", "answers"), DISCARDED)
+def test_a_discarded_turn_is_not_the_agents(tmp_path, fail, tool, answers, n_before):
+    """Opened again it has what the session has: no call that waits for a result."""
+    with scripted_engine(tmp_path, [*["Zero."] * n_before, *answers]) as engine:
+        session = Session(engine, id="ops", tools=[tool])
+        for _ in range(n_before):
+            session.respond("Who?")
+        before = session.messages
+        fail(session)
+        opened = Session(engine, id="ops", tools=[tool])
+        assert opened.messages == session.messages == before
+        session.rewind(0)
+        assert Session(engine, id="ops", tools=[tool]).messages == session.messages == []
+
+
+def test_a_discarded_turn_takes_no_other_sessions_along(model, tmp_path):
+    with engine_on(model, tmp_path) as engine:
+        first = Session(engine, id="ops", sampling=FEW)
+        first.respond("Who?")
+        second = Session(engine, id="ops", sampling=FEW)
+        second.respond("Why?")
+        with pytest.raises(BadInput):
+            first.respond("Where?", sampling=Sampling(max_tokens=-1))
+        first.rewind(0)
+        assert Session(engine, id="ops", sampling=FEW).messages == second.messages
 
 
 def test_rewound_forked_or_with_another_system_prompt_it_sends_its_messages(model, tmp_path):
@@ -168,13 +267,13 @@ def test_a_template_that_counts_answers_gets_the_kept_messages(scripted_engines)
 
 @pytest.fixture
 def scripted_engines(tmp_path):
-    path = write_scripted(tmp_path / "model", ["one", "two", "three"])
+    return partial(scripted_engine, tmp_path, ["one", "two", "three"])
+
+
+@contextmanager
+def scripted_engine(tmp_path, answers):
+    path = write_scripted(tmp_path / "model", answers)
     settings = config.load({"KEEPWARM_HOME": str(tmp_path)}, model=str(path))
-
-    @contextmanager
-    def start():
-        model = load(settings.model, settings)
-        with Store(settings=settings) as store, Engine(model, store, settings=settings) as engine:
-            yield engine
-
-    return start
+    model = load(settings.model, settings)
+    with Store(settings=settings) as store, Engine(model, store, settings=settings) as engine:
+        yield engine

@@ -37,7 +37,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from keepwarm.engine.answer import Answer, collect, sum_receipts, sum_usages
 from keepwarm.engine.engine import Engine
-from keepwarm.errors import BadInput, Busy, RepeatedToolCall, Stopping, UnknownAgent
+from keepwarm.errors import BadInput, Busy, KeepwarmError, RepeatedToolCall, Stopping, UnknownAgent
 from keepwarm.prefix.policy import Policy
 from keepwarm.prefix.turn import KeptTurn
 from keepwarm.session.compaction import Compacted, Compaction, before_question
@@ -505,8 +505,7 @@ class Session:
 
     def _open(self, found: KnownHistory | None) -> None:
         """Continue a conversation; with another system prompt it is rendered anew."""
-        kept = list(found.turn.messages) if found and found.turn else []
-        first = kept.pop(0)["content"] if kept and kept[0]["role"] == "system" else None
+        first, kept = _split(found.turn if found else None)
         self._messages = kept
         if found and (found.turn is None or self.system in (None, first)):
             self.system = self.system or first
@@ -530,9 +529,10 @@ class Session:
             if not 0 <= turn <= self.n_turns:
                 raise BadInput(f"The session has {self.n_turns} turns; there is no turn {turn}.")
             self._check_kept()
-            self._rewind_agent(turn)
+            n_kept = self._turn_ends[turn - 1] if turn else 0
+            self._rewind_agent(self._messages, n_kept)
             self._turn_ends = self._turn_ends[:turn]
-            self._messages = self._messages[: self._turn_ends[-1] if turn else 0]
+            self._messages = self._messages[:n_kept]
             self._known = KnownConversation()
             with suppress(Stopping):
                 self.engine.call(lambda: self.engine.live.abandon(self.id)).result()
@@ -544,18 +544,42 @@ class Session:
                 "store, and open the session again."
             )
 
-    def _rewind_agent(self, turn: int) -> None:
-        """If it has the same conversation, and its turns: of one with rounds of tools the next
-        answer opens a branch.
+    def _rewind_agent(self, messages: Sequence[Message], n_kept: int) -> None:
+        """To the first of these messages, if it has said them, with an answer more at most: each
+        answer is a turn of its own. Another session may have gone on with it.
         """
         is_kept = self._defaults.policy.to_disk or self.engine.store.is_ephemeral(self.id)
         if is_kept and not self._defaults.nameless and self.engine.knows_agent(self.id):
             agents = self.engine.store.on_disk.agents
-            kept = self.engine.store.on_disk.latest_turn(self.id).turn
-            messages = list(kept.messages) if kept else []
-            is_same = messages[-len(self._messages) :] == self._messages
-            if is_same and len(agents.show(self.id).turns) == self.n_turns:
-                agents.rewind(self.id, turn)
+            _, said = _split(self.engine.store.on_disk.latest_turn(self.id).turn)
+            n_said, n_turns = len(said), _n_answers(messages[:n_kept])
+            is_same = n_said <= len(messages) + 1 and said[: len(messages)] == messages[:n_said]
+            if is_same and len(agents.show(self.id).turns) == _n_answers(said) > n_turns:
+                agents.rewind(self.id, n_turns)
+
+    def _discard(self, turn: SessionTurn) -> None:
+        """From its agent, what was recorded of a turn that ended early."""
+        with suppress(KeepwarmError, RuntimeError):  # the engine is closed, or the store fails
+            self._rewind_agent(turn.messages, len(self._messages))
+
+    @contextmanager
+    def _whole(self, turn: SessionTurn) -> Iterator[None]:
+        """Inside, a turn that ends early is discarded."""
+        try:
+            yield
+        except BaseException as error:
+            if _may_wait(error):
+                self._discard(turn)
+            raise
+
+    @asynccontextmanager
+    async def _awhole(self, turn: SessionTurn) -> AsyncIterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if _may_wait(error):
+                await asyncio.to_thread(self._discard, turn)
+            raise
 
     def fork(self, id: str | None = None) -> Session:  # noqa: A002
         """Another session with the same messages; their common prefix is not computed again."""
@@ -668,7 +692,7 @@ class Session:
         return Stream(turn, self._run(turn, options), self._arun(turn, options))
 
     def _run(self, turn: SessionTurn, options: Request) -> Generator[StreamEvent, None, None]:
-        with self._gate.hold():
+        with self._gate.hold(), self._whole(turn):
             known = self._begin(turn)
             while not turn.is_over:
                 events: list[Event] = []
@@ -688,7 +712,7 @@ class Session:
             self._end(turn, known)
 
     async def _arun(self, turn: SessionTurn, options: Request) -> AsyncGenerator[StreamEvent, None]:
-        async with self._gate.ahold():
+        async with self._gate.ahold(), self._awhole(turn):
             known = self._begin(turn)
             while not turn.is_over:
                 events: list[Event] = []
@@ -760,6 +784,14 @@ async def _asubmit(submit: Callable[[Request], Answer], request: Request) -> Ans
         raise
 
 
+class StreamClosed(GeneratorExit):
+    """By its reader, and not by the collector, which may run anywhere and must not wait."""
+
+
+def _may_wait(error: BaseException) -> bool:
+    return type(error) is not GeneratorExit
+
+
 class Stream(Iterator[StreamEvent], AsyncIterator[StreamEvent]):
     """The events of an answer as it is generated; `reply` is the whole answer, at the end."""
 
@@ -780,11 +812,13 @@ class Stream(Iterator[StreamEvent], AsyncIterator[StreamEvent]):
 
     def close(self) -> None:
         """Stop early; the turn adds no messages."""
-        self._events.close()
+        with suppress(StreamClosed):
+            self._events.throw(StreamClosed)
 
     async def aclose(self) -> None:
         """`close` for a stream that is read with `async for`."""
-        await self._aevents.aclose()
+        with suppress(StreamClosed, StopAsyncIteration):
+            await self._aevents.athrow(StreamClosed)
 
     def __iter__(self) -> Self:
         return self
@@ -815,6 +849,17 @@ def _free(engine: Engine, conversation: str) -> None:
     it."""
     with suppress(Stopping):
         engine.run_later(lambda: engine.live.release_owned(conversation))
+
+
+def _split(turn: KeptTurn | None) -> tuple[str | None, list[Message]]:
+    """System prompt and messages of a kept conversation."""
+    kept: list[Message] = list(turn.messages) if turn else []
+    first = kept.pop(0)["content"] if kept and kept[0]["role"] == "system" else None
+    return first, kept
+
+
+def _n_answers(messages: Sequence[Message]) -> int:
+    return sum(message["role"] == "assistant" for message in messages)
 
 
 def _turn_ends(messages: Sequence[Message]) -> list[int]:
