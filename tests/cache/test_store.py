@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import keepwarm
 from keepwarm.cache.store import Budgets
 from keepwarm.concurrency import CallDeadline
-from keepwarm.errors import BadInput, CacheError
+from keepwarm.errors import BadInput, CacheError, StoreFailed
 from keepwarm.records.record import Part
 from keepwarm.store.tier import NamedBlock
 from tests.kit.checkpoints import write_checkpoint
@@ -157,6 +157,23 @@ def test_no_file_stays_open(model, tmp_path):
     assert open_below(tmp_path)
     store.close()
     assert not open_below(tmp_path)
+
+
+def test_a_closed_store_takes_nothing_in_silence(model, tmp_path):
+    prompt = prompt_of(300)
+    with keepwarm.Store(tmp_path / "store") as store:
+        kw = store.attach(model.module, source=model.path)
+        cache = prefill(model.module, *kw.restore(prompt))
+    for call in (
+        lambda: kw.commit(prompt, cache),
+        lambda: kw.restore(prompt),
+        lambda: kw.on_progress(prompt, cache),
+        lambda: kw.import_agent("ops", prompt, cache),
+    ):
+        with pytest.raises(StoreFailed, match="closed; open it again"):
+            call()
+    store.flush()
+    store.close()
 
 
 def test_a_store_that_cannot_open_leaves_nothing_behind(tmp_path, monkeypatch):

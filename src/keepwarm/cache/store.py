@@ -109,7 +109,7 @@ class AttachedModel:
 
     def restore(self, tokens: Sequence[int]) -> RestoredPrompt:
         """Caches for the longest stored prefix, or empty ones."""
-        prompt = _token_ids(tokens)
+        prompt = self._ids(tokens)
         found = self.restorer.restore(prompt)
         caches = found.caches or kv.make_caches(self._model, **self._kv_options)
         return RestoredPrompt(caches, prompt[found.n_tokens :])
@@ -120,7 +120,7 @@ class AttachedModel:
         `cache` is what `restore` returned for these tokens. On a model with states only this keeps
         a place before the end, from which the same prompt can go on again.
         """
-        tokens = _token_ids(tokens)
+        tokens = self._ids(tokens)
         capture, last = self.restorer.open(tokens), len(tokens) - 1
         points: frozenset[int] = frozenset()
 
@@ -149,9 +149,14 @@ class AttachedModel:
         capture.start_at(self.restorer.n_kept(tokens[:-1]))  # a block at the end may lack its state
         capture.finish(tokens, kv.evaluate(cache))
 
+    def _ids(self, tokens: Sequence[int]) -> list[int]:
+        if self._store.is_closed:
+            raise StoreFailed("The store is closed; open it again.")
+        return _token_ids(tokens)
+
     def _checked(self, tokens: Sequence[int], cache: kv.Caches) -> list[int]:
         """The ids of these tokens; raises if a cache is not this model's, or holds others."""
-        ids, count = _token_ids(tokens), kv.token_count(cache)
+        ids, count = self._ids(tokens), kv.token_count(cache)
         if count is not None and count != len(ids):
             raise BadInput(
                 f"The cache holds {count} tokens, but {len(ids)} were given; pass its tokens."
@@ -243,6 +248,7 @@ class Store:
     ) -> None:
         self.settings = settings or config.load(store=path)
         budgets = budgets or Budgets.of(self.settings)
+        self.is_closed = False
         self._rates = RatesFile(self.settings.home)
         self._is_memory_fixed = budgets.memory_bytes is not None
         self.memory = MemoryTier(_memory_bytes(budgets))
@@ -534,6 +540,7 @@ class Store:
 
     def close(self) -> None:
         """Write the queue to disk and close all files."""
+        self.is_closed = True
         self._rates.save()
         if self._shared is not None:
             self._shared.stop()
