@@ -41,8 +41,6 @@ A message is one sentence: what happened, why, what to do.
 
 from __future__ import annotations
 
-from typing import Any
-
 from keepwarm.units import printable
 
 MAX_MESSAGE = 1000  # characters
@@ -62,7 +60,7 @@ class KeepwarmError(Exception):
             message = f"{message[: MAX_MESSAGE // 2]} … {message[-MAX_MESSAGE // 2 + 3 :]}"
         super().__init__(printable(message))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """From another process; made without `__init__`, whose arguments are not kept."""
         return type(self).__new__, (type(self), *self.args), vars(self)
 
