@@ -22,7 +22,8 @@ from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput, Busy, Cancelled, UnknownAgent
 from keepwarm.models.load import Model
-from keepwarm.session.session import Gate, Reply, Session, forget
+from keepwarm.session.gate import Gate
+from keepwarm.session.session import Reply, Session, forget
 from keepwarm.text.request import Delta, Request, Sampling
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.engines import Models, engine_on

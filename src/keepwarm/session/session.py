@@ -11,9 +11,7 @@ import inspect
 import json
 import re
 import secrets
-import threading
 import weakref
-from collections import deque
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -27,7 +25,6 @@ from collections.abc import (
 )
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
@@ -37,10 +34,11 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from keepwarm.engine.answer import Answer, collect, sum_receipts, sum_usages
 from keepwarm.engine.engine import Engine
-from keepwarm.errors import BadInput, Busy, KeepwarmError, RepeatedToolCall, Stopping, UnknownAgent
+from keepwarm.errors import BadInput, KeepwarmError, RepeatedToolCall, Stopping, UnknownAgent
 from keepwarm.prefix.policy import Policy
 from keepwarm.prefix.turn import KeptTurn
 from keepwarm.session.compaction import Compacted, Compaction, before_question
+from keepwarm.session.gate import Gate, Rule, acting_for_task
 from keepwarm.text.prepare import PreparedRequest
 from keepwarm.text.request import (
     Delta,
@@ -60,109 +58,6 @@ from keepwarm.text.request import (
     Usage,
 )
 from keepwarm.text.tools import assistant_message, canonical_tools, signature_of
-
-Rule: TypeAlias = Literal["queue", "refuse"]
-
-_ACTING_FOR: ContextVar[object] = ContextVar("acting_for", default=None)
-
-
-class Gate:
-    """A lock that threads and coroutines share, first come, first served.
-
-    `rule`: whether a caller waits while another one holds the gate, or gets Busy.
-    """
-
-    def __init__(self, rule: Rule) -> None:
-        self.rule = rule
-        self._lock = threading.Lock()
-        self._holder: object = None  # the thread or task that holds it
-        self._waiting: deque[tuple[object, Future[None]]] = deque()
-
-    @contextmanager
-    def hold(self, rule: Rule | None = None) -> Iterator[None]:
-        """Hold the gate for the block."""
-        turn = self._enqueue(rule, blocks=True)
-        try:
-            turn.result()
-        except BaseException:  # Ctrl-C
-            self._leave_queue(turn)
-            raise
-        try:
-            yield
-        finally:
-            self._release()
-
-    @asynccontextmanager
-    async def ahold(self) -> AsyncIterator[None]:
-        turn = self._enqueue()
-        try:
-            await asyncio.wrap_future(turn)
-        except asyncio.CancelledError:
-            self._leave_queue(turn)
-            raise
-        try:
-            yield
-        finally:
-            self._release()
-
-    def _enqueue(self, rule: Rule | None = None, *, blocks: bool = False) -> Future[None]:
-        """A future that is done when the caller holds the gate; `blocks`: its thread waits."""
-        caller, turn = _caller(), Future[None]()
-        with self._lock:
-            if self._holder is None:
-                self._holder = caller
-                turn.set_result(None)
-            elif (rule or self.rule) == "refuse" or self._never_comes(caller, blocks):
-                raise Busy(
-                    "The session is already answering; wait until it is done, or close the stream."
-                )
-            else:
-                self._waiting.append((caller, turn))
-        return turn
-
-    def _never_comes(self, caller: object, blocks: bool) -> bool:
-        """Whether the caller would wait for itself, or for a task of the loop that it stops."""
-        before = [self._holder, *(each for each, turn in self._waiting if not turn.cancelled())]
-        loops = [each.get_loop() for each in before if isinstance(each, asyncio.Task)]
-        return self._holder in (caller, threading.get_ident()) or (blocks and _loop() in loops)
-
-    def _leave_queue(self, turn: Future[None]) -> None:
-        if not turn.cancel():  # the gate was handed over at the same moment
-            self._release()
-
-    def _release(self) -> None:
-        """Hand the gate to the next caller that still waits."""
-        with self._lock:
-            self._holder = None
-            while self._waiting and self._holder is None:
-                caller, turn = self._waiting.popleft()
-                if turn.set_running_or_notify_cancel():
-                    self._holder = caller
-                    turn.set_result(None)
-
-
-@contextmanager
-def acting_for_task() -> Iterator[None]:
-    """Threads started inside with `asyncio.to_thread` count as the current task."""
-    token = _ACTING_FOR.set(asyncio.current_task())
-    try:
-        yield
-    finally:
-        _ACTING_FOR.reset(token)
-
-
-def _caller() -> object:
-    """The current task or thread: if it waited for itself, it would wait forever."""
-    task = asyncio.current_task() if _loop() else None
-    return _ACTING_FOR.get() or task or threading.get_ident()
-
-
-def _loop() -> asyncio.AbstractEventLoop | None:
-    """The event loop that runs in this thread."""
-    with suppress(RuntimeError):
-        return asyncio.get_running_loop()
-    return None
-
 
 # One turn of a conversation: a question, rounds of tool calls, an answer. Python functions are
 # tools: their schemas come from signature and docstring. An error in a tool is reported to the
