@@ -170,10 +170,12 @@ def test_who_follows_late_sees_every_event_as_it_was():
 
 def test_it_is_cancelled(client):
     begun = ask(client, ENDLESS, background=True)
+    running = client.responses.input_items.list(begun.id).data
     cancelled = client.responses.cancel(begun.id)
     assert cancelled.status == "cancelled"
     assert client.responses.cancel(begun.id).status == "cancelled"
     assert client.responses.retrieve(begun.id).status == "cancelled"
+    assert running == client.responses.input_items.list(begun.id).data != []
     *_, last = client.responses.retrieve(begun.id, stream=True)
     assert (last.type, last.response.status) == ("response.incomplete", "cancelled")
     plain = ask(client)

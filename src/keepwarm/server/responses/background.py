@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -19,6 +19,7 @@ from keepwarm.server.responses.events import (
     numbered_frame,
     replay,
 )
+from keepwarm.server.responses.request import Item
 from keepwarm.text.request import Done, Finished
 
 MAX_RUNNING, MAX_OWN = 64, 16  # of all keys, and of one
@@ -50,6 +51,7 @@ class RunningResponse:
         self._save = save
         self._budget = budget
         self._caller = caller
+        self.input: Sequence[Item] = ()  # of its request
         self._events: Frames = []
         self._n_bytes = 0  # of these, that are in the budget
         self._n_following = 0

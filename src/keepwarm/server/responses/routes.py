@@ -76,7 +76,9 @@ class TenantResponses:
     async def shown(self, response_id: str) -> StoredResponse:
         """The response as it is now."""
         running = self.background.running(self.tenant, response_id)
-        return StoredResponse(running.response) if running else await self.get(response_id)
+        if running:
+            return StoredResponse(running.response, input=running.input)
+        return await self.get(response_id)
 
     async def stream(self, response_id: str, after: int) -> Response:
         """The events behind this number; of one that runs also those that are to come."""
@@ -177,11 +179,13 @@ async def create_response(body: ResponsesRequest, call: Call, answers: Answers) 
     )
     policy = host.engine.store.policy_for(request.agent, request.policy)
     stored = replace(request, policy=policy)
-    save = partial(answers.save, stored, items, len(items_of(body.input)), since)
+    n_input = len(items_of(body.input))
+    save = partial(answers.save, stored, items, n_input, since)
     builder = ResponseBuilder(response, options, save)
     if body.background:
         budget = answers.background.budget
         running = RunningResponse(answer, builder, save, budget, answers.caller)
+        running.input = with_ids(items[len(items) - n_input :], response["id"])
         answers.background.add(answers.tenant, running)
         held = slot.held.pop_all()  # its model stays loaded, and it counts as running
         running.task.add_done_callback(lambda _: held.close())
@@ -280,7 +284,7 @@ async def list_input_items(
     order: Literal["asc", "desc"] = "desc",
 ) -> Fields:
     """The input items of a response's request, a page at a time, last first."""
-    own = list((await answers.get(response_id)).input)
+    own = list((await answers.shown(response_id)).input)
     listed = own if order == "asc" else own[::-1]
     ids = [item.id for item in listed]
     if after and after not in ids:
