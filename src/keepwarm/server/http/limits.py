@@ -336,8 +336,8 @@ class Limits:
         return caller.owner
 
     def _meter(self, scope: Scope) -> Meter:
-        """Lists and dashboards that are polled leave a key's requests for tokens alone; what cancels
-        one needs no place beside it.
+        """Lists and dashboards that are polled leave a key's requests for tokens alone; what
+        cancels one needs no place beside it.
         """
         asks = scope["method"] == "POST" and not scope["path"].endswith("/cancel")
         return self._asking if asks else self._managing
