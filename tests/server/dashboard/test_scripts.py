@@ -123,11 +123,35 @@ DRAFTS = """async () => {
   at(1000, 10, 0); at(1001, 20, 0);
   const without = said();
   at(1002, 110, 50);
-  return [without, said()];
+  const drafted = said();
+  at(2000, 9999, 50);
+  return [without, drafted, said()];
 }"""
 
 
 def test_the_tokens_that_came_from_drafts_are_named_where_there_are_any(page):
-    without, drafted = page.evaluate(DRAFTS)
+    without, drafted, slept = page.evaluate(DRAFTS)
     assert without.endswith("tokens/s now")
     assert drafted.endswith("tokens/s now, 50 % from drafts")
+    assert slept == "Decode\u2013tokens/s now", "what was made while the tab slept is not of now"
+
+
+LEAFED = """async () => {
+  const { byId, h, pages } = await import('/dashboard/dom.js');
+  document.body.append(h("div", { id: "leafed" }));
+  const turn = (to) => pages("leafed", to, 3, turn);
+  turn(0);
+  const press = (name) => {
+    const buttons = [...byId("leafed").querySelectorAll("button")];
+    const button = buttons.find((one) => one.textContent === name);
+    button.focus();
+    button.click();
+    return document.activeElement.textContent;
+  };
+  return ["Next", "Next", "Previous", "Previous"].map(press);
+}"""
+
+
+def test_who_leafs_by_keyboard_keeps_the_focus(page):
+    """On the button that was pressed, or on the other one where that can go no further."""
+    assert page.evaluate(LEAFED) == ["Next", "Previous", "Previous", "Next"]

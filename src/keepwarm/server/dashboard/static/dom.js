@@ -105,10 +105,14 @@ export function pages(target, page, n, turn) {
   const element = byId(target);
   hide(element, n < 2);
   if (n < 2) return;
+  const pressed = element.contains(document.activeElement) ? document.activeElement.textContent : null;
   put(target, h("div", { class: "row pages" },
     h("button", { type: "button", disabled: page === 0, onclick: () => turn(page - 1) }, "Previous"),
     h("span", { class: "quiet" }, `Page ${page + 1} of ${n}`),
     h("button", { type: "button", disabled: page === n - 1, onclick: () => turn(page + 1) }, "Next")));
+  if (pressed === null) return;
+  const able = [...element.querySelectorAll("button:enabled")];
+  (able.find((button) => button.textContent === pressed) ?? able[0]).focus();
 }
 
 // The rows of a page, and what `pages` needs.

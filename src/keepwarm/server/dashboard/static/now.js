@@ -10,6 +10,7 @@ const snapshots = [];
 
 export function show(now) {
   showModels(now.models);
+  while (snapshots.length && now.time - snapshots[0].time > 2 * WINDOW_S) snapshots.shift(); // the tab slept
   snapshots.push(now);
   while (snapshots.length > 2 && now.time - snapshots[1].time > WINDOW_S) snapshots.shift();
   const others = sum(now.others);
