@@ -51,6 +51,23 @@ def test_zoom_changes_the_picture(page):
     assert "last 5 min" in page.locator("#forest-legend").inner_text()
 
 
+def test_what_is_found_is_drawn_though_another_model_was_chosen(browser, own):
+    def of_two_models(route):
+        found = route.fetch().json()
+        for agent in found["agents"]:
+            agent["model"] = f"model-of-{agent['id']}"
+        route.fulfill(json=found)
+
+    with watched(browser, own.url) as page:
+        page.route("**/v1/dashboard/forest", of_two_models)
+        page.goto(f"{own.url}/dashboard#forest")
+        page.locator("#forest-model").select_option("model-of-first")
+        page.locator("#find").fill("clock")
+        page.keyboard.press("Enter")
+        assert page.locator("#forest-model").input_value() == ""
+        assert "clock" in page.locator("#selected").inner_text()
+
+
 def test_the_pointer_is_told_what_a_block_is(page):
     canvas = page.locator("#trees").bounding_box()
     page.mouse.move(canvas["x"] + 18, canvas["y"] + 27)  # the first block of the first row

@@ -86,10 +86,13 @@ export function resume() {
 
 function layOut() {
   const withUnused = byId("unused").checked;
-  const model = byId("forest-model").value;
-  const isOther = (run) => model && !run.agents.some((agent) => state.data.agents[agent].model === model);
   const isLeftOut = (run) => (!withUnused && run.agents.length === 0) || isOther(run);
   state.tree = arrange(state.data.runs, (run) => state.folded.has(run.id), isLeftOut);
+}
+
+function isOther(run) {
+  const model = byId("forest-model").value;
+  return model && !run.agents.some((agent) => state.data.agents[agent].model === model);
 }
 
 export function start() {
@@ -166,6 +169,7 @@ function jump() {
 
 function unfold(index) {
   for (let one = state.tree.placed[index]; one; one = state.tree.placed[one.parent]) state.folded.delete(one.run.id);
+  if (isOther(state.data.runs[index])) byId("forest-model").value = "";
   if (state.data.runs[index].agents.length === 0) byId("unused").checked = state.chosen = true;
   renew();
 }
