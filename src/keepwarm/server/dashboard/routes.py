@@ -287,6 +287,7 @@ def show_saved(
     models: Served,
     state: Dashboard,
     hours: Annotated[int, Query(ge=1, le=24, description="Length of the history in hours.")] = 1,
+    since_start: Annotated[bool, Query(description="No latencies from before the start.")] = False,
 ) -> JsonObject:
     """Prompt tokens by source over time, time saved, and disk use.
 
@@ -294,7 +295,7 @@ def show_saved(
     """
     stats = models.stats()
     timeline, disk = state.history.timeline, stats.tiers["disk"]
-    p50, p95 = latencies_ms(timeline, hours)
+    p50, p95 = latencies_ms(timeline, hours, state.started if since_start else 0.0)
     written = sorted(models.store.on_disk.wear.by_day().items())
     return {
         "object": "dashboard.saved",
@@ -326,10 +327,11 @@ def points_out(timeline: Timeline, hours: int) -> list[JsonObject]:
     return [_point(timeline, minute, hours) for minute in range(first, last + 1, hours)]
 
 
-def latencies_ms(timeline: Timeline, hours: int) -> tuple[float | None, float | None]:
-    """Median and 95th percentile of the time to the first token in the last hours."""
+def latencies_ms(timeline: Timeline, hours: int, since: float) -> tuple[float | None, float | None]:
+    """Median and 95th percentile of the time to the first token in the last hours, since then."""
     last = int(time.time() // 60)
-    n = _sum(timeline, range(last - N_POINTS * hours + 1, last + 1))
+    first = max(last - N_POINTS * hours + 1, int(since // 60))
+    n = _sum(timeline, range(first, last + 1))
     return percentile_ms(n, 0.5), percentile_ms(n, 0.95)
 
 

@@ -8,6 +8,9 @@ export function start(onChange) {
   byId("connect-model").addEventListener("change", ({ target }) => { chosen = target.value; onChange(); });
 }
 
+// The server may have other models after a restart.
+export const reset = () => { chosen = ""; };
+
 export const query = () => (chosen ? `?model=${encodeURIComponent(chosen)}` : "");
 
 export function show({ url, model, models, key, clients }) {

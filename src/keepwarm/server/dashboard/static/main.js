@@ -41,7 +41,7 @@ let refreshes = 0;
 
 // `least`: seconds between two requests; `most`: seconds after which it is asked for in any case
 const first = source({ path: () => "/v1/dashboard/now", show: showNow });
-const saved = source({ least: 5, most: 60, sums: true, path: () => `/v1/dashboard/saved?hours=${hours === overview.SINCE ? overview.hoursSince(saved.data) : hours}`, show: showSaved });
+const saved = source({ least: 5, most: 60, sums: true, path: () => `/v1/dashboard/saved?hours=${hours === overview.SINCE ? `${overview.hoursSince(saved.data)}&since_start=true` : hours}`, show: showSaved });
 const VIEWS = {
   overview: [saved],
   requests: [source({ least: 1, path: () => "/v1/dashboard/requests", show: requests.show })],
@@ -50,13 +50,13 @@ const VIEWS = {
   agents: [source({ least: 3, path: () => "/v1/dashboard/agents", show: showAgents })],
   models: [source({ least: 1, most: 2, path: () => "/v1/dashboard/models", show: models.show })],
   health: [saved,
-    source({ least: 300, sums: true, path: () => "/v1/dashboard/settings", show: health.settings })],
-  connect: [source({ least: 300, path: () => `/v1/dashboard/connect${connect.query()}`, show: connect.show })],
+    source({ least: 3, sums: true, path: () => "/v1/dashboard/settings", show: health.settings })],
+  connect: [source({ least: 3, path: () => `/v1/dashboard/connect${connect.query()}`, show: connect.show, failed: connect.reset })],
 };
 let view = "";
 
 function source(options) {
-  return { least: 0, most: Infinity, urgent: () => false, took: 0, revision: null, data: null, text: "", asked: -Infinity, shown: 0, ...options };
+  return { least: 0, most: Infinity, urgent: () => false, failed: () => {}, took: 0, revision: null, data: null, text: "", asked: -Infinity, shown: 0, ...options };
 }
 
 function showNow(data) {
@@ -74,7 +74,10 @@ function showNow(data) {
 }
 
 function showSaved(data) {
-  if (!chose && overview.hoursSince(data) === 1) hours = overview.SINCE;
+  if (!chose && hours !== overview.SINCE && overview.hoursSince(data) === 1) {
+    hours = overview.SINCE;
+    saved.revision = null; // asked for again: this answer has latencies of before
+  }
   overview.show(data, hours, choose, needsKey);
   health.counts(data);
 }
@@ -160,6 +163,7 @@ async function load(each) {
     refused = error instanceof Refused;
     if (refused) askKey(key.get() ? "The server does not accept this key." : "");
     else status(error.message, "wrong");
+    if (!refused) each.failed();
     if (!refused && !(error instanceof Failed)) console.error(error); // a bug in this page
     each.revision = ""; // so that it is asked for again
     return false;
