@@ -180,6 +180,14 @@ def test_an_agent_is_tried_in_a_chat(page, own):
     assert not receipt.startswith("0 of")
     page.get_by_role("button", name="Chat first").click()
     assert page.get_by_label("Agent", exact=True).input_value() == "first"
+    refused = 'data: {"error": {"message": "No such name."}}\n\n'
+    page.route("**/chat/completions", lambda route: route.fulfill(body=refused))
+    page.get_by_label("Agent", exact=True).fill("狐")  # no header could say it
+    page.get_by_label("Message").fill("Hello.")
+    with page.expect_request("**/chat/completions") as sent:
+        page.get_by_label("Message").press("Enter")
+    assert sent.value.post_data_json["keepwarm"] == {"agent": "狐"}
+    page.get_by_text("No such name.").wait_for()
 
 
 def test_an_old_list_does_not_make_an_agent_new_again(page, own):

@@ -334,6 +334,62 @@ def test_a_server_that_is_gone_is_reported(browser, own):
         page.get_by_text("The server is not responding.").wait_for()
         page.context.set_offline(False)
         page.get_by_text("Live", exact=True).wait_for()
+        page.evaluate("timeout = AbortSignal.timeout, AbortSignal.timeout = () => timeout(1000)")
+        page.route("**/v1/dashboard/now", lambda route: None)  # it hangs
+        page.get_by_text("The server is not responding.").wait_for()
+        page.unroute_all()
+        page.get_by_text("Live", exact=True).wait_for()
+
+
+def test_nothing_of_the_server_before_is_shown_after_a_restart(browser, own):
+    """Its numbers begin at one again, and it may have other models. Before, ages grow."""
+
+    def before(route):
+        found = route.fetch(url=route.request.url.split("?")[0]).json()
+        models = ["tiny", "old"]
+        chosen = models[route.request.url.endswith("old")]
+        route.fulfill(json=found | {"models": models, "model": chosen})
+
+    def after(route):
+        if route.request.url.endswith("model=old"):
+            route.fulfill(status=404, json={"error": "There is no model old."})
+            return
+        found = route.fetch().json()
+        if "revision" in found:
+            found["revision"] += "again"
+        for one in found.get("data", []):
+            one["request_id"] = "a-new-one"
+            if "when" in one:
+                one.update(when=one["when"] + 1, agent="newcomer")
+        route.fulfill(json=found)
+
+    own.host.engine.wait_until_saved()
+    with settled(browser, own, "misses", allowed="404") as (page, _):
+        age = page.locator("#missed .agent").first
+        shown = age.inner_text()
+        for _ in range(15):
+            beat(page, 6)
+        assert age.inner_text() != shown
+        page.route("**/v1/dashboard/connect*", before)
+        page.evaluate("location.hash = 'connect'")
+        page.locator("#connect-model").select_option("old")
+        page.get_by_text("model old").wait_for()
+        page.evaluate("location.hash = 'requests'")
+        page.locator("#ended tbody tr").first.wait_for()
+        page.unroute_all()
+        page.route("**/v1/dashboard/**", after)
+        with page.expect_response("**/v1/dashboard/requests"):
+            beat(page, 6)
+        page.get_by_role("button", name="Details").first.click()
+        page.get_by_role("dialog").get_by_text("a-new-one").wait_for()
+        page.keyboard.press("Escape")
+        page.evaluate("location.hash = 'misses'")
+        beat(page, 6)
+        page.locator("#missed").get_by_text("newcomer").first.wait_for()
+        page.evaluate("location.hash = 'connect'")
+        for _ in range(3):
+            beat(page, 6)
+        page.get_by_text("model tiny;").wait_for()
 
 
 # Misses.
@@ -362,6 +418,8 @@ def test_it_asks_for_the_key_and_shows_no_more_than_it_opens(browser, serving):
             page.goto(live.url)
             dialog = page.get_by_role("dialog", name="API key")
             dialog.wait_for()
+            give(dialog, "“a”")  # no header could say it
+            dialog.get_by_text("The server does not accept this key.").wait_for()
             give(dialog, "wrong")
             dialog.get_by_text("The server does not accept this key.").wait_for()
             assert "alice" not in page.content()

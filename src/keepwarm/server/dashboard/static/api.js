@@ -1,6 +1,8 @@
 // Requests to the server. The key is stored in this tab only.
 
 const KEY = "keepwarm-key";
+const PATIENCE = 15_000; // ms that data is waited for: a server may hang
+const GONE = "The server is not responding.";
 
 export const key = {
   get: () => sessionStorage.getItem(KEY) ?? "",
@@ -12,13 +14,14 @@ export class Failed extends Error {}
 
 async function ask(path, options = {}) {
   const headers = { ...options.headers };
+  if (/[^ -ÿ]/.test(key.get())) throw new Refused("The key has characters that no key has.");
   if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
   let answer;
   try {
     answer = await fetch(path, { ...options, headers, cache: "no-store" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Failed("The server is not responding.");
+    throw new Failed(GONE);
   }
   if (answer.ok) return answer;
   const problem = await answer.json().catch(() => null);
@@ -26,7 +29,10 @@ async function ask(path, options = {}) {
   throw answer.status === 401 ? new Refused(message) : new Failed(message);
 }
 
-export const get = async (path) => (await ask(path)).json();
+export async function get(path) {
+  const answer = await ask(path, { signal: AbortSignal.timeout(PATIENCE) });
+  return answer.json().catch(() => { throw new Failed(GONE); });
+}
 
 export async function post(path, body = {}, method = "POST") {
   const headers = { "Content-Type": "application/json" };
@@ -43,8 +49,8 @@ export async function last(path, body) {
 export const patch = (path, body) => post(path, body, "PATCH");
 
 // The lines of an event stream as they come.
-export async function* stream(path, body, headers, signal) {
-  headers = { "Content-Type": "application/json", ...headers };
+export async function* stream(path, body, signal) {
+  const headers = { "Content-Type": "application/json" };
   const answer = await ask(path, { method: "POST", headers, body: JSON.stringify(body), signal });
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

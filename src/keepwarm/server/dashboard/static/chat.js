@@ -57,8 +57,8 @@ async function send() {
 // A known agent gets only the new message; the server has the rest.
 async function read(agent, text, answer) {
   const path = known.has(agent) ? `/v1/agents/${encodeURIComponent(agent)}/chat/completions` : "/v1/chat/completions";
-  const body = { messages: [{ role: "user", content: text }], max_tokens: MAX_TOKENS, stream: true };
-  for await (const event of stream(path, body, { "X-Keepwarm-Agent": agent }, controller.signal)) {
+  const body = { messages: [{ role: "user", content: text }], max_tokens: MAX_TOKENS, stream: true, keepwarm: { agent } };
+  for await (const event of stream(path, body, controller.signal)) {
     if (event.error) throw new Error(event.error.message);
     const delta = event.choices?.[0]?.delta;
     answer.thought.append(delta?.reasoning ?? "");

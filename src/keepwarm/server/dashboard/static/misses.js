@@ -9,11 +9,17 @@ const BEFORE = 24; // tokens shown before the difference
 let shown = "";
 
 export function show({ data }) {
-  const now = JSON.stringify(data.map((miss) => miss.number));
-  if (now === shown && data.length) return; // keep what the reader has opened
+  const now = JSON.stringify(data.map(({ number, when }) => [number, when]));
+  if (now === shown && data.length) return renew(data); // keep what the reader has opened
   shown = now;
   put("missed", data.length ? list(data) : empty("No misses: only new tokens were computed."));
 }
+
+function renew(data) {
+  document.querySelectorAll("#missed .agent").forEach((name, index) => name.replaceWith(nameOf(data[index])));
+}
+
+const nameOf = (miss) => agentName(miss, `#${miss.number}`, ago(miss.when));
 
 function list(data) {
   const few = h("ul", { class: "misses" }, data.slice(0, FEW).map(item));
@@ -41,7 +47,7 @@ function item(miss) {
   details.addEventListener("toggle", () => details.open && put(details.lastElementChild, texts(miss)));
   return h("li", {},
     h("div", { class: "row" },
-      agentName(miss, `#${miss.number}`, ago(miss.when)),
+      nameOf(miss),
       h("span", { class: "cost" }, `${plural(miss.wasted, "token")} recomputed, ${seconds(miss.seconds)}`)),
     h("p", {}, why, h("span", { class: "quiet" }, ` ${plural(miss.restored, "token")} ${miss.restored === 1 ? "was" : "were"} warm.`)),
     h("p", { class: "quiet" }, cure(miss)), miss.text ? details : null);

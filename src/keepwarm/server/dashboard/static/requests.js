@@ -31,6 +31,9 @@ export function show({ data }) {
   renderEnded();
 }
 
+// The request as it is now: after a restart a row with the same number may keep its button.
+const current = (shown) => state.ended.find(({ number }) => number === shown.number) ?? shown;
+
 // Agents of two keys may have the same name; a running request comes without its title.
 const nameOf = ({ key, agent }) => JSON.stringify([key, agent]);
 const titleOf = (one) => one.title ?? state.titles.get(nameOf(one));
@@ -63,7 +66,7 @@ function row(one) {
       one.ended ? h("span", { class: "quiet" }, ` ${ago(one.ended)}`) : ""],
     receipt(one), count(one.answer_tokens), one.ttft_ms === null ? "–" : seconds(one.ttft_ms / 1000),
     seconds(one.seconds),
-    one.ended ? h("button", { type: "button", "aria-label": `Details of #${one.number}`, onclick: () => open(one) }, "Details")
+    one.ended ? h("button", { type: "button", "aria-label": `Details of #${one.number}`, onclick: () => open(current(one)) }, "Details")
       : h("button", { type: "button", "aria-label": `Cancel #${one.number}`, onclick: () => cancel(one) }, "Cancel"),
   ];
 }
