@@ -360,7 +360,7 @@ def test_nothing_of_the_server_before_is_shown_after_a_restart(browser, own):
         for one in found.get("data", []):
             one["request_id"] = "a-new-one"
             if "when" in one:
-                one.update(when=one["when"] + 1, agent="newcomer")
+                one.update(when=one["when"] + 1, wasted=98765)
         route.fulfill(json=found)
 
     own.host.engine.wait_until_saved()
@@ -385,7 +385,7 @@ def test_nothing_of_the_server_before_is_shown_after_a_restart(browser, own):
         page.keyboard.press("Escape")
         page.evaluate("location.hash = 'misses'")
         beat(page, 6)
-        page.locator("#missed").get_by_text("newcomer").first.wait_for()
+        page.get_by_text("98,765 tokens recomputed").first.wait_for()
         page.evaluate("location.hash = 'connect'")
         for _ in range(3):
             beat(page, 6)
