@@ -180,6 +180,7 @@ def test_an_agent_is_tried_in_a_chat(page, own):
     assert not receipt.startswith("0 of")
     page.get_by_role("button", name="Chat first").click()
     assert page.get_by_label("Agent", exact=True).input_value() == "first"
+    assert page.locator("#chat-receipt").inner_text() == "", "it was of another agent"
     refused = 'data: {"error": {"message": "No such name."}}\n\n'
     page.route("**/chat/completions", lambda route: route.fulfill(body=refused))
     page.get_by_label("Agent", exact=True).fill("狐")  # no header could say it

@@ -21,7 +21,7 @@ export function start(onChange) {
     send();
   });
   byId("chat-stop").addEventListener("click", () => controller?.abort());
-  byId("chat-agent").addEventListener("change", () => byId("chat-said").replaceChildren());
+  byId("chat-agent").addEventListener("change", clear);
 }
 
 export function offer(agents) {
@@ -32,8 +32,13 @@ export function offer(agents) {
 // Opens the chat with this agent.
 export function open(id) {
   byId("chat-agent").value = id;
-  byId("chat-said").replaceChildren();
+  clear();
   byId("chat-text").focus();
+}
+
+function clear() {
+  byId("chat-said").replaceChildren();
+  byId("chat-receipt").textContent = "";
 }
 
 async function send() {
