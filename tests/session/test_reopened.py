@@ -277,3 +277,22 @@ def scripted_engine(tmp_path, answers):
     model = load(settings.model, settings)
     with Store(settings=settings) as store, Engine(model, store, settings=settings) as engine:
         yield engine
+
+
+def test_a_session_that_is_behind_discards_no_turn_of_another(model, tmp_path):
+    """Its question is the same, and is refused."""
+    with engine_on(model, tmp_path) as engine:
+        behind = Session(engine, id="ops", sampling=FEW)
+        behind.respond("Hi")
+        Session(engine, id="ops", sampling=FEW).respond("Go on")
+        said = Session(engine, id="ops").messages
+        with pytest.raises(BadInput, match="max_tokens"):
+            behind.respond("Go on", sampling=Sampling(max_tokens=-1))
+        assert Session(engine, id="ops").messages == said
+
+        async def refused() -> None:
+            await behind.arespond("Go on", sampling=Sampling(max_tokens=-1))
+
+        with pytest.raises(BadInput, match="max_tokens"):
+            asyncio.run(refused())
+        assert Session(engine, id="ops").messages == said

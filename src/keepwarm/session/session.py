@@ -457,22 +457,34 @@ class Session:
         with suppress(KeepwarmError, RuntimeError):  # the engine is closed, or the store fails
             self._rewind_agent(turn.messages, len(self._messages))
 
+    def _is_stale(self) -> bool:
+        """Whether another session has gone on with its agent: then no turn of it is discarded."""
+        store = self.engine.store
+        try:
+            if self._defaults.nameless or not store.knows_agent(self.id):
+                return False
+            return len(store.on_disk.agents.show(self.id).turns) > _n_answers(self._messages)
+        except KeepwarmError:  # its file cannot be read
+            return True
+
     @contextmanager
     def _whole(self, turn: SessionTurn) -> Iterator[None]:
         """Inside, a turn that ends early is discarded."""
+        is_stale = self._is_stale()
         try:
             yield
         except BaseException as error:
-            if _may_wait(error):
+            if _may_wait(error) and not is_stale:
                 self._discard(turn)
             raise
 
     @asynccontextmanager
     async def _awhole(self, turn: SessionTurn) -> AsyncIterator[None]:
+        is_stale = await asyncio.to_thread(self._is_stale)
         try:
             yield
         except BaseException as error:
-            if _may_wait(error):
+            if _may_wait(error) and not is_stale:
                 await asyncio.to_thread(self._discard, turn)
             raise
 
