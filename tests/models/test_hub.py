@@ -5,6 +5,7 @@ Each look runs in a process of its own: the hub's library reads its environment 
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -150,6 +151,8 @@ def test_an_interrupted_update_leaves_the_model_that_was_there(repo, ask):
         foreign = new.parent / ("f" * 40)  # what another program has of a third revision
         foreign.mkdir()
         (foreign / "config.json").write_text("{}")
+        branch = shutil.copytree(old["path"], new.parent / ("e" * 40))
+        (new.parents[1] / "refs" / "4bit").write_text(branch.name)
     assert ask(LOAD, "org/tiny", server.url) == old  # nobody serves that address any more
     assert ask(LISTED, "org/tiny", server.url) == {"all": {"org/tiny": old["path"]}}
 

@@ -10,6 +10,7 @@ from pydantic_core import from_json
 from keepwarm.text.parsing import AnswerReader, AnswerText, Markup
 from keepwarm.text.partial_calls import CallPiece, JsonPieces
 from keepwarm.text.request import ToolCall
+from keepwarm.text.template import MAX_DEPTH
 from keepwarm.text.tools import CallReader, call_text
 from tests.kit.checkpoints import CHATML
 from tests.kit.tokenizers import make
@@ -170,6 +171,13 @@ def test_a_call_that_fails_is_text_though_some_of_it_was_sent(ours, text):
     assert not calls_in(pieces)
     assert "".join(p.text for p in pieces if isinstance(p, AnswerText)) == text
     assert ARGUMENTS.startswith(joined(pieces)[0].arguments)
+
+
+def test_no_call_that_nests_too_deep_is_sent_whole(ours):
+    deep = "[" * MAX_DEPTH + "]" * MAX_DEPTH
+    pieces = pieces_of(ours, call_text("clock", f'{{"a": {deep}}}'))
+    assert not calls_in(pieces)
+    assert joined(pieces)[0].arguments == '{"a": ' + "[" * (MAX_DEPTH - 1)
 
 
 @pytest.mark.parametrize(

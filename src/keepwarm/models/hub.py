@@ -79,8 +79,13 @@ def cached(name: str) -> Path | None:
 
 
 def _revisions(name: str) -> list[str]:
-    """Those with a model, the newest first."""
+    """Those with a model, the newest first, but for those of other branches."""
+    refs = _folder(name, "refs")
+    others = {each.read_text() for each in refs.rglob("*") if each.is_file()}
+    if not (refs / "main").is_file():
+        return []
     found = [path for path in _folder(name, "snapshots").glob("*") if _has_model(path)]
+    found = [path for path in found if path.name not in others]
     return [path.name for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
 
 

@@ -9,6 +9,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from keepwarm.text.request import ToolCall
+from keepwarm.text.template import MAX_DEPTH
 
 MAX_HEADER = 4096  # characters; what is longer is no call
 _JSON = r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -196,6 +197,8 @@ class JsonPieces:
             raise ValueError("no key")
         if first not in _CLOSING:
             return self._atom()
+        if len(self._open) == MAX_DEPTH:
+            raise ValueError("too deep")
         self._take(1)
         self._open.append(first)
         self._next = _Next.KEY_OR_END if first == "{" else _Next.VALUE_OR_END
