@@ -405,6 +405,28 @@ def test_an_answer_for_which_padding_leaves_no_memory_goes_on_in_a_batch_apart(
     assert exam.check() == 2 * 350 + 2 * 200
 
 
+@pytest.mark.parametrize("name", ["gemma3_text", "falcon_h1"])
+def test_windows_and_states_go_on_in_a_batch_apart(name, models, tmp_path, monkeypatch):
+    extend = scheduler.Intake.extend_lease
+
+    def apart(self, row):
+        extend(self, row)
+        if row.n_tokens == 20 and len(row.tokens) < 100:
+            row.job.lease.move_apart()
+        return row.n_tokens == 20
+
+    monkeypatch.setattr(scheduler.Intake, "extend_lease", apart)
+    exam = Exam(models.module(name))
+    requests = [ask(prompt_of(n, n), 40) for n in (300, 30, 310)]
+    with engine_on(models.of(name), tmp_path) as engine:
+        with held(engine):
+            answers = [engine.submit(request) for request in requests]
+        for request, answer in zip(requests, answers, strict=True):
+            exam.add(request.prompt, answer.result().choices[0])
+        assert engine.stats().counters["rebuilt_batches"] == 0
+    assert exam.check() == 3 * 40
+
+
 @pytest.mark.parametrize(("policy", "n_fed"), [(Policy.READ_WRITE, 3), (Policy.NO_STORE, 2)])
 def test_the_last_token_is_fed_only_if_the_answer_is_kept(models, tmp_path, policy, n_fed):
     model = models.of("llama")
