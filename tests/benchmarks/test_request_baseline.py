@@ -12,12 +12,6 @@ from tests.kit import generated
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 ONE_PASS = {"trace", "stress"}  # their samples are requests
-# Headings of the README's table that the file of figures calls otherwise.
-LABELS = {
-    "cold": "prefill, nothing kept",
-    "from disk, page cache dropped": "from disk, pages dropped",
-    "from disk, page cache warm": "from disk, pages warm",
-}
 AT_THE_END = "at the end of the workload"  # measured once
 
 
@@ -51,16 +45,26 @@ def test_what_the_readme_says_was_measured():
 
 
 def test_the_figures_of_the_gpu_are_those_of_its_files():
-    results = json.loads((RESULTS / "shaped-h200-llama-8b.json").read_text())
-    medians = {found["what"]: found["median_ms"] for found in results if found["n_tokens"] == 32768}
-    engine = json.loads((RESULTS / "engine-h200.json").read_text())
-    measured = {found["what"]: found["value"] for found in engine["figures"]}
-    medians["prefill, nothing kept"] = measured["32,768 cold, no-store ÷ bare loop"]
-    medians["from memory"] = measured["32,768 from memory ÷ pinned copy"]
-    heads, row = re.search(
-        r"^\| (cold \|.+) \|\n\|[-|]+\|\n\| (.+) \|$",
-        generated.README.read_text(),
-        re.MULTILINE,
-    ).groups()
-    names = [LABELS.get(head, head) for head in heads.split(" | ")]
-    assert row.split(" | ") == [f"{medians[name] / 1000:.2f}" for name in names]
+    shaped = json.loads((RESULTS / "shaped-h200-llama-8b.json").read_text())
+    engine = json.loads((RESULTS / "engine-h200.json").read_text())["figures"]
+    long = json.loads((RESULTS / "engine-long-h200.json").read_text())["figures"]
+    medians = {each["what"]: each["median_ms"] for each in shaped if each["n_tokens"] == 32768}
+    figures = {each["what"]: each["value"] for each in [*engine, *long]}
+    ways = ("cold, kept", "disk, page cache dropped", "disk", "memory", "live")
+    expected = {
+        "32,768": [
+            figures["32,768 cold, no-store ÷ bare loop"],
+            *(medians[f"from disk, pages {pages}"] for pages in ("dropped", "warm")),
+            figures["32,768 from memory ÷ pinned copy"],
+            medians["live"],
+        ],
+        **{n: [figures[f"{n} tokens, {way}"] for way in ways] for n in ("65,536", "131,064")},
+    }
+    rows = re.findall(r"^\| ([\d,]+) \| (.+) \|$", generated.README.read_text(), re.MULTILINE)
+    assert {n: row.split(" | ") for n, row in rows} == {
+        n: [two_digits(ms / 1000) for ms in row] for n, row in expected.items()
+    }
+
+
+def two_digits(seconds):
+    return f"{seconds:.{2 if seconds < 1 else 1 if seconds < 10 else 0}f}"
