@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from keepwarm.concurrency import CallError
 from keepwarm.errors import BadInput
 from keepwarm.remote.addresses import open_backend
+from keepwarm.remote.redis import RedisBackend
 from tests.kit.redis_server import redis_server
 from tests.kit.waiting import wait_until
 
@@ -214,6 +215,34 @@ def lying(reply):
         with closing(open_backend(url)) as blobs:
             yield blobs
         thread.join(SOON)
+
+
+def test_a_server_that_closes_every_connection_is_not_asked_without_end(monkeypatch):
+    keep = RedisBackend._keep
+
+    def keep_later(self, connection):
+        time.sleep(0.02)  # the server's end is known by then
+        keep(self, connection)
+
+    monkeypatch.setattr(RedisBackend, "_keep", keep_later)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        n_accepted = 0
+
+        def serve():
+            nonlocal n_accepted
+            with suppress(OSError):
+                while True:
+                    listening.accept()[0].close()
+                    n_accepted += 1
+
+        threading.Thread(target=serve, daemon=True).start()
+        url = f"redis://127.0.0.1:{listening.getsockname()[1]}"
+        with (
+            closing(open_backend(url)) as blobs,
+            pytest.raises(CallError, match="closes new connections"),
+        ):
+            blobs.sizes(["a/x.d"], SOON)
+        assert n_accepted <= 9
 
 
 def trickle(one):

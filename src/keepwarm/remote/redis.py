@@ -288,13 +288,15 @@ class RedisBackend(Backend):
         with self._lock:
             self._connecting_since = since = self._connecting_since or time.monotonic()
         try:
-            while (connection := self._take_idle()) is None:
+            for _ in range(MAX_IDLE):  # other calls may take new ones first
+                if (connection := self._take_idle()) is not None:
+                    return connection
                 self._workers.run(self._connect, deadline.left_s())
+            raise CallError(f"{self._address.host}:{self._address.port} closes new connections")
         except CallError as error:
             if deadline.is_over and time.monotonic() < since + CONNECT_S:
                 raise BusyError(f"not connected: {error}") from error
             raise
-        return connection
 
     def _connect(self) -> None:
         address = self._address
