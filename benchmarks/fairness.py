@@ -296,9 +296,9 @@ class Models:
     other: Path
 
     @classmethod
-    def random(cls, folder: Path) -> Models:
+    def random(cls, folder: Path, shape: Mapping[str, int] = SHAPE) -> Models:
         made = (
-            write_checkpoint(folder / name, seed=seed, n_context=N_CONTEXT, shape=SHAPE)
+            write_checkpoint(folder / name, seed=seed, n_context=N_CONTEXT, shape=shape)
             for seed, name in enumerate((OWN_MODEL, OTHER_MODEL))
         )
         return cls(*made)

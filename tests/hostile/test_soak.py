@@ -1,11 +1,11 @@
 """The soak in small: see tests/hostile/soak; its full run is in docs/results/soak.json."""
 
 import pytest
+from benchmarks.fairness import Models
 
 from tests.hostile.soak.attacks import ATTACKS
 from tests.hostile.soak.run import Soak
 from tests.hostile.soak.servers import DISK_BYTES, MIB, Place
-from tests.kit.checkpoints import write_checkpoint
 
 SIZES = {"small": (120, 1, 4), "soak": (3000, 12, 24)}  # requests, kills, talks
 MAX_RSS = 1536 * MIB  # of one server; it takes 250 MiB
@@ -18,8 +18,8 @@ LOG_BYTES_PER_REQUEST = 200
 @pytest.mark.parametrize("size", SIZES)
 def test_nothing_is_wrong_lost_or_left_after_attacks_and_kills(tmp_path, size):
     n_requests, n_kills, n_talks = SIZES[size]
-    checkpoint = write_checkpoint(tmp_path / "model", n_context=4096)
-    report = Soak(tmp_path, checkpoint, n_talks, seed=1).run(n_requests, n_kills)
+    models = Models.random(tmp_path / "models", shape={})
+    report = Soak(tmp_path, models, n_talks, seed=1).run(n_requests, n_kills)
     assert not report.unexpected
     assert report.answers["wrong"] == report.kept["lost"] == 0
     assert report.answers["right"] > n_requests / 2
@@ -37,11 +37,11 @@ def test_nothing_is_wrong_lost_or_left_after_attacks_and_kills(tmp_path, size):
 
 @pytest.mark.soak
 def test_a_second_run_finds_what_the_first_has_promised(tmp_path):
-    checkpoint = write_checkpoint(tmp_path / "model", n_context=4096)
+    models = Models.random(tmp_path / "models", shape={})
     known = []
 
     def soak(seed):
-        made = Soak(tmp_path, checkpoint, 4, seed, 0.02, lambda it: known.append(it.as_json()))
+        made = Soak(tmp_path, models, 4, seed, 0.02, lambda it: known.append(it.as_json()))
         return made.run(0, 2)
 
     runs = [soak(1), soak(2)]

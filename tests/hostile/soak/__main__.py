@@ -12,13 +12,11 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+from benchmarks.fairness import Models
 from benchmarks.requests.measure import describe_machine
 from benchmarks.requests.targets import unwound_by_signals
 
 from tests.hostile.soak.run import Report, Soak
-from tests.kit.checkpoints import write_checkpoint
-
-N_CONTEXT = 4096
 
 
 def main() -> int:
@@ -40,8 +38,8 @@ def main() -> int:
         return text
 
     with _folder(given.folder) as folder:
-        checkpoint = write_checkpoint(folder / "model", n_context=N_CONTEXT)
-        soak = Soak(folder, checkpoint, given.talks, given.seed, given.hours, keep)
+        models = Models.random(folder / "models", shape={})
+        soak = Soak(folder, models, given.talks, given.seed, given.hours, keep)
         report = soak.run(given.requests, given.kills)
     sys.stdout.write(keep(report))
     return 1 if report.unexpected else 0

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import httpx
+from benchmarks.attacks import OTHER_MODEL, OWN_MODEL
 
 from tests.hostile.soak.servers import MAX_BODY
 from tests.hostile.soak.talks import CHAT, MESSAGES, NEXT, RESPONSES, RULES, SPELLED, WAIT_S
@@ -92,7 +93,12 @@ async def push(writer: asyncio.StreamWriter, data: bytes, times: int = 1) -> Non
 
 
 def asked(text: str = "the fox", **more: Any) -> dict[str, Any]:
-    return {"model": "m", "messages": [{"role": "user", "content": text}], "max_tokens": 4, **more}
+    return {
+        "model": OWN_MODEL,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": 4,
+        **more,
+    }
 
 
 # Bundles
@@ -241,7 +247,12 @@ async def heavy_tools(target: Target) -> Outcome:
 
 
 async def stored_responses(target: Target) -> Outcome:
-    body = {"model": "m", "input": SPELLED, "max_output_tokens": 4, "metadata": {"a": "b" * 500}}
+    body = {
+        "model": OWN_MODEL,
+        "input": SPELLED,
+        "max_output_tokens": 4,
+        "metadata": {"a": "b" * 500},
+    }
     return await target.post(RESPONSES, body)
 
 
@@ -296,6 +307,11 @@ async def in_the_background(target: Target) -> Outcome:
 async def keeps_the_model(target: Target) -> Outcome:
     body = {**asked(), "stream": False, "keep_alive": -1}
     return await target.post("/api/chat", {**body, "options": {"num_predict": 2}})
+
+
+async def two_models(target: Target) -> Outcome:
+    """The other model is loaded in place of the one that all others ask."""
+    return await target.post(CHAT, {**asked(), "model": OTHER_MODEL})
 
 
 async def endless_schema(target: Target) -> Outcome:
@@ -357,7 +373,7 @@ LIGHT: tuple[Attack, ...] = (
     *(slow_reader, slow_sender, idle_connections, leaves_in_mid_stream),
     *(flood, heavy_tools, stored_responses, bad_input, deep_body, wrong_key),
     *(lists, many_agents, pins, pins_for_an_hour, in_the_background),
-    *(keeps_the_model, endless_schema, truncation_by_id),
+    *(keeps_the_model, two_models, endless_schema, truncation_by_id),
 )
 HEAVY: tuple[Attack, ...] = (heavy_schema, too_long, newlines, many_messages)
 ATTACKS: Mapping[str, Attack] = {each.__name__: each for each in (*LIGHT, *HEAVY)}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from benchmarks.fairness import Models
 
 from tests.hostile.conversations.damage import damage_file
 from tests.hostile.soak.attacks import HEAVY, LIGHT, Target, attack
@@ -76,7 +77,7 @@ class Soak:
     def __init__(
         self,
         folder: Path,
-        checkpoint: Path,
+        models: Models,
         n_talks: int,
         seed: int,
         hours: float = 0.0,
@@ -89,7 +90,7 @@ class Soak:
         if hours:
             other = Place("apart", folder / "apart", shared=self._shared)
         self.servers = [
-            Server(checkpoint, place, number)
+            Server(models, place, number)
             for number, place in enumerate((plain, plain, other), start=1)
         ]
         self.places = [plain, other]
@@ -98,7 +99,7 @@ class Soak:
         self._notes = folder / "kept.json"
         self._duration_s = 3600 * hours
         self._began = 0.0
-        self._reference = Server(checkpoint, Place("reference", folder / "reference"), 0)
+        self._reference = Server(models, Place("reference", folder / "reference"), 0)
         self._n_talks = n_talks
         self._chance = random.Random(seed)
         self._kept: dict[str, set[int]] = {place.name: set() for place in self.places}

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from benchmarks.fairness import Models
 
-from tests.server.processes import PROGRAM, ROOT
+from tests.server.processes import ROOT
 
 MIB = 1 << 20
 DISK_BYTES = 48 * MIB
@@ -23,6 +24,7 @@ MAX_BODY = 4 * MIB
 KEYS = ("one", "two", "three", "stranger")
 ADMIN = "admin"
 TRACEBACK = re.compile(r"Traceback \(most recent call last\)|raised at \(innermost last\)")
+PROGRAM = ("-m", "keepwarm", "serve", "--port", "0")
 START_S = 300.0  # guards against hanging
 YEAR_S = 365 * 24 * 3600.0
 # The same program with another clock; nothing else can be given to a process without privileges.
@@ -108,9 +110,12 @@ def sizes(folder: Path) -> Iterator[tuple[Path, int]]:
 
 @dataclass
 class Server:
-    """A process at a place; the next one begins where it was killed."""
+    """A process at a place; the next one begins where it was killed.
 
-    checkpoint: Path
+    It serves two models, of which one fits into memory.
+    """
+
+    models: Models
     place: Place
     number: int
     ends: int = 0
@@ -123,11 +128,12 @@ class Server:
 
     def start(self, ahead_s: float = 0.0) -> None:
         program = ("-c", AHEAD, str(ahead_s), *PROGRAM[2:]) if ahead_s else PROGRAM
+        weights = str(self.models.weights_bytes)
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *program, str(self.checkpoint)],
+                [sys.executable, *program, *self.models.options(has_both=True)],
                 cwd=ROOT,
-                env=self.place.environ(),
+                env={**self.place.environ(), "KEEPWARM_WEIGHTS_BYTES": weights},
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from benchmarks.attacks import OWN_MODEL
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 N_TOKENS = 6
@@ -117,7 +118,12 @@ def _gap(top: Sequence[Mapping[str, float]]) -> float:
 
 
 def chat_body(messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    return {"model": "m", "messages": list(messages), "max_tokens": N_TOKENS, "temperature": 0}
+    return {
+        "model": OWN_MODEL,
+        "messages": list(messages),
+        "max_tokens": N_TOKENS,
+        "temperature": 0,
+    }
 
 
 def body_for(path: str, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
