@@ -135,19 +135,16 @@ class OtherFiles:
 
 def bytes_of(entry: os.DirEntry[str], in_scratch: bool = False) -> int:
     """Of a file or a whole directory; unfinished files in scratch count as reserved already."""
-    if not entry.is_dir(follow_symlinks=False):
-        return 0 if in_scratch and entry.name.endswith(TEMPORARY) else size_of(entry)
-    try:
-        return sum(bytes_of(inner, in_scratch) for inner in os.scandir(entry.path))
-    except FileNotFoundError:  # its writer has just closed
-        return 0
+    if entry.is_dir(follow_symlinks=False):
+        return bytes_under(Path(entry.path), in_scratch)
+    return 0 if in_scratch and entry.name.endswith(TEMPORARY) else size_of(entry)
 
 
-def bytes_under(directory: Path) -> int:
-    """Of all files in a directory; 0 if there is none."""
+def bytes_under(directory: Path, in_scratch: bool = False) -> int:
+    """Of all files in a directory; 0 if there is none, or none that we may read: not ours."""
     try:
-        return sum(bytes_of(entry) for entry in os.scandir(directory))
-    except FileNotFoundError:
+        return sum(bytes_of(entry, in_scratch) for entry in os.scandir(directory))
+    except (FileNotFoundError, PermissionError):
         return 0
 
 

@@ -1,5 +1,6 @@
 """The disk tier: the limit, file modes, a lost index, and what eviction frees."""
 
+import errno
 import os
 import random
 import resource
@@ -7,6 +8,7 @@ import sqlite3
 import stat
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -87,6 +89,21 @@ def test_what_others_leave_later_counts_too(open_tier, store, monkeypatch):
     tier.put(record(first_block([99]), n_bytes=200_000))
     assert disk_use(store) <= 5 * MIB
     assert tier.stats().evicted > 3
+
+
+def test_a_directory_that_may_not_be_read_stops_no_put(open_tier, store, monkeypatch):
+    """As `lost+found` in the root of a file system."""
+    tier, scan = open_tier(6 * MIB), os.scandir
+    (store / "lost+found").mkdir()
+
+    def scandir(path):
+        if Path(path).name == "lost+found":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    tier.records.others.changed()
+    assert tier.put(record(first_block([1]))).stored
 
 
 def test_quarantined_files_count(open_tier, store):
