@@ -1,8 +1,10 @@
-"""Who shares numbers with whom."""
+"""Who shares with whom: numbers, and a disk to share from."""
 
 import pytest
 
+from keepwarm import config
 from keepwarm.blas import Blas
+from keepwarm.cache.store import Budgets, Store
 from keepwarm.remote import opening
 from keepwarm.remote.records import CLASS
 
@@ -54,3 +56,13 @@ def test_what_computes_the_same_numbers_is_one_class(class_of):
 
 def test_a_strange_name_is_still_a_name(class_of):
     assert CLASS.fullmatch(class_of({"blas.in_use": Blas("libblas+x.so 3", "", "", 1)}))
+
+
+def test_a_store_without_a_disk_shares_nothing(tmp_path):
+    """It has no key and remembers no mark: a plain one would lock out an encrypted fleet."""
+    (tmp_path / "place").mkdir()
+    remote = (tmp_path / "place").as_uri()
+    settings = config.load({"KEEPWARM_HOME": str(tmp_path / "home")}, remote=remote)
+    with Store(budgets=Budgets(disk=False), settings=settings) as store:
+        assert list(store.tier_stats()) == ["memory"]
+    assert list((tmp_path / "place").iterdir()) == []

@@ -277,7 +277,7 @@ class Store:
             opened.callback(self.saver.close)
             self._is_mixed = self._note_mixed()
             self._unverified = UnverifiedBlocks(self._on_disk)
-            self._shared = self._open_shared() if self.settings.remotes else None
+            self._shared = self._open_shared()
             opened.pop_all()
         self._lookups = Tiers(lookups, () if self._shared is None else self._shared.tiers)
         if self._shared is not None and self._on_disk is not None:
@@ -289,8 +289,8 @@ class Store:
 
     def scratch(self) -> Store:
         """A store in memory alone, for trials; what they show of speeds is kept."""
-        settings = replace(self.settings, remote="")
-        scratch = Store(budgets=Budgets(memory_bytes=SCRATCH_BYTES, disk=False), settings=settings)
+        budgets = Budgets(memory_bytes=SCRATCH_BYTES, disk=False)
+        scratch = Store(budgets=budgets, settings=self.settings)
         scratch._rates = self._rates
         return scratch
 
@@ -307,11 +307,13 @@ class Store:
             handshake=handshake_with(self.settings),
         )
 
-    def _open_shared(self) -> SharedTiers:
+    def _open_shared(self) -> SharedTiers | None:
+        """None without a disk: what a tier is marked with, and which are, is kept there."""
+        if self._on_disk is None or not self.settings.remotes:
+            return None
         from keepwarm.remote.opening import SharedTiers  # only fleets need it
 
-        disk = None if self._on_disk is None else self._on_disk.disk
-        note = self._unverified.note
+        disk, note = self._on_disk.disk, self._unverified.note
         shared = SharedTiers(self.settings, self.memory, disk, self._is_mixed, note)
         if self._forgetting is not None:
             for tier in shared.tiers:
@@ -320,9 +322,9 @@ class Store:
 
     def _note_mixed(self) -> bool:
         """Whether blocks of other classes may be here: since the setting allowed them, for good."""
-        is_now = bool(self.settings.remotes) and self.settings.share_numerics == "any"
         if self._on_disk is None:
-            return is_now
+            return False
+        is_now = bool(self.settings.remotes) and self.settings.share_numerics == "any"
         disk = self._on_disk.disk
         with as_store_errors(disk, "note where its blocks come from"):
             if is_now:

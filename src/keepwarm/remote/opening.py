@@ -68,7 +68,7 @@ class SharedTiers:
         self,
         settings: Settings,
         memory: MemoryTier,
-        disk: DiskTier | None,
+        disk: DiskTier,
         is_mixed: bool,
         on_unverified: Callable[[Namespace], None],
     ) -> None:
@@ -94,8 +94,6 @@ class SharedTiers:
         agents `keep`.
         """
         addresses, per_day = self._settings.remotes, self._settings.remote_writes_per_day or None
-        if not self.tiers or self._disk is None:
-            return
         budget = WriteBudget(self._disk.root, per_day, name="uploaded")
         tombstones = Tombstones(self._disk)
         tombstones.share_with(addresses)
@@ -132,31 +130,30 @@ class SharedTiers:
 def open_remotes(
     settings: Settings,
     memory: MemoryTier,
-    disk: DiskTier | None,
+    disk: DiskTier,
     mixed: bool,
-    on_unverified: Callable[[Namespace], None] = lambda _: None,
+    on_unverified: Callable[[Namespace], None],
 ) -> list[RemoteTier]:
     """The shared tiers of the settings, in order. One that does not answer is tried again.
 
     A `mixed` machine may hold blocks of other classes, so that what it computes has its own.
     """
     password = settings.read_secret("remote_password")
-    cipher = None if disk is None else disk.cipher
-    mark = (disk.root / SEALED).read_bytes() if disk is not None and cipher is not None else b""
+    mark = b"" if disk.cipher is None else (disk.root / SEALED).read_bytes()
     numerics = compute_class(settings.home)
     fleet_key = FleetKey.parse(settings.read_secret("fleet_key"))
     tiers = [
         RemoteTier(
             open_backend(address, password),
             f"mixed-{numerics}" if mixed else numerics,
-            cipher,
+            disk.cipher,
             memory,
             address=address,
             mark=mark,
             fleet_key=fleet_key,
             any_class=settings.share_numerics == "any",
             on_unverified=on_unverified,
-            flags=None if disk is None else disk.index.database,
+            flags=disk.index.database,
         )
         for address in settings.remotes
     ]
