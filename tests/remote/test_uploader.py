@@ -149,6 +149,36 @@ def test_what_is_deleted_while_a_put_is_late_is_withdrawn_too(tier, place, memor
     assert [tier.has(record(ref).header) for ref in REFS] == [True, True, True, False]
 
 
+def test_a_late_put_counts_as_written_and_nothing_that_follows_is_sent(
+    tier, place, memory, tmp_path
+):
+    """It could not be reached; and a slow line would be full without end."""
+
+    def come_late():
+        if len(place.keys) == 2:
+            raise CallError("no answer in time")
+
+    (tmp_path / "tmp").mkdir()
+    budget = WriteBudget(tmp_path, name="uploaded")
+    place.on_put = come_late
+    share(tier, memory, budget)
+    assert place.keys == [ref.key for ref in REFS[:2]]
+    assert list(budget.by_day().values()) == [2 * record(REFS[0]).n_bytes]
+    share(tier, memory, budget)
+    assert place.keys == [ref.key for ref in REFS]
+
+
+def test_what_another_machine_puts_first_holds_nothing_up(tier, memory, tmp_path, monkeypatch):
+    (tmp_path / "tmp").mkdir()
+    budget, put = WriteBudget(tmp_path, name="uploaded"), tier.put
+    with closing(RemoteTier(DirectoryBackend(tmp_path / "place"), "cpu-mlx-0.1")) as other:
+        assert other.health.wait_until_tried(SOON)
+        monkeypatch.setattr(tier, "put", lambda one: other.put(one) and put(one))
+        share(tier, memory, budget)
+    assert all(tier.has(record(ref).header) for ref in REFS)
+    assert list(budget.by_day().values()) == [0]
+
+
 def test_what_cannot_be_withdrawn_is_deleted_later(tier, place, memory, monkeypatch):
     def fail(names, timeout_s):
         raise CallError("gone")

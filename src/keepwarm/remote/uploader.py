@@ -175,30 +175,33 @@ class Uploader:
             for key in keys:
                 if self._closing or tier.is_open or not tier.is_writable:
                     break
-                for part in sorted(kept[key].parts) if key in kept else ():
-                    self._share_record(tier, key, part)
+                parts = sorted(kept[key].parts) if key in kept else ()
+                if not all(self._share_record(tier, key, part) for part in parts):
+                    break  # what follows could not be reached
             tier.note_use(keys)
 
-    def _share_record(self, tier: RemoteTier, key: BlockKey, part: Part) -> None:
+    def _share_record(self, tier: RemoteTier, key: BlockKey, part: Part) -> bool:
+        """False if others may not find it there now."""
         if tier.knows(key, part):
-            return
+            return True
         header = self._read(key, part, ())
-        if header is None or tier.has(header.header) is not False:
-            return
-        found = self._read(key, part)
+        is_there = header and tier.has(header.header)
+        found = self._read(key, part) if is_there is False else None
         if found is None:
-            return
+            return bool(is_there)
         record = at_rest(found)  # so that the budget counts what is sent
         if not self._fits(record.n_bytes):
-            return
+            return False
         put = tier.put(record)
-        self._give_back(put.n_saved if put.stored else record.n_bytes)
-        is_there = put.stored or put.durable.exception() is not None  # perhaps, if it was late
-        is_deleted = is_there and not self._kept([key])  # an `rm` may have looked before
+        is_late = put.durable.exception() is not None  # it was sent, and may be there
+        self._give_back(put.n_saved if put.stored else 0 if is_late else record.n_bytes)
+        is_sent = put.stored or is_late
+        is_deleted = is_sent and not self._kept([key])  # an `rm` may have looked before
         there = RemoteRecord.of(record.header)
         if is_deleted and not tier.withdraw(there):
             block = NamedBlock(there.key, there.parent, there.n_tokens)
             self._delete_later(there.namespace, block)
+        return put.stored or (not is_sent and bool(tier.has(record.header)))  # another was faster
 
     def _fits(self, n_bytes: int) -> bool:
         try:
