@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from keepwarm.agents.rewriting import trimmed
 from keepwarm.cache.restore.records import block_of
 from keepwarm.errors import BadRecord, CorruptBlock
 from keepwarm.kv.buffers import from_buffer, to_buffer
@@ -68,6 +69,25 @@ def test_keys_of_4_bits_are_rounded_by_channel():
     assert record.header.extra == {"codec": "q4", "axis": {"K": "channel", "V": "token"}}
     off = np.abs(block_of(record).delta["L0_B0_K"].words - as_floats(rows))
     assert off.max() < 0.5  # a step of a token's group would be 2
+
+
+@pytest.mark.parametrize("codec", ["q8", "q4"])
+@pytest.mark.parametrize("n_tokens", [192, 100])
+def test_the_first_rows_of_a_rounded_record_are_its_own(codec, n_tokens):
+    """Also where the cut falls into groups of tokens."""
+    tensors = [Tensor(f"L0_B0_{side}", *to_buffer(rows_of("BF16"))) for side in "KV"]
+    record = at_rest(record_of(*tensors, **{WANTED: codec}))
+    rows, first = block_of(record).delta, block_of(trimmed(record, n_tokens)).delta
+    assert first.keys() == rows.keys()
+    for name, held in rows.items():
+        assert np.array_equal(first[name].words, held.words[..., :n_tokens, :])
+
+
+@pytest.mark.parametrize("name", ["L0_B0_Q_weights", "L0_B0_K_weights"])
+def test_rounded_rows_that_do_not_fit_are_not_cut(name):
+    words = mx.zeros((1, 2, 256, 4), mx.uint32)
+    with pytest.raises(BadRecord, match="do not fit"):
+        trimmed(record_of(Tensor(name, *to_buffer(words)), codec="q4"), 100)
 
 
 def test_only_what_wants_it_is_rounded_and_only_once():

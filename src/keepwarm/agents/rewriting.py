@@ -11,6 +11,7 @@ import numpy as np
 
 from keepwarm.errors import BadCacheFile, BadRecord
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, root
+from keepwarm.records.at_rest import first_rows_of
 from keepwarm.records.header import ITEM_BYTES, HasBytes
 from keepwarm.records.record import Header, Part, Record, Tensor
 from keepwarm.store.disk.disk import DiskTier
@@ -86,7 +87,8 @@ def trimmed(record: Record, n_tokens: int) -> Record | None:
     if header.part is Part.STATE or (header.part is Part.WINDOW and w_rows <= 0):
         return None
     extra = dict(header.extra) | ({"w_rows": w_rows} if header.part is Part.WINDOW else {})
-    tensors = tuple(_without_last_rows(t, n_held - n_tokens) for t in record.tensors)
+    whole = first_rows_of(record, n_tokens)
+    tensors = tuple(_without_last_rows(tensor, n_held - n_tokens) for tensor in whole)
     return Record(replace(_shorter(header, n_tokens), extra=extra), tensors)
 
 

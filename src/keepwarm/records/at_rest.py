@@ -182,6 +182,31 @@ def _turned(words: Array, n_rows: int, width: int) -> Array:
     return words.reshape(*words.shape[:-2], -1, n_rows, width).swapaxes(-1, -2).copy()
 
 
+def first_rows_of(record: Record, n_tokens: int) -> Iterable[HasBytes]:
+    """The tensors of a record, so that the first rows of each are those of its first tokens: what
+    is rounded by channel is made whole, unless no group is cut.
+    """
+    made = {tensor.name: tensor for tensor in record.tensors}
+    codec = record.header.extra.get(CODEC, "")
+    owns = [name.removesuffix("_weights") for name in made if name.endswith("_weights")]
+    try:
+        for own in owns if codec and n_tokens % GROUP else ():
+            if (rounding := rounding_of(codec, own)).axis == "channel":
+                parts = [made.pop(f"{own}_{part}") for part in Rounded._fields]
+                made[own] = _whole(own, parts, rounding)
+    except (KeyError, ValueError) as error:  # a stranger's, which no restore has checked
+        raise BadRecord("the parts of its rows do not fit") from error
+    return made.values()
+
+
+def _whole(name: str, parts: Sequence[HasBytes], rounding: Rounding) -> Tensor:
+    dtypes = np.uint32, *2 * (WORDS[parts[1].dtype],)
+    pairs = zip(parts, dtypes, strict=True)
+    words = (np.frombuffer(part.data, dtype).reshape(part.shape) for part, dtype in pairs)
+    rows = restored(Rounded(*words), parts[1].dtype, rounding)
+    return Tensor(name, parts[1].dtype, rows.shape, rows.reshape(-1).data.cast("B"))
+
+
 def fit(shapes: Sequence[Shape], rounding: Rounding) -> bool:
     """Whether parts of these shapes can be those of one tensor."""
     if len(shapes) != len(Rounded._fields) or len(shapes[0]) < 2:
