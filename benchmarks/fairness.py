@@ -63,7 +63,7 @@ MEASURED = re.compile(
 )
 HEAD = (
     *("attack", "costs", "before, ms: median, p95", "beside, ms: median, p95, longest"),
-    *("limit, ms", "held", "slowest API", "answers to the attack"),
+    *("limit, ms", "held", "slowest API", "answers to the attack, by status"),
 )
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64}
 N_CONTEXT = 4096
@@ -443,7 +443,7 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _row(found: Mapping[str, Any]) -> str:
     before, beside = found["before"], found["beside"]
-    answers = ", ".join(f"{n:,} of {status}" for status, n in found["statuses"].items())
+    answers = "; ".join(f"{status}: {n:,}" for status, n in found["statuses"].items())
     cells = (
         found["attack"],
         found["cost"],
