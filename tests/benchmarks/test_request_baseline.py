@@ -53,7 +53,7 @@ def test_the_figures_of_the_gpu_are_those_of_its_files():
     ways = ("cold, kept", "disk, page cache dropped", "disk", "memory", "live")
     expected = {
         "32,768": [
-            figures["32,768 cold, no-store ÷ bare loop"],
+            figures["32,768 cold, kept ÷ no-store"],
             *(medians[f"from disk, pages {pages}"] for pages in ("dropped", "warm")),
             figures["32,768 from memory ÷ pinned copy"],
             medians["live"],
