@@ -197,14 +197,31 @@ def test_another_users_directory_is_read_and_not_written(others):
 
 @pytest.mark.parametrize(
     "address",
-    ["", "redis://", "http://host", "file://host/mnt", "file:mnt", "redis://h:port", "redis://h/x"],
+    [
+        "",
+        "redis://",
+        "http://host",
+        "file://host/mnt",
+        "file:mnt",
+        "file:///mnt?x",
+        "file:///mnt#x",
+        "redis://h:port",
+        "redis://h/x",
+        "redis://h?password=hunter2",
+        "redis://[h",
+        "user:hunter2@h",
+    ],
 )
 def test_an_address_of_no_place_is_refused_in_one_sentence(address):
-    with pytest.raises(BadInput, match=r"use redis://"):
+    with pytest.raises(BadInput, match=r"names no place; use redis://") as refused:
         open_backend(address)
+    assert "hunter2" not in str(refused.value)
 
 
-def test_a_password_in_the_address_is_refused_and_not_repeated():
-    with pytest.raises(BadInput, match="KEEPWARM_REMOTE_PASSWORD") as refused:
-        open_backend("redis://:hunter2@host")
+@pytest.mark.parametrize("password", ["hunter2", "hunter2/x", "[hunter2", "hunter2?", "h#hunter2"])
+@pytest.mark.parametrize("before", ["redis://:", "redis://us@er:", "s3://key:", "file://user:"])
+def test_a_password_in_the_address_is_refused_and_not_repeated(before, password):
+    says = "use redis://" if before.startswith("file") else "KEEPWARM_REMOTE_PASSWORD"
+    with pytest.raises(BadInput, match=says) as refused:
+        open_backend(f"{before}{password}@host/x")
     assert "hunter2" not in str(refused.value)

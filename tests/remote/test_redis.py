@@ -111,6 +111,12 @@ def test_a_server_that_restarted_is_called_on_new_connections(tmp_path):
         assert blobs.sizes(["a/x.d"], SOON) == [None]  # on a connection that was open before
 
 
+def test_a_host_that_is_no_name_is_a_failed_call():
+    blobs = open_backend("redis://cache..internal")
+    with closing(blobs), pytest.raises(CallError, match=r"cache\.\.internal"):
+        blobs.sizes(["a/x.d"], SOON)
+
+
 def test_a_full_server_refuses_and_is_no_error(tmp_path):
     limits = ("--maxmemory", "6mb", "--maxmemory-policy", "noeviction")
     with redis_server(tmp_path, *limits) as server, closing(open_backend(server.url)) as blobs:

@@ -15,6 +15,7 @@ from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.handshake import STORE_META
 from keepwarm.remote.janitor import list_all
 from keepwarm.remote.records import CLASSES
+from keepwarm.remote.s3 import S3Address, S3Backend
 from keepwarm.remote.tier import RemoteTier
 from tests.kit.s3_server import rclone_server
 
@@ -248,12 +249,29 @@ def test_a_value_that_trickles_takes_no_longer_than_the_deadline():
         "s3://bucket/../x",
         "s3://bucket/a b",
         "s3://bucket?endpoint=host:9000",
-        "s3://bucket?secret=x",
+        "s3://bucket?endpoint=https://host:port",
+        "s3://bucket?endpoint=http://",
+        "s3://bucket?secret=hunter2",
+        "s3://bucket#hunter2",
     ],
 )
 def test_an_address_of_no_bucket_is_refused_in_one_sentence(address):
-    with pytest.raises(BadInput, match=r"s3://|letters, digits"):
+    with pytest.raises(BadInput, match=r"s3://|https://|letters, digits") as refused:
         open_backend(address)
+    assert "hunter2" not in str(refused.value)
+
+
+def test_an_endpoint_of_no_server_in_the_environment_is_refused_too(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "localhost:9000")
+    with pytest.raises(BadInput, match="AWS_ENDPOINT_URL"):
+        open_backend("s3://bucket")
+
+
+def test_a_panic_of_the_client_is_a_failed_call():
+    """As an endpoint that it cannot parse makes one; it is no Exception, and would end a thread."""
+    address = S3Address("bucket", key_id="key", endpoint="http://")
+    with closing(S3Backend(address, "secret")) as blobs, pytest.raises(CallError, match="valid"):
+        blobs.sizes(["a/x.d"], SOON)
 
 
 def test_without_the_extra_the_sentence_names_it(monkeypatch):

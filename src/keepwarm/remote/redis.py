@@ -54,14 +54,9 @@ class RedisAddress(NamedTuple):
 
     @classmethod
     def parse(cls, url: SplitResult) -> RedisAddress:
-        try:
-            database = int(url.path.strip("/") or 0)
-            address = url.hostname or "", url.port or PORT, unquote(url.username or ""), database
-        except ValueError as error:
-            raise BadInput(
-                f"{url.geturl()!r} is not a Redis address; use redis://host:6379/0."
-            ) from error
-        return cls(*address, tls=url.scheme == "rediss")
+        """Raises ValueError if the port or the database is no number."""
+        database, user = int(url.path.strip("/") or 0), unquote(url.username or "")
+        return cls(url.hostname or "", url.port or PORT, user, database, url.scheme == "rediss")
 
 
 class RedisBackend(Backend):
@@ -307,7 +302,7 @@ class RedisBackend(Backend):
             except BaseException:
                 sock.close()
                 raise
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host
             raise CallError(f"{address.host}:{address.port}: {error}") from error
         self._connecting_since = 0.0
 

@@ -38,10 +38,12 @@ MAX_CALLS = 16  # at the same time
 PAGE = 1000  # names in one answer
 REQUEST_S = "10s"  # the longest that a call which nobody waits for any more goes on
 FORM = "s3://bucket/prefix, or s3://key@bucket/prefix?endpoint=https://host:port&region=name"
+ENDPOINT = re.compile(r"https?://([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?(/[!-~]*)?", re.ASCII)
 BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 NO_ROOM = re.compile(
     r"QuotaExceeded|StorageFull|InsufficientStorage|EntityTooLarge|AccessDenied|\b507\b"
 )
+PANIC = "PanicException"  # obstore does not export the class
 THROTTLED = re.compile(r"SlowDown|\b503\b")
 BACK_OFF_S = 0.05, 0.15
 
@@ -50,7 +52,7 @@ class S3Address(NamedTuple):
     bucket: str
     prefix: str = ""
     key_id: str = ""  # "": the credentials of the environment
-    endpoint: str = ""  # "": that of the environment, or of AWS
+    endpoint: str = ""  # "": that of AWS
     region: str = ""
 
     @classmethod
@@ -58,9 +60,14 @@ class S3Address(NamedTuple):
         options = parse_qs(url.query, keep_blank_values=True)
         endpoint, region = (options.pop(name, [""])[-1] for name in ("endpoint", "region"))
         bucket, prefix = url.netloc.rpartition("@")[2], unquote(url.path).strip("/")
-        is_http = not endpoint or endpoint.startswith(("http://", "https://"))
-        if options or not is_http or not BUCKET.fullmatch(bucket):
-            raise BadInput(f"{url.geturl()!r} is not the address of a bucket; use {FORM}.")
+        endpoint = endpoint or os.environ.get("AWS_ENDPOINT_URL", "")
+        if endpoint and not ENDPOINT.fullmatch(endpoint):
+            raise BadInput(
+                "The endpoint of a bucket, in remote or AWS_ENDPOINT_URL, is not that of a server; "
+                "use https://host:port."
+            )
+        if options or url.fragment or not BUCKET.fullmatch(bucket):
+            raise BadInput(f"remote has an address that names no bucket; use {FORM}.")
         return cls(bucket, check_name(prefix) if prefix else "", unquote(url.username or ""),
                    endpoint, region)  # fmt: skip
 
@@ -221,17 +228,18 @@ def _blob_errors() -> Iterator[None]:
         yield
     except AlreadyExistsError as error:
         raise FileExistsError from error
-    except (BaseError, ValueError) as error:
+    except BaseException as error:  # also a panic of its Rust code, which is no Exception
+        if not isinstance(error, BaseError | ValueError) and type(error).__name__ != PANIC:
+            raise
         message = " ".join(str(error).split())  # servers answer in several lines of XML
         raise CallError(message[:MAX_MESSAGE]) from error
 
 
 def open_store(address: S3Address, secret: str, **options: Unpack[S3Config]) -> S3Store:
-    endpoint = address.endpoint or os.environ.get("AWS_ENDPOINT_URL", "")
-    is_plain = endpoint.startswith("http://")  # then only a signature protects what is put
+    is_plain = address.endpoint.startswith("http://")  # then only a signature protects what is put
     config: S3Config = {"unsigned_payload": not is_plain, **options}
-    if endpoint:
-        config["endpoint"] = endpoint
+    if address.endpoint:
+        config["endpoint"] = address.endpoint
     if address.region:
         config["region"] = address.region
     if address.key_id:
