@@ -116,6 +116,12 @@ def test_a_home_that_is_no_path():
         config.load({"KEEPWARM_HOME": "~no-such-user-here/x"})
 
 
+def test_a_home_that_cannot_be_looked_into_is_one_sentence(tmp_path):
+    """As one below a directory that this user may not read."""
+    with pytest.raises(BadInput, match=r"config.toml cannot be read \(File name too long\)"):
+        config.load({"KEEPWARM_HOME": str(tmp_path / ("x" * 300))})
+
+
 def test_a_secret_is_not_repeated():
     with pytest.raises(BadInput, match="--admin-key is not valid") as refused:
         config.load({}, admin_key="hidden\0key")

@@ -218,10 +218,8 @@ def find_folders(environ: Mapping[str, str]) -> Folders:
 
 
 def _from_file(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
     try:
-        values = tomllib.loads(path.read_text())
+        values = tomllib.loads(path.read_text()) if path.is_file() else {}
     except OSError as error:
         raise BadInput(f"{path} cannot be read ({error.strerror}); check it.") from error
     except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, a number too long
