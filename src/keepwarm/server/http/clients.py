@@ -68,7 +68,8 @@ class ClientSetup:
             fate = f"leaves {n_left:,} for the conversation" if n_left > 0 else "is too short"
             yield (
                 f"Warning: the first prompt of {self.command[0]} has about {self.first_prompt:,} "
-                f"tokens. {context}, which {fate}; use a model with a longer one."
+                f"tokens. {context}, which {fate}; stop the server and serve a model with a "
+                "longer one (`keepwarm models --fit` lists some)."
             )
 
 
