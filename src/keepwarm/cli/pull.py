@@ -13,7 +13,7 @@ from keepwarm.cli.options import locate_model
 def pull(
     name: Annotated[str, typer.Argument(help="Built-in name, hub id (org/name), or its page.")],
 ) -> None:
-    """Download a model if missing; print its path."""
+    """Download or update a model; print its path."""
     from keepwarm.models.hub import id_of_page
 
     name = id_of_page(name) if "://" in name else name
