@@ -18,7 +18,6 @@ import signal
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -203,8 +202,7 @@ def restart(visits: Sequence[Visit], between: Callable[[Visit], object] | None =
         each.run.target.kill()
         if between is not None:
             between(each)
-    with ThreadPoolExecutor(len(visits)) as pool:
-        list(pool.map(lambda each: each.attempt("start", each.run.target.start), going))
+    ask_together([partial(each.attempt, "start", each.run.target.start) for each in going])
 
 
 # What a damaged or outdated cache does to an answer.

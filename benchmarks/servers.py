@@ -9,7 +9,8 @@
              client after a restart; and after another one a minute later
     streams  seconds that answers take together; time to first token of a long cold prompt beside
              four of them, and the gaps of these meanwhile
-    agents   the last first token of eight that share a long prompt and ask at once
+    agents   the last first token of eight that share a long prompt and ask at once; the first time
+             is apart
     faults   not in `all`: Keepwarm alone does `agents`; if it fails, again without our kernels; if
              that fails too, with one more thing changed at a time. Errors are printed. With
              `--samples 1` three minutes on a GPU, one if nothing fails
@@ -29,20 +30,19 @@ import json
 import shutil
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import httpx
 
 from benchmarks.requests import files
+from benchmarks.requests.client import gaps_between
 from benchmarks.requests.measure import describe_machine
 from benchmarks.requests.prompts import system, user, with_answer
 from benchmarks.requests.run import QUICK, Sizes, WorkloadRun, ask_together
@@ -53,7 +53,7 @@ from benchmarks.requests.targets import (
     mlx_lm_server,
     unwound_by_signals,
 )
-from benchmarks.requests.workloads.streams import ENDLESS
+from benchmarks.requests.workloads.streams import background_streams
 from benchmarks.requests.workloads.turns import RESTARTED, after_restart, long_conversation
 from benchmarks.shapes import config_of, write_checkpoint
 from keepwarm import config
@@ -67,36 +67,35 @@ Runs: TypeAlias = Sequence[WorkloadRun]  # one for each server
 Seconds: TypeAlias = dict[str, list[float]]  # of every sample, by server
 
 
-def start(runs: Runs) -> dict[str, Seconds]:
-    first: Seconds = {run.target.name: [] for run in runs}
-    wall: Seconds = {run.target.name: [] for run in runs}
-    processor: Seconds = {run.target.name: [] for run in runs}
+class Sample(NamedTuple):
+    what: str
+    server: str
+    seconds: float | None  # None: it was asked, and failed
+
+
+def start(runs: Runs) -> Iterator[Sample]:
     for number in range(runs[0].sizes.samples + 1):
         for run in _in_turn(runs, number + 1):  # Keepwarm is second on the first start
             run.target.kill()
-            seconds = run.target.start()
+            seconds, name, cpu_s = run.target.start(), run.target.name, run.target.cpu_s()
             if number:
-                wall[run.target.name].append(seconds)
-                processor[run.target.name].append(run.target.cpu_s() or 0.0)
+                yield Sample("start to first answer", name, seconds)
+                yield Sample("its processor time", name, cpu_s)
             else:
-                first[run.target.name].append(seconds)
+                yield Sample("first start", name, seconds)
                 time.sleep(KEPT_S)
             run.target.kill()
-    return {"first start": first, "start to first answer": wall, "its processor time": processor}
 
 
-def turns(runs: Runs) -> dict[str, Seconds]:
+def turns(runs: Runs) -> Iterator[Sample]:
     """Each server has its own conversation, of the same texts, and both go on together."""
     for run in runs:
         run.target.start()
-    found: dict[str, Seconds] = {}
     for number in range(runs[0].sizes.samples):
-        for what, name, seconds in _conversations(runs, number):
-            found.setdefault(what, {}).setdefault(name, []).append(seconds)
-    return found
+        yield from _conversations(runs, number)
 
 
-def _conversations(runs: Runs, number: int) -> Iterator[tuple[str, str, float]]:
+def _conversations(runs: Runs, number: int) -> Iterator[Sample]:
     sizes, seed = runs[0].sizes, next(runs[0].seeds)
     messages = {
         run.target.name: run.prompts.chat(sizes.first_turn, run.template_tokens, seed)
@@ -110,36 +109,32 @@ def _conversations(runs: Runs, number: int) -> Iterator[tuple[str, str, float]]:
             reply = run.ask(messages[name])
             messages[name] = with_answer(messages[name], reply.text, question)
             total[name] += reply.total_s
-            yield f"turn {turn + 1}", name, reply.ttft_s
-    yield from (("whole conversation", name, seconds) for name, seconds in total.items())
+            yield Sample(f"turn {turn + 1}", name, reply.ttft_s)
+    yield from (Sample("whole conversation", name, seconds) for name, seconds in total.items())
 
 
-def restart(runs: Runs) -> dict[str, Seconds]:
+def restart(runs: Runs) -> Iterator[Sample]:
     """Both have the same conversation; mlx_lm.server computes it again."""
     for run in runs:
         run.target.start()
     prompts = [long_conversation(run) for run in runs]
-    found: dict[str, Seconds] = {}
     for _ in range(runs[0].sizes.samples):
         for what, wait_s in ((RESTARTED, 0.0), ("the same, later", runs[0].sizes.later_s)):
             for run, messages in zip(runs, prompts, strict=True):
                 reply = after_restart(run, messages, wait_s if run.target.is_ours else 0.0)
                 run.target.kill()
-                found.setdefault(what, {}).setdefault(run.target.name, []).append(reply.ttft_s)
-    return found
+                yield Sample(what, run.target.name, reply.ttft_s)
 
 
-def streams(runs: Runs) -> dict[str, Seconds]:
+def streams(runs: Runs) -> Iterator[Sample]:
     for run in runs:
         run.target.start()
         _wait_for_kernels(run)
-    found: dict[str, Seconds] = {}
     for number in range(runs[0].sizes.samples + 1):
         for run in _in_turn(runs, number):
             for what, seconds in {**_together(run), **_beside_streams(run)}.items():
                 if number:  # the first meets kernels for batches of this size
-                    found.setdefault(what, {}).setdefault(run.target.name, []).append(seconds)
-    return found
+                    yield Sample(what, run.target.name, seconds)
 
 
 def _wait_for_kernels(run: WorkloadRun) -> None:
@@ -164,16 +159,11 @@ def _together(run: WorkloadRun) -> dict[str, float]:
 def _beside_streams(run: WorkloadRun) -> dict[str, float]:
     """A long cold prompt alone, and beside streams."""
     alone = run.ask(run.fresh(run.sizes.long), policy="no-store").ttft_s
-    running = [TimedStream(run) for _ in range(N_BESIDE)]
-    try:
-        for stream in running:
-            stream.wait_until_running()
+    with background_streams(run, N_BESIDE) as running:
         began = time.perf_counter()
         reply = run.ask(run.fresh(run.sizes.long), policy="no-store")
-        gaps = sorted(gap for stream in running for gap in stream.gaps(began, time.perf_counter()))
-    finally:
-        for stream in running:
-            stream.close()
+        ended = time.perf_counter()
+        gaps = sorted(gap for each in running for gap in gaps_between(each.times, began, ended))
     what = f"{run.sizes.long:,} cold"
     return {
         f"{what}, alone": alone,
@@ -183,54 +173,18 @@ def _beside_streams(run: WorkloadRun) -> dict[str, float]:
     }
 
 
-class TimedStream:
-    """An answer that runs until it is closed, and when each of its pieces came."""
-
-    def __init__(self, run: WorkloadRun) -> None:
-        self._times: list[float] = []
-        self._running, self._closed = threading.Event(), threading.Event()
-        self._n_before = run.sizes.pieces_before
-        ask = partial(run.ask, run.fresh(64), ENDLESS, policy="no-store", on_text=self._on_text)
-        self._pool = ThreadPoolExecutor(1)
-        self._reply = self._pool.submit(ask)
-        self._reply.add_done_callback(lambda _: self._running.set())
-
-    def _on_text(self, _: float) -> bool:
-        self._times.append(time.perf_counter())
-        if len(self._times) > self._n_before:
-            self._running.set()
-        return not self._closed.is_set()
-
-    def wait_until_running(self) -> None:
-        self._running.wait()
-        if self._reply.done():
-            raise KeepwarmError(f"A stream ended early: {self._reply.exception()}.")
-
-    def gaps(self, since: float, until: float) -> list[float]:
-        """Those that began in this time; the last may still be open."""
-        times = [*self._times, until]
-        return [b - a for a, b in pairwise(times) if since <= b and a < until]
-
-    def close(self) -> None:
-        self._closed.set()
-        self._pool.shutdown()
-
-
-def agents(runs: Runs) -> dict[str, Seconds]:
-    """The second round counts: the first meets kernels for batches of this size.
+def agents(runs: Runs) -> Iterator[Sample]:
+    """The first round is apart: it meets kernels for batches of this size.
 
     One server after the other: eight long prompts take what memory a GPU has left.
     """
-    found: Seconds = {run.target.name: [] for run in runs}
     for run in runs:
         run.target.start()
         _wait_for_kernels(run)
         for number in range(run.sizes.samples + 1):
-            seconds = _last_of_agents(run)
-            if number and seconds is not None:
-                found[run.target.name].append(seconds)
+            what = f"last of {run.sizes.n_agents} agents" + ", at first" * (not number)
+            yield Sample(what, run.target.name, _last_of_agents(run))
         run.target.kill()
-    return {f"last of {runs[0].sizes.n_agents} agents": found}
 
 
 def _last_of_agents(run: WorkloadRun, policy: str | None = None) -> float | None:
@@ -268,28 +222,20 @@ CHANGED = (
 )
 
 
-def faults(runs: Runs) -> dict[str, Seconds]:
+def faults(runs: Runs) -> Iterator[Sample]:
     """What lives shows what a fault goes with. If none is met, one that was suspected is forced."""
     run = next(run for run in runs if run.target.is_ours)
-    found: dict[str, Seconds] = {}
-
-    def lives(variant: Variant) -> bool:
-        seconds = _survived(run, variant)
-        found[f"{run.sizes.n_agents} agents, {variant.what}"] = {run.target.name: seconds}
-        return len(seconds) > run.sizes.samples
-
-    if lives(USUAL):
-        lives(SUSPECTED)
-    elif not lives(PLAIN):
+    if (yield from _rounds(run, USUAL)):
+        yield from _rounds(run, SUSPECTED)
+    elif not (yield from _rounds(run, PLAIN)):
         for variant in CHANGED:
-            lives(variant)
-    return found
+            yield from _rounds(run, variant)
 
 
-def _survived(run: WorkloadRun, variant: Variant) -> list[float]:
-    """Seconds of each round until the server failed, if it did."""
+def _rounds(run: WorkloadRun, variant: Variant) -> Generator[Sample, None, bool]:
+    """Seconds of each round until the server fails; whether it did not."""
     target = cast("ServerProcess", run.target)
-    usual, found = target.environ, list[float]()
+    what, usual = f"{run.sizes.n_agents} agents, {variant.what}", target.environ
     with tempfile.TemporaryDirectory() as home:
         target.environ = {**usual, **variant.environ}
         if not variant.has_kernels:
@@ -298,13 +244,15 @@ def _survived(run: WorkloadRun, variant: Variant) -> list[float]:
             target.start()
             _wait_for_kernels(run)
             for _ in range(run.sizes.samples + 1):
-                found.append(_last_of_agents(run, variant.policy) or 0.0)
+                yield Sample(what, target.name, _last_of_agents(run, variant.policy))
         except (KeepwarmError, httpx.HTTPError) as error:
-            print(f"{variant.what}: failed after {len(found)} rounds: {error}", flush=True)
+            print(f"{variant.what}: failed: {error}", flush=True)
+            yield Sample(what, target.name, None)
+            return False
         finally:
             target.kill()
             target.environ = usual
-    return found
+    return True
 
 
 def _home_without_kernels(home: Path) -> Path:
@@ -328,7 +276,7 @@ def _in_turn(runs: Runs, number: int) -> Runs:
     return runs if number % 2 == 0 else runs[::-1]
 
 
-MEASURES: dict[str, Callable[[Runs], dict[str, Seconds]]] = {
+MEASURES: dict[str, Callable[[Runs], Iterator[Sample]]] = {
     "start": start,
     "turns": turns,
     "restart": restart,
@@ -350,7 +298,8 @@ LONG_PROMPTS = Sizes(
 
 def measure(
     names: Sequence[str], model: str, shape: str | None, sizes: Sizes
-) -> Iterator[tuple[str, dict[str, Seconds]]]:
+) -> Generator[tuple[str, dict[str, Seconds]]]:
+    """What is known of each after every sample: a time limit loses none."""
     with tempfile.TemporaryDirectory(prefix="keepwarm-bench-") as temporary:
         folder = Path(temporary)
         shared = files.model_directory(model)
@@ -362,12 +311,24 @@ def measure(
         runs = [make_run("servers", server, lambda _: None) for server in servers]
         try:
             for name in names:
-                yield name, MEASURES[name](runs)
+                for found in collected(MEASURES[name](runs)):
+                    yield name, found
+                show(found)
                 for server in servers:
                     server.kill()  # the next measure starts its own
         finally:
             for server in servers:
                 server.close()
+
+
+def collected(samples: Iterable[Sample]) -> Iterator[dict[str, Seconds]]:
+    found: dict[str, Seconds] = {}
+    for what, server, seconds in samples:
+        known = found.setdefault(what, {}).setdefault(server, [])
+        if seconds is not None:
+            known.append(seconds)
+            print(f"{what:30} {server:10} {seconds:6.3f} s", flush=True)
+        yield found
 
 
 def ratios(found: Seconds) -> list[float]:
@@ -414,11 +375,11 @@ def main() -> None:
         "machine": describe_machine(),
         "seconds": {},
     }
-    with unwound_by_signals():
-        for name, found in measure(names, asked.model, asked.shape, sizes):
-            show(found)
+    measured = measure(names, asked.model, asked.shape, sizes)
+    with unwound_by_signals(), closing(measured):
+        for name, found in measured:
             report["seconds"][name] = found
-            if asked.json is not None:  # after each: a time limit loses one only
+            if asked.json is not None:
                 asked.json.write_text(json.dumps(report, indent=1) + "\n")
 
 

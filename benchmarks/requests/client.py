@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import httpx
@@ -66,13 +67,18 @@ class TimedReply(NamedTuple):
 
     @property
     def gaps(self) -> list[float]:
-        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+        return [after - before for before, after in pairwise(self.times)]
 
     @property
     def token_s(self) -> float:
         """Seconds per token, the first one excluded."""
         n_tokens = max(1, self.completion_tokens - 1)
         return (self.times[-1] - self.times[0]) / n_tokens if len(self.times) > 1 else self.total_s
+
+
+def gaps_between(times: Sequence[float], since: float, until: float) -> list[float]:
+    """Gaps of which a part is in this time; the last may still be open."""
+    return [b - a for a, b in pairwise([*times, until]) if since <= b and a < until]
 
 
 class HttpClient:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -181,11 +181,26 @@ class WorkloadRun:
 
 def ask_together(asks: Sequence[Callable[[], T]]) -> list[T]:
     """Send all requests at the same moment, each from its own thread."""
-    gate = threading.Barrier(len(asks))
+    gate = threading.Barrier(max(1, len(asks)))
 
     def begin(ask: Callable[[], T]) -> T:
         gate.wait()
         return ask()
 
-    with ThreadPoolExecutor(len(asks)) as pool:
-        return list(pool.map(begin, asks))
+    asked = [in_thread(partial(begin, ask)) for ask in asks]
+    wait(asked)
+    return [each.result() for each in asked]
+
+
+def in_thread(work: Callable[[], T]) -> Future[T]:
+    """In a daemon thread: a bench that is told to end does not wait for a request that hangs."""
+    found: Future[T] = Future()
+
+    def do() -> None:
+        try:
+            found.set_result(work())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=do, daemon=True).start()
+    return found

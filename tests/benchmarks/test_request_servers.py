@@ -1,13 +1,19 @@
 """`benchmarks.requests` on servers: one that it starts, and a running one given by its URL."""
 
 import signal
+import subprocess
+import sys
+import threading
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from benchmarks.requests import suite
 from benchmarks.requests.report.results import Note, Results
 from benchmarks.requests.run import QUICK
 from benchmarks.requests.targets import make, unwound_by_signals
+from benchmarks.requests.workloads.streams import background_streams
 
 from keepwarm import config
 from keepwarm.models.load import load
@@ -101,3 +107,56 @@ def test_a_bench_that_is_told_to_end_unwinds():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+HANGS = """
+import threading
+from benchmarks.requests.run import ask_together
+from benchmarks.requests.targets import unwound_by_signals
+
+def hang():
+    print("asked\\n", end="", flush=True)
+    threading.Event().wait()
+
+with unwound_by_signals():
+    try:
+        ask_together([hang, hang])
+    finally:
+        print("unwound", flush=True)
+"""
+
+
+def test_a_bench_that_is_told_to_end_does_not_wait_for_its_requests():
+    command, root = [sys.executable, "-c", HANGS], Path(__file__).parents[2]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as bench:
+        try:
+            assert [bench.stdout.readline() for _ in range(2)] == ["asked\n"] * 2
+            bench.terminate()
+            assert bench.communicate(timeout=30)[0] == "unwound\n"
+        finally:
+            bench.kill()
+    assert bench.returncode == 128 + signal.SIGTERM
+
+
+class Stuck:
+    """Sends a few pieces of text, then nothing."""
+
+    def __init__(self):
+        self.let_go = threading.Event()
+
+    def ask(self, ask):
+        if ask.max_tokens == 1:
+            return SimpleNamespace(prompt_tokens=9)
+        for _ in range(QUICK.pieces_before + 1):
+            ask.on_text(0.0)
+        return self.let_go.wait()
+
+
+def test_an_error_beside_a_stream_does_not_wait_for_its_end(make_run):
+    target = Stuck()
+    run = make_run("late", target, lambda _: None)
+    with pytest.raises(KeyError), background_streams(run) as (stream,):
+        raise KeyError
+    assert not stream.reply.done()
+    target.let_go.set()
+    stream.reply.result()

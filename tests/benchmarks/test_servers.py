@@ -9,10 +9,10 @@ import pytest
 from benchmarks.requests.run import QUICK
 from benchmarks.requests.suite import run_factory
 from benchmarks.requests.targets import InProcess
+from benchmarks.requests.workloads import streams as workloads
 from benchmarks.requests.workloads.turns import RESTARTED, after_restart, long_conversation
-from benchmarks.servers import CHANGED, agents, faults, ratios, restart, streams, turns
+from benchmarks.servers import CHANGED, agents, collected, faults, ratios, restart, streams, turns
 
-from benchmarks import servers
 from keepwarm.device import kernels
 from keepwarm.errors import Unreachable
 from tests.kit.checkpoints import write_checkpoint
@@ -83,8 +83,14 @@ def runs(tmp_path, asked):
         target.close()
 
 
+def all_of(samples):
+    """What is known in the end."""
+    *_, found = collected(samples)
+    return found
+
+
 def test_each_is_first_as_often_as_the_other(runs, asked):
-    found = turns(runs)
+    found = all_of(turns(runs))
     assert list(found) == ["turn 1", "turn 2", "whole conversation"]
     assert all(len(samples) == 2 for each in found.values() for samples in each.values())
     ours, theirs = "keepwarm", "mlx-lm"
@@ -101,7 +107,7 @@ def test_a_conversation_is_warm_after_a_restart(runs):
 
 
 def test_both_are_restarted_at_once_and_later(runs, asked):
-    found = restart(runs)
+    found = all_of(restart(runs))
     assert list(found) == [RESTARTED, "the same, later"]
     assert all(len(samples) == 2 for each in found.values() for samples in each.values())
     assert asked == ["keepwarm"] * 2 + ["mlx-lm"] * 2 + ["keepwarm", "mlx-lm"] * 4
@@ -112,9 +118,9 @@ def test_ratios_are_those_of_samples_taken_together():
 
 
 def test_a_cold_prompt_is_measured_beside_streams_of_the_same_server(runs, monkeypatch):
-    monkeypatch.setattr(servers, "ENDLESS", 2000)
+    monkeypatch.setattr(workloads, "ENDLESS", 2000)
     runs = [replace(run, sizes=replace(run.sizes, samples=1, streams=(2,))) for run in runs]
-    found = streams(runs)
+    found = all_of(streams(runs))
     names = {"2 answers together", "256 cold, alone", "256 cold, beside 4"}
     assert found.keys() == names | {"their gaps, p50", "their gaps, p95"}
     assert all(len(ratios(seconds)) == 1 for seconds in found.values())
@@ -124,15 +130,24 @@ def test_a_cold_prompt_is_measured_beside_streams_of_the_same_server(runs, monke
 
 def test_agents_ask_at_once_and_the_last_one_counts(runs, asked):
     runs = [replace(run, sizes=replace(run.sizes, samples=1)) for run in runs]
-    (seconds,) = agents(runs).values()
+    _, seconds = all_of(agents(runs)).values()
     assert len(ratios(seconds)) == 1
     assert asked == [run.target.name for run in runs for _ in range(2 * SIZES.n_agents)]
+
+
+def test_a_run_that_is_cut_has_every_sample_so_far(runs, asked, capsys):
+    """The first server's rounds are known before the second is asked."""
+    samples = collected(agents(runs))
+    found = next(samples)
+    assert list(found) == ["last of 3 agents, at first"]
+    assert asked == ["keepwarm"] * SIZES.n_agents
+    assert "last of 3 agents, at first" in capsys.readouterr().out
 
 
 def test_agents_of_a_server_that_fails_have_no_seconds(runs, capsys):
     ours, other = (replace(run, sizes=replace(run.sizes, samples=1)) for run in runs)
     failing = Failing("mlx-lm", other.target)
-    (seconds,) = agents([ours, replace(other, target=failing)]).values()
+    _, seconds = all_of(agents([ours, replace(other, target=failing)])).values()
     assert [len(samples) for samples in seconds.values()] == [1, 0]
     assert ratios(seconds) == []
     assert "it died" in capsys.readouterr().out
@@ -148,7 +163,7 @@ def looked_for(runs, tmp_path, monkeypatch):
 
     def look(fails):
         target = Changed(tmp_path, fails)
-        found = faults([replace(runs[0], target=target, sizes=replace(SIZES, samples=1))])
+        found = all_of(faults([replace(runs[0], target=target, sizes=replace(SIZES, samples=1))]))
         assert target.environ == {"KEEPWARM_HOME": str(tmp_path)}
         assert all("killed" in each for each in target.started)
         lived = {what.partition(", ")[2]: len(by["keepwarm"]) == 2 for what, by in found.items()}
@@ -170,7 +185,7 @@ def test_a_server_that_lives_is_given_many_shapes(looked_for):
 def test_a_fault_of_our_kernels_is_found(looked_for, capsys):
     lived, target = looked_for(lambda _, machine: has_kernels(machine))
     assert lived == {"as it is": False, "none of our kernels": True}
-    assert "as it is: failed after 0 rounds: an illegal memory" in capsys.readouterr().out
+    assert "as it is: failed: an illegal memory" in capsys.readouterr().out
     plain = {"blas": 1, "products": {"depends": 3, "names": {"4 to 4": {"3": "plain"}}}}
     assert target.started[1][1] == plain
 

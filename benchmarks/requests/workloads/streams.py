@@ -4,53 +4,60 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 
 from benchmarks.requests.client import Message, TimedReply
 from benchmarks.requests.prompts import with_answer
 from benchmarks.requests.report.results import Note, Record, percentile
-from benchmarks.requests.run import WorkloadRun, ask_together
+from benchmarks.requests.run import WorkloadRun, ask_together, in_thread
 from benchmarks.requests.targets import error_line
 from keepwarm.errors import KeepwarmError
 
 ENDLESS = 4096  # tokens; the stream is cancelled before
 
 
-@dataclass
 class BackgroundStream:
-    """A stream that runs until `stop` is set and counts its pieces of text."""
+    """An answer that runs until it is told to stop, and when each of its pieces came."""
 
-    n_before: int  # pieces until it counts as running
-    running: threading.Event = field(default_factory=threading.Event)
-    stop: threading.Event = field(default_factory=threading.Event)
-    n_pieces: int = 0
+    def __init__(self, run: WorkloadRun) -> None:
+        self.times: list[float] = []
+        self._n_before = run.sizes.pieces_before
+        self._running, self._stopped = threading.Event(), threading.Event()
+        ask = partial(run.ask, run.fresh(64), ENDLESS, policy="no-store", on_text=self._on_text)
+        self.reply = in_thread(ask)
+        self.reply.add_done_callback(lambda _: self._running.set())
 
-    def on_text(self, _: float) -> bool:
-        self.n_pieces += 1
-        if self.n_pieces > self.n_before:
-            self.running.set()
-        return not self.stop.is_set()
+    def _on_text(self, _: float) -> bool:
+        self.times.append(time.perf_counter())
+        if len(self.times) > self._n_before:
+            self._running.set()
+        return not self._stopped.is_set()
+
+    def wait_until_running(self) -> None:
+        self._running.wait()
+        if self.reply.done():
+            raise KeepwarmError(f"A stream ended early: {self.reply.exception()}.")
+
+    def stop(self) -> None:
+        self._stopped.set()
 
 
 @contextmanager
-def background_stream(run: WorkloadRun) -> Iterator[tuple[BackgroundStream, Future[TimedReply]]]:
-    """Keep a stream running for the duration of the block."""
-    background, messages = BackgroundStream(run.sizes.pieces_before), run.fresh(64)
-    ask = partial(run.ask, messages, ENDLESS, policy="no-store", on_text=background.on_text)
-    with ThreadPoolExecutor(1) as pool:
-        stream = pool.submit(ask)
-        stream.add_done_callback(lambda _: background.running.set())
-        try:
-            background.running.wait()
-            if stream.done():
-                raise KeepwarmError(f"The background stream ended early: {stream.exception()}.")
-            yield background, stream
-        finally:
-            background.stop.set()
+def background_streams(run: WorkloadRun, n_streams: int = 1) -> Iterator[list[BackgroundStream]]:
+    """Keep streams running for the duration of the block; an error does not wait for their end."""
+    streams = [BackgroundStream(run) for _ in range(n_streams)]
+    try:
+        for stream in streams:
+            stream.wait_until_running()
+        yield streams
+    finally:
+        for stream in streams:
+            stream.stop()
+    wait([stream.reply for stream in streams])
 
 
 def late(run: WorkloadRun) -> Iterator[Record]:
@@ -58,7 +65,7 @@ def late(run: WorkloadRun) -> Iterator[Record]:
     alone, beside_another = [], []
     for _ in run.samples("late arrival"):
         alone.append(run.ask(run.fresh(run.sizes.late)).ttft_s)
-        with background_stream(run):
+        with background_streams(run):
             beside_another.append(run.ask(run.fresh(run.sizes.late)).ttft_s)
     how = f"cold prompt of {run.sizes.late} tokens"
     solo = run.series("TTFT, alone", "s", alone, how=how)
@@ -72,10 +79,10 @@ def prefill(run: WorkloadRun) -> Iterator[Record]:
     alone, beside_another, gaps_alone, gaps_beside = [], [], [], []
     for _ in run.samples("long prompt"):
         alone.append(run.ask(run.fresh(run.sizes.long)).ttft_s)
-        with background_stream(run) as (background, stream):
-            n_alone = background.n_pieces
+        with background_streams(run) as (stream,):
+            n_alone = len(stream.times)
             beside_another.append(run.ask(run.fresh(run.sizes.long), 1).ttft_s)
-        gaps = stream.result().gaps
+        gaps = stream.reply.result().gaps
         gaps_alone.append(percentile(gaps[: n_alone - 1], 0.5))
         gaps_beside.append(percentile(gaps[n_alone - 1 :], 0.95))
     how = f"cold prompt of {run.sizes.long:,} tokens"
@@ -143,19 +150,20 @@ def stress(run: WorkloadRun) -> Iterator[Record]:
     """New, repeated, follow-up and forked prompts at once, some cancelled."""
     draw = random.Random(0)  # noqa: S311
     known = [run.fresh(n) for n in run.sizes.lengths]
-    todo = [_mixed(run, draw, known) for _ in range(run.sizes.stress_requests)]
+    n_all = run.sizes.stress_requests
+    todo = enumerate([_mixed(run, draw, known) for _ in range(n_all)], 1)
+    replies: list[TimedReply] = []
     errors: list[str] = []
 
-    def attempt(number: int) -> TimedReply | None:
-        run.show_status(f"request {number + 1} of {len(todo)}")
-        try:
-            return todo[number]()
-        except KeepwarmError as error:
-            errors.append(error_line(error))
-            return None
+    def work() -> None:
+        for number, ask in todo:
+            run.show_status(f"request {number} of {n_all}")
+            try:
+                replies.append(ask())
+            except KeepwarmError as error:
+                errors.append(error_line(error))
 
-    with ThreadPoolExecutor(run.sizes.clients) as pool:
-        replies = [reply for reply in pool.map(attempt, range(len(todo))) if reply is not None]
+    ask_together([work] * run.sizes.clients)
     how = f"{run.sizes.clients} clients at once, about a fifth of the requests cancelled"
     firsts = [reply.ttft_s for reply in replies]
     if firsts:
