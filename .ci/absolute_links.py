@@ -2,7 +2,7 @@
 """Give a release the address of its repository, which only the release knows.
 
 `.ci/absolute_links.py URL TAG` writes it into the metadata and the README's links, which the package
-index shows without our files beside them, and into the Homebrew formula.
+index shows without our files beside them, into the quick start and the Homebrew formula.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def main(root: Path, url: str, tag: str) -> None:
     )
     urls = URLS.format(url=url, tag=tag)
     rewrite(root / "pyproject.toml", lambda text: text.replace("\n[project.scripts]", urls, 1))
-    rewrite(root / "deploy" / "keepwarm.rb", lambda text: text.replace("REPOSITORY", address))
+    for path in ("deploy/keepwarm.rb", "docs/quickstart.md"):
+        rewrite(root / path, lambda text: text.replace("REPOSITORY", address))
 
 
 def rewrite(path: Path, change: Callable[[str], str]) -> None:

@@ -77,8 +77,9 @@ def released(tmp_path: Path) -> Path:
     """The project as the release workflow prepares it."""
     for folder in (".ci", "deploy"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
-    for name in ("README.md", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "docs").mkdir()
+    for name in ("README.md", "pyproject.toml", "docs/quickstart.md"):
+        shutil.copy(ROOT / name, tmp_path / name)
     program = tmp_path / ".ci" / "absolute_links.py"
     subprocess.run([sys.executable, program, f"{URL}/", "v1.2.3"], check=True)
     return tmp_path
@@ -101,6 +102,7 @@ def test_a_release_has_absolute_links(released):
     formula = (released / "deploy" / "keepwarm.rb").read_text()
     assert f'homepage "{URL}"' in formula
     assert 'https://REPOSITORY"' not in formula
+    assert f"git clone {URL} keepwarm" in (released / "docs" / "quickstart.md").read_text()
 
 
 def test_a_release_is_published_by_a_tag_after_it_was_tried():
