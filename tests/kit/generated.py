@@ -1,7 +1,7 @@
 """Pages generated from code and results: the public API, the command line's help, the tables of
-settings, metrics and rules, models by memory, the results of `benchmarks.requests`, the README's
-tables, and the pages of the zoo, of the conversations, of coding agents, of their
-working day, of other projects' tests and of the price of fewer bits.
+settings, metrics, blocks and rules, models by memory, the results of `benchmarks.requests`, the
+README's tables, and the pages of the zoo, of the conversations, of clients, of coding agents, of
+their working day, of other servers, of other projects' tests and of the price of fewer bits.
 
 `python -m tests.kit.generated` writes them; tests compare them with the code.
 """
