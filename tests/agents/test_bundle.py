@@ -12,6 +12,7 @@ from keepwarm.agents.agent import Branch
 from keepwarm.agents.agent_store import AgentStore
 from keepwarm.agents.bundle import MANIFEST, Manifest, manifest_in, write_archive
 from keepwarm.agents.rewriting import prefix_blocks, prefix_records, trimmed
+from keepwarm.agents.shares import AgentLimits
 from keepwarm.cache.restore.records import block_of, records_of
 from keepwarm.cache.store import Budgets, Store
 from keepwarm.errors import (
@@ -118,6 +119,43 @@ def test_a_block_that_goes_while_it_is_exported_is_missed(disk_store):
     disk_store.disk.delete(agent.blocks[0])
     with pytest.raises(BadCacheFile, match="evicted or deleted meanwhile"):
         list(export.pieces)
+
+
+@pytest.mark.parametrize("first_gone", [0, 2])
+def test_an_agent_of_which_blocks_were_evicted_is_not_exported_in_part(
+    first_gone, disk_store, tmp_path
+):
+    agent = turn(disk_store, "a", tokens_of(700))
+    for key in agent.blocks[first_gone:]:
+        disk_store.disk.delete(key)
+    with pytest.raises(BadCacheFile, match="so nothing was exported"):
+        disk_store.export_agent("a", tmp_path / "a.kw")
+    assert not (tmp_path / "a.kw").exists()
+
+
+@pytest.mark.parametrize(
+    ("agent_id", "says"),
+    [(None, "already exists"), ("a", "already exists"), ("no id", "not an agent id")],
+)
+def test_a_bundle_under_a_name_that_cannot_be_is_refused_before_its_blocks_are_stored(
+    agent_id, says, disk_store, other, tmp_path
+):
+    turn(disk_store, "a", tokens_of(700))
+    disk_store.export_agent("a", tmp_path / "a.kw")
+    other.import_agent(tmp_path / "a.kw", IDENTITY)
+    before = sorted(block.key for block in other.disk.walk())
+    with pytest.raises(BadInput, match=says):
+        other.import_agent(tmp_path / "a.kw", IDENTITY, agent_id)
+    assert sorted(block.key for block in other.disk.walk()) == before
+
+
+def test_a_key_with_too_many_agents_takes_in_no_blocks(disk_store, other, tmp_path):
+    turn(disk_store, "a", tokens_of(700))
+    disk_store.export_agent("a", tmp_path / "a.kw")
+    other.limit(AgentLimits(n_agents=0))
+    with pytest.raises(BadInput, match="may have 0"):
+        other.import_agent(tmp_path / "a.kw", IDENTITY)
+    assert not list(other.disk.walk())
 
 
 def test_work_is_told_as_it_is_done(disk_store, other, tmp_path):

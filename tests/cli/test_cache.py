@@ -108,7 +108,8 @@ def test_bad_input_is_one_sentence(arguments, says, home):
     assert "Traceback" not in done.stderr.decode()
 
 
-def test_verify_finds_and_fixes_a_flipped_byte(home):
+def test_verify_finds_and_fixes_a_flipped_byte(home, tmp_path):
+    home = shutil.copytree(home, tmp_path / "home")
     assert cache_json(home, "verify")["bad"] == []
     path = next(p for p in files_under(store(home) / "blocks"))
     data = bytearray(path.read_bytes())
@@ -189,9 +190,8 @@ def test_an_agent_travels_in_one_file(home, tmp_path):
     assert again["usage"]["cached_tokens"] == first["usage"]["prompt_tokens"] - 1
     assert again["text"] == first["text"]
     write_checkpoint(tmp_path / "other", seed=3)
-    done = keepwarm_here(
-        "cache", "import", str(bundle), "--model", str(tmp_path / "other"), home=away
-    )
+    asked = "cache", "import", str(bundle), "--model", str(tmp_path / "other"), "--agent", "b"
+    done = keepwarm_here(*asked, home=away)
     assert done.returncode == 2
     assert "weights differ" in done.stderr.decode()
 
@@ -244,6 +244,19 @@ def test_what_a_bundle_needs_is_said_before_anything_is_downloaded(main_here, tm
     assert not (tmp_path / "models").exists()
     asked = "cache", "import", tmp_path / "a.kw", "--agent", "b", *model, "--json"
     assert json.loads(main_here(*asked)[1])["metadata"] == {"note": "a story"}
+
+
+@pytest.mark.parametrize("form", ["bundle", "mlx-lm"])
+def test_a_taken_name_is_said_before_a_model_is_loaded(form, main_here, monkeypatch, tmp_path):
+    model = "--model", write_checkpoint(tmp_path / "tiny")
+    main_here("run", "a story", *model, "--max-tokens", 2, "--agent", "a")
+    file = tmp_path / ("a.kw" if form == "bundle" else "a.safetensors")
+    assert main_here("cache", "export", "a", file, "--format", form, *model)[0] == 0
+    monkeypatch.delattr("keepwarm.cli.cache.load_model")
+    for name, says in ((), "'a' already exists"), (("--agent", "no id"), "not an agent id"):
+        code, _, error = main_here("cache", "import", file, *model, *name)
+        assert (code, error.count("\n")) == (2, 1)
+        assert says in error
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from keepwarm.agents.agent import Agent, Branch
 from keepwarm.agents.agents import TENANT, Agents
 from keepwarm.agents.block_refs import Holder, find_block_refs
 from keepwarm.agents.bundle import (
+    NOT_WHOLE,
     BundleExport,
     BundleSource,
     CheckRecord,
@@ -244,12 +245,14 @@ class AgentStore:
         """A bundle of an agent, made while it is read."""
         holders = list(self.holders(agent))
         tokens = b"".join(holder.tokens for holder in holders)
+        if len(tokens) < 4 * agent.n_tokens:
+            raise BadCacheFile(NOT_WHOLE)
         identity, revision = self._registered(agent.namespace)
         manifest = Manifest(
             identity=identity,
             tokens=tokens,
             blocks=tuple(holder.key.hex() for holder in holders),
-            turns=tuple(n for n in agent.turns if 4 * n <= len(tokens)),
+            turns=agent.turns,
             agent=agent.id,
             metadata=agent.metadata,
             model=agent.head.model,
@@ -279,6 +282,9 @@ class AgentStore:
         with _opened(source) as bundle:
             manifest, identity = import_bundle(
                 *(self.disk, self.wear, bundle, expected),
+                check_manifest=lambda it: self.agents.check_new(
+                    agent_id or name_of(it, bundle.name)
+                ),
                 keys=keys,
                 check_record=check_record,
                 progress=progress,
@@ -286,8 +292,7 @@ class AgentStore:
         name, tokens = self.register(identity, manifest.revision), unpack(manifest.tokens)
         opening = manifest.turns[0] if manifest.turns else len(tokens)
         head = Branch.of(name, tokens, manifest.turns, n_opening=opening, main=True, model=model)
-        named = re.sub(f"^({TENANT})+", "", manifest.agent or Path(bundle.name).stem)
-        called = agent_id or named  # no author names an agent of an API key
+        called = agent_id or name_of(manifest, bundle.name)
         agent = self.agents.create(called, head, metadata=manifest.metadata)
         if manifest.turn is not None and agent.blocks:
             self.agents.turns.keep(agent.id, tokens, agent.blocks[-1], manifest.turn)
@@ -326,6 +331,11 @@ class AgentStore:
     def _unverified_path(self, name: Namespace) -> Path:
         """Not in the index, which may be lost while the blocks stay."""
         return file_path(self.disk, "models", f"{name.hex()}-unverified")
+
+
+def name_of(manifest: Manifest, file: Path | str) -> str:
+    """Of an agent that is imported without an id; no author names an agent of an API key."""
+    return re.sub(f"^({TENANT})+", "", manifest.agent or Path(file).stem)
 
 
 @contextmanager

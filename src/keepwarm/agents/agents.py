@@ -163,11 +163,10 @@ class Agents:
         check_metadata(fields.get("metadata", {}))
         now = self._clock()
         with self._changing():
-            self._refuse_known(agent_id)
+            self._check_new(agent_id)
             head = replace(head, used=now)
             made = {"created": now, "used": now, "retention_s": self._retention_s}
             agent = Agent(agent_id, head, **made | fields)
-            self._check_number(agent_id)
             self._check_protection(Agent(agent_id, head), agent)
             return self._save(agent)
 
@@ -248,6 +247,15 @@ class Agents:
         held, found = protection(self._disk, before), protection(self._disk, after)
         if found.n_bytes > held.n_bytes or found.n_reserved > held.n_reserved:
             self._shares.check_bytes(after.id, found)
+
+    def check_new(self, agent_id: str) -> None:
+        """Raise if no agent with this id can be made."""
+        with self._changing():
+            self._check_new(agent_id)
+
+    def _check_new(self, agent_id: str) -> None:
+        self._refuse_known(agent_id)
+        self._check_number(agent_id)
 
     def _refuse_known(self, agent_id: str) -> None:
         if self.is_ephemeral(agent_id) or self._path(agent_id).exists():

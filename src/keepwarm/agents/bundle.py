@@ -61,6 +61,10 @@ CheckRecord: TypeAlias = Callable[[Record | RecordView], None]
 MAX_MODEL = 200  # characters of a model's name
 MAX_MANIFEST_BYTES = 64 << 20  # most of it is one string, the tokens
 MAX_MANIFEST_ITEMS = 1 << 18  # keys and turns; each takes more memory than it has bytes
+NOT_WHOLE = (
+    "Some blocks are missing or unreadable, so nothing was exported; continue the agent once to "
+    "compute them again, then export it."
+)
 # Exceptions that reading a file that is not a bundle, or a hostile one, may raise.
 PARSE_ERRORS = (
     ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError, OverflowError,
@@ -230,10 +234,7 @@ def export_bundle(
     held = prefix_blocks(disk, inside, tokens, manifest.keys)
     headers = list(prefix_records(disk, held, tokens, tensors=()))
     if not _is_whole(inside, tokens, {record.header.key for record in headers}):
-        raise BadCacheFile(
-            "Some blocks are missing or unreadable, so nothing was exported; continue the agent "
-            "once to compute them again, then export it."
-        )
+        raise BadCacheFile(NOT_WHOLE)
     renames = renamed(headers, inside, outside)
     blocks = tuple(dict.fromkeys(record.header.key.hex() for record in renames))
 
@@ -287,6 +288,7 @@ def import_bundle(
     source: BundleSource,
     expected: Identity,
     *,
+    check_manifest: Callable[[Manifest], None],
     keys: BundleKeys = NO_KEYS,
     check_record: CheckRecord = accept_any,
     progress: Progress = no_progress,
@@ -296,13 +298,15 @@ def import_bundle(
     They get the namespace of `expected`, whichever tenant exported them. Digests prove that bytes
     are whole, not who computed them: unless one of `keys` signed them, they get an origin of their
     own, so that no other look-up reaches them, and all that is computed on top has that origin too.
-    `check_record` raises for a record that does not fit the model. Raises InsufficientResources
-    where there is no room for all of them, or today's write budget is used up.
+    `check_manifest` raises for one that is not wanted, `check_record` for a record that does not
+    fit the model. Raises InsufficientResources where there is no room for all of them, or today's
+    write budget is used up.
     """
     with _as_bundle_errors(source.name), StagedRecords(disk) as staged:
         archive = ArchiveReader(source.file, source.n_bytes)
         entries = iter(archive)
         manifest = _read_manifest(entries)
+        check_manifest(manifest)
         refuse_other_model(manifest, expected)
         if not _is_trusted(manifest, keys):
             expected = replace(expected, origin=secrets.token_hex(16))

@@ -259,6 +259,7 @@ def _import_bundle(
     settings: config.Settings, file: Path, agent: str | None, keys: BundleKeys
 ) -> Agent:
     """Store a bundle as an agent."""
+    from keepwarm.agents.agent_store import name_of
     from keepwarm.agents.bundle import manifest_in
     from keepwarm.cache.identity import make_options_in
     from keepwarm.cache.restore.records import check_record
@@ -267,8 +268,9 @@ def _import_bundle(
     manifest = manifest_in(file)
     _refuse_download(settings, file, manifest)
     theirs = manifest.identity
-    model, options = load_model(settings), make_options_in(theirs)
     with Store(settings=settings) as store:
+        store.on_disk.agents.check_new(agent or name_of(manifest, file))
+        model, options = load_model(settings), make_options_in(theirs)
         ours = store.attach(model.module, model.path, salt=theirs.salt, **options)
         fits = partial(check_record, ours.restorer.layout)
         with shown("importing") as line:
@@ -303,10 +305,10 @@ def _import_prompt_file(
     from keepwarm.cache.store import Store
     from keepwarm.cli.prompt_files import import_prompt_file, read_prompt_file
 
-    read = read_prompt_file(file, tokens)
-    model = load_model(settings)
+    read, called = read_prompt_file(file, tokens), agent or file.stem
     with Store(settings=settings) as store:
-        return import_prompt_file(store, model, read, agent or file.stem)
+        store.on_disk.agents.check_new(called)
+        return import_prompt_file(store, load_model(settings), read, called)
 
 
 def _export_prompt_file(
