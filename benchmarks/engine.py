@@ -12,11 +12,12 @@ import gc
 import json
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import wait
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.metadata import version
 from itertools import count, groupby, pairwise
 from math import log
@@ -28,6 +29,8 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.measure import GIB, Figure, pinned_gb_per_s
+from benchmarks.requests.client import gaps_between
+from benchmarks.requests.run import in_thread
 from benchmarks.requests.targets import DROPS_PAGES, drop_pages
 from benchmarks.shapes import build, make_tokenizer
 from keepwarm import config, kv
@@ -37,7 +40,7 @@ from keepwarm.engine.admission import EngineConfig
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.compilation import TrialRequests
 from keepwarm.engine.engine import Engine
-from keepwarm.errors import Cancelled
+from keepwarm.errors import Cancelled, EngineFailed
 from keepwarm.models.load import Model
 from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import Delta, Progress, Request, Sampling
@@ -52,33 +55,34 @@ class Running:
     def __init__(self, answers: Sequence[Answer]) -> None:
         self.times: list[list[float]] = [[] for _ in answers]
         self._answers = answers
-        self._threads = [
-            threading.Thread(target=self._read, args=pair, daemon=True)
-            for pair in zip(answers, self.times, strict=True)
-        ]
-        for thread in self._threads:
-            thread.start()
+        pairs = zip(answers, self.times, strict=True)
+        self._ends = [in_thread(partial(_read, *pair)) for pair in pairs]
         while min(map(len, self.times)) < SOLO_TOKENS:
+            if any(end.done() and end.result() for end in self._ends):
+                raise EngineFailed("An answer ended before the measurement.")
             time.sleep(0.005)
 
-    def _read(self, answer: Answer, times: list[float]) -> None:
-        try:
-            for event in answer:
-                if isinstance(event, Delta):
-                    times.append(time.perf_counter())
-        except Cancelled:
-            return
-
     def gaps_ms(self, since: float, until: float) -> list[float]:
-        """Between two tokens, where the first arrived in this time."""
-        pairs = [pair for times in self.times for pair in pairwise(list(times))]
-        return [1000 * (b - a) for a, b in pairs if since <= a <= until] or [0.0]
+        """Gaps of which a part is in this time; of one that is still open, what has passed."""
+        found: list[float] = []
+        for times, end in zip(self.times, self._ends, strict=True):
+            ended = end.result() if end.done() else until
+            found += gaps_between(times, since, min(until, ended))
+        return [1000 * gap for gap in found]
 
     def stop(self) -> None:
         for answer in self._answers:
             answer.cancel()
-        for thread in self._threads:
-            thread.join()
+        wait(self._ends)
+
+
+def _read(answer: Answer, times: list[float]) -> float:
+    """When it ended."""
+    with suppress(Cancelled):
+        for event in answer:
+            if isinstance(event, Delta):
+                times.append(time.perf_counter())
+    return time.perf_counter()
 
 
 class Case:
@@ -143,18 +147,26 @@ class Case:
 
     def bare(self) -> dict[int, float]:
         """Milliseconds by prompt length: slices of 2,048 tokens with nothing around them."""
-        step, marks = min(SLICE, self.unit), {}
 
-        def loop() -> None:
-            caches, started = kv.make_caches(self.model.module), time.perf_counter()
-            for done in range(step, 4 * self.unit + 1, step):
-                self.model.module(mx.array([self.prompt(step)]), cache=caches)
-                kv.evaluate(caches)
-                marks[done] = 1000 * (time.perf_counter() - started)
+        def loop() -> dict[int, float]:
+            fed, started = self._fed(4 * self.unit), time.perf_counter()
+            return {done: 1000 * (time.perf_counter() - started) for done, _ in fed}
 
         for _ in range(2):  # the first compiles
-            self.engine.call(loop).result()
+            marks = self.engine.call(loop).result()
         return {n * self.unit: marks[n * self.unit] for n in (1, 2, 3, 4)}
+
+    def _fed(self, n_tokens: int) -> Iterator[tuple[int, kv.Caches]]:
+        """The caches after every slice."""
+        step, caches = min(SLICE, self.unit), kv.make_caches(self.model.module)
+        for done in range(step, n_tokens + 1, step):
+            self.model.module(mx.array([self.prompt(step)]), cache=caches)
+            yield done, kv.evaluate(caches)
+
+    def live_bytes(self, n_tokens: int) -> int:
+        """Of a prompt; windows and states do not grow with it."""
+        *_, (_, caches) = self._fed(n_tokens)
+        return kv.live_bytes(caches)
 
     def slices(self, context: int) -> dict[int, float]:
         """Milliseconds of one slice by its length."""
@@ -251,7 +263,7 @@ class Case:
     def restores(self, pinned_gb_s: float | None) -> None:
         prompt = self.prompt(4 * self.unit)
         self.first_ms(prompt)
-        n_bytes = 4 * self.unit * self.engine.call(self._token_bytes).result()
+        n_bytes = self.engine.call(lambda: self.live_bytes(len(prompt))).result()
         samples = []
         for _ in range(4):
             self.forget_live()
@@ -340,11 +352,6 @@ class Case:
     def _only_on_disk(self) -> None:
         self.engine.store.clear_memory()
         drop_pages(self.engine.store.settings.store)
-
-    def _token_bytes(self) -> int:
-        caches = kv.make_caches(self.model.module)
-        self.model.module(mx.array([self.prompt(256)]), cache=caches)
-        return kv.live_bytes(kv.evaluate(caches)) // 256
 
     def agents(self, bare: dict[int, float]) -> None:
         """Eight that share a prefix and arrive together; the second of two."""
