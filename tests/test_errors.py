@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+import re
 
 import pytest
 
@@ -13,6 +14,11 @@ CLASSES = [
     for _, each in inspect.getmembers(errors, inspect.isclass)
     if issubclass(each, errors.KeepwarmError)
 ]
+
+
+def test_the_tree_in_the_text_has_every_class_and_its_status():
+    said = re.findall(r"(\w+) +(\d{3})\b", errors.__doc__)
+    assert dict(said) == {each.__name__: str(each.status) for each in CLASSES}
 
 
 @pytest.mark.parametrize("error", CLASSES)

@@ -1,6 +1,6 @@
 """All exceptions, in one tree, with their HTTP statuses.
 
-    KeepwarmError                    500
+    KeepwarmError                    500   the root of all
     ├── BadInput                     400   the request is invalid
     │   ├── UnknownModel             404   no model of that name, locally or on the hub
     │   ├── UnknownAgent             404   no agent with that id
@@ -8,7 +8,7 @@
     │   ├── UnknownRequest           404   no recent request with that number
     │   ├── BadModelFile             422   a model file or directory that is damaged or incomplete
     │   ├── UnsupportedModel         422   a model of an architecture that MLX does not run
-    │   ├── BadCacheFile             422   a prompt-cache file that cannot be read
+    │   ├── BadCacheFile             422   a prompt-cache file or bundle that cannot be read
     │   ├── BadField                 400   an invalid field of a request; names the field
     │   │   └── NoThreads            400   a conversation that the server would have to store
     │   ├── TooLarge                 413   a body over the size limit
@@ -28,7 +28,7 @@
     ├── WrongDigest                  502   a download does not have the expected digest
     ├── InsufficientResources        507   too little disk or memory
     ├── NoBackend                    500   no build of MLX is installed, or it does not load
-    └── CacheError                   500
+    └── CacheError                   500   a cache, record or store that cannot be used
         ├── UnsupportedCache         501   an unknown cache class, or an unsupported use of one
         ├── CacheMismatch            409   shape, dtype, heads or kind differ from what is expected
         ├── CorruptBlock             500   a block that lacks tensors its layer needs
@@ -118,7 +118,7 @@ class SlowBody(BadInput):
 
 
 class ContextTooLong(BadInput):
-    """`n_tokens` is the prompt's length, or what it has at least; `most` what the model reads."""
+    """`n_tokens` is the prompt's length or a lower bound; `most` the model's limit."""
 
     def __init__(self, message: str, n_tokens: int, most: int) -> None:
         super().__init__(message)
@@ -203,7 +203,7 @@ class UnsupportedCache(CacheError):
 
 
 class CacheMismatch(CacheError):
-    """A tensor or layer that does not fit: where, what was expected and what was found."""
+    """`where` names the tensor or layer."""
 
     status = 409
 

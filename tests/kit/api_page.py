@@ -48,6 +48,7 @@ GROUPS = {
     ),
     "Errors": tuple(name for name in keepwarm.__all__ if hasattr(errors, name)),
 }
+ERROR = re.compile(r"^    \W*(\w+) +(\d+) *(.*)$", re.MULTILINE)
 
 INTRO = """\
 # The public API
@@ -68,7 +69,22 @@ def api_page() -> str:
 
 
 def _section(title: str, names: tuple[str, ...]) -> str:
-    return f"## {title}\n\n" + "\n".join(_entry(name) for name in names)
+    entries = _errors(names) if title == "Errors" else "\n".join(_entry(name) for name in names)
+    return f"## {title}\n\n{entries}"
+
+
+def _errors(names: tuple[str, ...]) -> str:
+    """A table of the tree in the module's docstring, which has every status and meaning."""
+    rows = [_error(*found) for found in ERROR.findall(errors.__doc__ or "") if found[0] in names]
+    head = "| error | is a | status | |\n|---|---|---|---|\n"
+    return f"{_text(errors.KeepwarmError)}\n\n{head}{''.join(rows)}"
+
+
+def _error(name: str, status: str, meaning: str) -> str:
+    value = getattr(errors, name)
+    own = "" if value is errors.KeepwarmError else _first(value)
+    shown = ". ".join(part for part in (meaning, own) if part)
+    return f"| `{name}` | `{value.__bases__[0].__name__}` | {status} | {shown} |\n"
 
 
 def _entry(name: str) -> str:
@@ -102,10 +118,37 @@ def _is_plain(value: type) -> bool:
     return "__init__" not in vars(value)
 
 
+class _Bare:
+    """Shown without the quotes of a string."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
 def _parameters(function: Callable[..., Any]) -> str:
     signature = inspect.signature(function)
-    kept = [p for p in signature.parameters.values() if p.name != "self"]
-    return str(signature.replace(parameters=kept)).replace("'", "")
+    kept = [_shown(p) for p in signature.parameters.values() if p.name not in {"self", "cls"}]
+    answer = signature.return_annotation
+    return str(signature.replace(parameters=kept, return_annotation=_bare(answer)))
+
+
+def _shown(parameter: inspect.Parameter) -> inspect.Parameter:
+    default = parameter.default
+    if isinstance(default, Enum):
+        default = _Bare(_value(default))  # as one writes it
+    return parameter.replace(annotation=_bare(parameter.annotation), default=default)
+
+
+def _value(default: Any) -> str:
+    is_named = isinstance(default, Enum)
+    return f"{type(default).__name__}.{default.name}" if is_named else repr(default)
+
+
+def _bare(annotation: Any) -> Any:
+    return _Bare(annotation.strip("\"'")) if isinstance(annotation, str) else annotation
 
 
 def _text(value: Any) -> str:
@@ -145,7 +188,7 @@ def _row(value: type, name: str, kind: str, default: str) -> str:
 
 def _default(field: Field[Any]) -> str:
     if field.default is not MISSING:
-        return repr(field.default)
+        return _value(field.default)
     return f"{field.default_factory.__name__}()" if field.default_factory is not MISSING else ""
 
 
@@ -170,8 +213,7 @@ def _member(name: str, member: Any) -> str:
     function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
     if not inspect.isfunction(function):
         return ""
-    shown = _parameters(function).replace("cls, ", "").replace("(cls)", "()")
-    return f"- `.{name}{shown}` {_first(function)}".rstrip()
+    return f"- `.{name}{_parameters(function)}` {_first(function)}".rstrip()
 
 
 def _first(member: Any) -> str:

@@ -263,8 +263,8 @@ class Engine:
         return self.call(lambda: look_up(lane, prepared.tokens)).result()
 
     def call(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` on the engine's thread, between two steps. Raises on that thread, which would
-        wait for itself."""
+        """Run `work` on the engine's thread, between two steps. Raises if called on that thread: it
+        would deadlock."""
         if self._is_on_thread:
             raise RuntimeError("Engine.call was called on the engine's thread; run the work there.")
         future: Future[T] = Future()
@@ -316,6 +316,7 @@ class Engine:
 
     @property
     def alive(self) -> bool:
+        """Whether it runs: neither closing nor lost."""
         return self._thread.is_alive() and not (self._closing or self.lost)
 
     @property
@@ -324,7 +325,7 @@ class Engine:
         return self._device.lost
 
     def divide_memory(self, memory: MemoryConfig) -> None:
-        """Keep to these budgets from now on; running requests end as they began."""
+        """Apply these budgets; running requests keep theirs."""
         self.store.allow_memory(memory.tier_bytes)
         self.live.resize(memory.live_bytes)
         self._admission.limit_bytes = memory.batch_bytes

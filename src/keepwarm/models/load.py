@@ -97,7 +97,7 @@ def load(
     """The model of that name: built-in alias, directory, .gguf file or hub id.
 
     Downloads it if missing. All weights are in memory on return, so any thread may run it.
-    `report` is called with what is being done, as "reading weights, 40 %"; `make_room` with the
+    `report` is called with progress messages, such as "reading weights, 40 %"; `make_room` with the
     bytes of the weights, before they are read: it raises if they do not fit.
     """
     settings = settings or configuration.load()
