@@ -19,11 +19,14 @@ function kind(run, colour, now) {
   return `share-${n > 4 ? 3 : n > 1 ? 2 : n}`;
 }
 
-function colours() {
-  const style = getComputedStyle(document.documentElement);
+// Resolved, in the light or dark scheme, by the canvas's own style.
+function colours(canvas) {
   const known = new Map();
   return (name) => {
-    if (!known.has(name)) known.set(name, style.getPropertyValue(`--${name}`).trim());
+    if (!known.has(name)) {
+      canvas.style.color = `var(--${name})`;
+      known.set(name, getComputedStyle(canvas).color);
+    }
     return known.get(name);
   };
 }
@@ -37,7 +40,7 @@ function prepare(canvas) {
   const pen = canvas.getContext("2d");
   pen.setTransform(scale, 0, 0, scale, 0, 0);
   pen.clearRect(0, 0, width, height);
-  return { pen, width, height, tint: colours(), now: Date.now() / 1000 };
+  return { pen, width, height, tint: colours(canvas), now: Date.now() / 1000 };
 }
 
 // Returns the number of agents' names that are written.
