@@ -85,7 +85,7 @@ def slot_of_a_short_body():
     with prepare_threads() as threads:
         permit = SimpleNamespace(working=nullcontext)
         watcher = SimpleNamespace(cancel=lambda: None)
-        yield PrepareSlot(PrepareDeadline(60), threads, permit, watcher, is_long=False)
+        yield PrepareSlot(PrepareDeadline(60), threads, permit, permit, watcher, is_long=False)
 
 
 def test_a_short_body_shortens_a_long_history_off_the_event_loop():

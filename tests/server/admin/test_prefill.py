@@ -1,6 +1,7 @@
 """Prefill elsewhere: two servers with homes of their own, and a directory that they share."""
 
 import shutil
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from keepwarm.server.app import create_app
 from keepwarm.server.models.host import EngineHost
 from keepwarm.server.models.models import Models
+from keepwarm.store.disk.disk import DiskTier
 from tests.kit.engines import Exam, ask, engine_on
 from tests.kit.runs import prompt_of
 from tests.server.conftest import running
@@ -76,6 +78,21 @@ def test_one_machine_computes_and_the_other_restores(models, tmp_path, place, ar
     assert said["keepwarm"]["shared"] == talk["shared"]
     exam.add(tokens, result.choices[0])
     exam.check()
+
+
+def test_a_prefill_ends_when_the_prompt_is_on_disk(models, tmp_path, place, monkeypatch):
+    """Whatever the order in which it is shared and written."""
+    put = DiskTier.put
+
+    def slow(tier, record):
+        time.sleep(0.2)
+        return put(tier, record)
+
+    monkeypatch.setattr(DiskTier, "put", slow)
+    with machine(models.of("llama"), tmp_path / "a", place) as (a, _):
+        found = prefill(a, "/completions", prompt=prompt_of(300))
+    assert found["kept"] == 299
+    assert found["keepwarm"]["durable"]
 
 
 def test_what_cannot_be_shared_is_refused_before_it_is_computed(models, tmp_path, place):

@@ -28,6 +28,7 @@ from keepwarm.server.http.permits import (
 )
 from keepwarm.server.models.host import EngineHost
 from keepwarm.server.models.models import Models
+from keepwarm.session.compaction import Compaction
 from keepwarm.text.sandbox.deadline import PrepareDeadline
 
 CHAT = "/v1/chat/completions"
@@ -309,6 +310,11 @@ def loaded_models(may_load=None):
     return models
 
 
+def slot_with(permit, threads, watcher):
+    deadline = PrepareDeadline(60.0)
+    return PrepareSlot(deadline, threads, permit, permit, watcher, is_long=False)
+
+
 def test_models_use_cancelled_after_the_lease_is_taken_releases_it():
     """While the model was loaded, another request took the permit; its client goes away then."""
 
@@ -320,8 +326,7 @@ def test_models_use_cancelled_after_the_lease_is_taken_releases_it():
 
             async def use():
                 async with semaphore.permit("k") as permit:
-                    deadline = PrepareDeadline(60.0)
-                    slot = PrepareSlot(deadline, threads, permit, watcher, is_long=False)
+                    slot = slot_with(permit, threads, watcher)
                     with slot.held:
                         await models.use("m", slot)
 
@@ -348,7 +353,7 @@ def test_models_use_that_fails_to_load_leaves_nothing_held():
         watcher = asyncio.create_task(asyncio.sleep(0))
         with ThreadPoolExecutor(1) as threads:
             async with semaphore.permit("k") as permit:
-                slot = PrepareSlot(PrepareDeadline(60.0), threads, permit, watcher, is_long=False)
+                slot = slot_with(permit, threads, watcher)
                 with slot.held, pytest.raises(Stopping):
                     await models.use("m", slot)
         assert models.default.n_leases == semaphore.n_held == 0
@@ -387,6 +392,50 @@ async def take_management_threads():
     for _ in range(MANAGEMENT_THREADS):
         await limiter.acquire_on_behalf_of(object())
     assert limiter.available_tokens == 0
+
+
+@pytest.mark.parametrize("verb", ["resume", "manage"])
+def test_what_a_key_does_after_its_slots_leaves_threads_to_others(verb):
+    async def scenario():
+        semaphore, may_end = FairSemaphore(at_once=2, each=1), threading.Event()
+        current_default_thread_limiter().total_tokens = 2
+        watcher = asyncio.create_task(asyncio.sleep(0))
+        with ThreadPoolExecutor(2) as threads:
+
+            def begin(owner, work):
+                slot = slot_with(semaphore.permit(owner), threads, watcher)
+                return asyncio.create_task(getattr(slot, verb)(work))
+
+            waiting = [begin("a", partial(may_end.wait, 60)) for _ in range(2)]
+            await let_others_run()
+            try:
+                assert await asyncio.wait_for(begin("b", int), 10) == 0
+            finally:
+                may_end.set()
+            assert await asyncio.gather(*waiting) == [True, True]
+        assert semaphore.n_held == 0
+
+    run(scenario)
+
+
+def test_a_compaction_waits_for_the_disk_without_a_thread_of_requests(serving, monkeypatch):
+    names = {}
+
+    def noting(verb, work):
+        def noted(*given):
+            names[verb] = threading.current_thread().name
+            return work(*given)
+
+        return noted
+
+    for verb in ("warm", "finish"):
+        monkeypatch.setattr(Compaction, verb, noting(verb, getattr(Compaction, verb)))
+    with serving() as live:
+        live.post(CHAT, {"messages": MESSAGES, "max_tokens": 8}, **{"X-Keepwarm-Agent": "ops"})
+        made = live.post("/v1/agents/ops/compact", {"max_tokens": 8})
+    assert made.status_code == 200, made.text
+    assert names["warm"].startswith("keepwarm-prepare")
+    assert names["finish"].startswith("AnyIO")
 
 
 def test_requests_for_tokens_and_the_stop_wait_for_no_management(serving, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from dataclasses import replace
 
 import openai
@@ -10,8 +11,10 @@ import pytest
 from keepwarm import config
 from keepwarm.engine.answer import collect
 from keepwarm.models.load import load
+from keepwarm.server.http import sse
 from keepwarm.server.http.request_fields import agent_id
 from keepwarm.server.http.tools import custom_input
+from keepwarm.server.openai import chat
 from keepwarm.server.openai.chat import ChatStream, call_style_of, completion
 from keepwarm.server.openai.common import CompletionMeta
 from keepwarm.server.openai.completions import completion as text_completion
@@ -147,6 +150,20 @@ class Wrapped:
 
     def decode(self, tokens, clean_up_tokenization_spaces=False):
         return self._inner.decode(tokens, skip_special_tokens=False)
+
+
+def test_logprobs_are_written_off_the_event_loop(client, monkeypatch):
+    names, write = [], chat.chat_logprobs
+
+    def noted(*given):
+        names.append(threading.current_thread().name)
+        return write(*given)
+
+    monkeypatch.setattr(chat, "chat_logprobs", noted)
+    monkeypatch.setattr(sse, "MANY_LOGPROBS", 0)
+    ask(client, logprobs=True, top_logprobs=1)
+    (name,) = names
+    assert name.startswith("keepwarm-prepare")
 
 
 def test_logprobs_of_parts_of_characters_are_bytes_and_minus_infinity_is_a_number():

@@ -1,5 +1,7 @@
 """What is special to text completions: several prompts, tokens, echo, scores, a suffix."""
 
+import threading
+
 import mlx.core as mx
 import openai
 import pytest
@@ -9,6 +11,7 @@ from keepwarm import config
 from keepwarm.errors import BadField, BadInput
 from keepwarm.models.load import load
 from keepwarm.prefix.policy import Policy
+from keepwarm.server.http import sse
 from keepwarm.server.openai import completions
 from keepwarm.text.request import Request, Sampling
 from tests.kit.checkpoints import SPECIALS, make_tokenizer, write_checkpoint
@@ -212,6 +215,21 @@ def test_stream_of_a_scored_prompt_says_the_same(client, prompt):
         assert scores[choice.index][0] is None
         expected = choice.logprobs.token_logprobs[1:]
         assert scores[choice.index][1:] == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_scores_are_written_off_the_event_loop(client, monkeypatch, stream):
+    names, write = [], completions.prompt_logprobs
+
+    def noted(*given):
+        names.append(threading.current_thread().name)
+        return write(*given)
+
+    monkeypatch.setattr(completions, "prompt_logprobs", noted)
+    monkeypatch.setattr(sse, "MANY_LOGPROBS", 0)
+    list(score(client, stream=stream))
+    (name,) = names
+    assert name.startswith("keepwarm-prepare")
 
 
 def test_prompt_that_may_be_restored_cannot_be_scored():

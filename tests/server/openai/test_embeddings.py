@@ -231,7 +231,7 @@ class Leaving:
 def test_inputs_of_a_client_that_left_meanwhile_are_not_begun(live):
     host, work = Leaving(live.host), embedding._Preparing(live.host.engine, FIELDS, False)
     plan = work.plan([[5, i] for i in range(20)], None, None)
-    slot = SimpleNamespace(on_thread=asyncio.to_thread)
+    slot = SimpleNamespace(resume=asyncio.to_thread)
     answer = embedding.EmbeddingAnswer(host, plan, slot)
     host.leave = answer.cancel
     waiting = asyncio.run_coroutine_threadsafe(answer.wait(), live.loop)

@@ -97,8 +97,8 @@ async def compact_agent(agent_id: AgentId, body: CompactBody, call: Call) -> Com
     arguments = (host.engine, options, body.instruction, body.max_tokens)
     work = await turn.run(lambda _: Compaction.of_agent(*arguments))
     result = await _result(await host.submit(work.request, turn), call)
-    await _result(await turn.on_thread(work.warm, result), call)
-    made = await turn.on_thread(work.finish, result)
+    await _result(await turn.resume(work.warm, result), call)
+    made = await turn.manage(work.finish, result)
     return {
         "id": agent_id,
         "object": "agent.compaction",

@@ -25,6 +25,7 @@ from keepwarm.agents.verify import verify_store
 from keepwarm.cache.restore.restorer import Restorer
 from keepwarm.engine.stats import Stats
 from keepwarm.errors import BadField, BadInput, Cancelled, Forbidden
+from keepwarm.prefix.policy import Policy
 from keepwarm.server.anthropic.request import CountRequest
 from keepwarm.server.anthropic.routes import message_request
 from keepwarm.server.http.body import JsonInput, api_router
@@ -332,7 +333,8 @@ async def prefill(prompt: PromptTo) -> Response:
             f"With the policy {request.policy.value} nothing is written, so nothing can be shared; "
             "use read-write or durable."
         )
-    answer = await prompt.host.warm(prompt.request, prompt.slot)
+    durable = replace(prompt.request, policy=Policy.DURABLE)
+    answer = await prompt.host.warm(durable, prompt.slot)
     assert answer.prepared is not None
     tokens = answer.prepared.tokens
     restorer = lane.for_prompt(len(tokens)).restorer
@@ -365,10 +367,9 @@ class SharedPrompt:
         # The last token is always computed, so this is the place that will be restored.
         if (tried := self._restorer.share(self._tokens[:-1])) is not None:
             await asyncio.wrap_future(tried)
-        self._places = await self._slot.on_thread(self._look)
+        self._places = await self._slot.resume(self._look)
 
     def _look(self) -> RestorableTokens:
-        self._restorer.writer.flush()
         n_shared = self._restorer.n_shared(self._tokens)
         return RestorableTokens(self._restorer.n_on_disk(self._tokens), n_shared or 0)
 

@@ -20,6 +20,7 @@ from functools import partial
 from types import coroutine
 from typing import Any, Protocol, Self, TypeVar
 
+from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from keepwarm.config import Settings
@@ -220,14 +221,16 @@ class PrepareSlot:
         deadline: PrepareDeadline,
         threads: ThreadPoolExecutor,
         permit: Permit,
+        managing: Permit,
         watcher: asyncio.Task[None],
         *,
         is_long: bool,
     ) -> None:
-        """`watcher` ends when the client goes away."""
+        """`managing` is for a thread of management; `watcher` ends when the client goes away."""
         self._deadline = deadline
         self._threads = threads
         self._permit = permit
+        self._managing = managing
         self._watcher = watcher
         self._is_long = is_long
         self.held = ExitStack()
@@ -244,13 +247,27 @@ class PrepareSlot:
         return await self.on_thread(make) if self._is_long else make()
 
     async def on_thread(self, work: Callable[..., T], *arguments: Any) -> T:
-        """`work(*arguments)` on a thread that only requests use; also after the slot has ended."""
+        """`work(*arguments)` on a thread that only requests use; brief work also after the slot has
+        ended.
+        """
 
         def counted() -> T:
             with self._permit.working():
                 return work(*arguments)
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, counted)
+
+    async def resume(self, work: Callable[..., T], *arguments: Any) -> T:
+        """The same for any work after the slot has ended: with a permit again, as there is a thread
+        for each, so that no key takes all threads.
+        """
+        async with self._permit:
+            return await self.on_thread(work, *arguments)
+
+    async def manage(self, work: Callable[..., T], *arguments: Any) -> T:
+        """`work(*arguments)`, which may wait for the disk, on a thread of management."""
+        async with self._managing:
+            return await run_in_threadpool(work, *arguments)
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
         """`work(*arguments, deadline)` on a thread; it ends with the client."""
@@ -347,7 +364,8 @@ class PrepareLimiter:
                 return
             deadline = PrepareDeadline(self._timeout_s)
             watcher.add_done_callback(lambda task: None if task.cancelled() else deadline.cancel())
-            slot = PrepareSlot(deadline, self._threads, permit, watcher, is_long=is_long)
+            managing = self._managing.permit(owner)
+            slot = PrepareSlot(deadline, self._threads, permit, managing, watcher, is_long=is_long)
             scope["state"] |= {"slot": slot, "release": slot.end}
             with slot.held:
                 await slot.build(partial(check_structure, body))

@@ -13,10 +13,10 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from typing import Any, NotRequired, Protocol
+from typing import Any, NotRequired, Protocol, TypeVar
 
 from fastapi.responses import Response
 from pydantic_core import to_json
@@ -25,8 +25,21 @@ from typing_extensions import TypedDict
 
 from keepwarm.engine.answer import collect
 from keepwarm.errors import EngineFailed
+from keepwarm.server.http.permits import PrepareSlot
 from keepwarm.server.http.problems import Problem, problem_of
-from keepwarm.text.request import Event, Inexact, Progress, Receipt, Result, Started
+from keepwarm.text.request import (
+    Event,
+    Inexact,
+    Progress,
+    Receipt,
+    Result,
+    Scored,
+    Started,
+    TokenInfo,
+)
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 RECEIPT_HEADER = "x-keepwarm-receipt"
 ABSENT = (None, ())  # values of fields that a receipt leaves out
@@ -79,6 +92,7 @@ def receipt_headers(receipt: Receipt, **more: object) -> dict[str, str]:
 
 
 KEEP_ALIVE_S = 1.0
+MANY_LOGPROBS = 4096  # written in some 10 ms
 PLAN_S = 3.0  # some clients give up after five seconds
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -179,8 +193,27 @@ class WholeAnswer(Response):
                 self._observe(event)
                 events.append(event)
         result = collect(events)
-        response = json_response(self._build(result), receipt_headers(result.receipt))
+        parts = [choice.tokens for choice in result.choices]
+        if _has_many_logprobs([*parts, *result.scored.values()]):
+            response = await resumed(scope, self._response, result)
+        else:
+            response = self._response(result)
         await response(scope, receive, send)
+
+    def _response(self, result: Result) -> Response:
+        return json_response(self._build(result), receipt_headers(result.receipt))
+
+
+def _has_many_logprobs(parts: Sequence[Sequence[TokenInfo]]) -> bool:
+    """Whether writing them, which may take seconds, would keep the event loop."""
+    infos = (info for part in parts for info in part if info.logprob is not None)
+    return sum(1 + len(info.top) for info in infos) > MANY_LOGPROBS
+
+
+async def resumed(scope: Scope, work: Callable[[T], R], given: T) -> R:
+    """`work(given)`, not on the event loop."""
+    slot: PrepareSlot = scope["state"]["slot"]
+    return await slot.resume(work, given)
 
 
 class EventStream(Response):
@@ -206,16 +239,16 @@ class EventStream(Response):
         self._opened = False  # headers are sent
         self._planned = False
 
-    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with cancel_on_disconnect(self._answer, receive):
             beat = asyncio.create_task(self._keep_alive(send))
             try:
-                await self._send_all(send)
+                await self._send_all(scope, send)
             finally:
                 beat.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, scope: Scope, send: Send) -> None:
         try:
             async for event in self._answer:
                 if isinstance(event, Progress):
@@ -223,7 +256,11 @@ class EventStream(Response):
                     continue
                 if isinstance(event, Started):
                     await self._plan(event.receipt, send)
-                if frames := self._encoder.event(event):
+                if isinstance(event, Scored) and _has_many_logprobs([event.tokens]):
+                    frames = await resumed(scope, self._encoder.event, event)
+                else:
+                    frames = self._encoder.event(event)
+                if frames:
                     await self._send(send, frames)
         except Exception as error:
             if not self._opened:

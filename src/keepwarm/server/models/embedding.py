@@ -20,7 +20,7 @@ from keepwarm.prefix.blocks import common_prefix
 from keepwarm.prefix.policy import Policy
 from keepwarm.server.http.permits import PrepareSlot
 from keepwarm.server.http.request_fields import RequestFields
-from keepwarm.server.http.sse import cancel_on_disconnect, receipt_headers
+from keepwarm.server.http.sse import cancel_on_disconnect, receipt_headers, resumed
 from keepwarm.server.models.host import EngineHost, ObservedAnswer
 from keepwarm.text.detokenize import decode
 from keepwarm.text.request import Receipt, Request, Result, Sampling, Vector
@@ -148,7 +148,6 @@ class EmbeddingAnswer:
     def __init__(self, host: EngineHost, plan: EmbeddingPlan, slot: PrepareSlot) -> None:
         self._host = host
         self._slot = slot
-        self.on_thread = slot.on_thread
         self._plan = plan
         self._begun: list[ObservedAnswer] = []
         self._is_cancelled = False
@@ -232,7 +231,7 @@ class WholeEmbeddings(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with cancel_on_disconnect(self._answer, receive):
             found = await self._answer.wait()
-        response = await self._answer.on_thread(self._response, found)
+        response = await resumed(scope, self._response, found)
         await response(scope, receive, send)
 
     def _response(self, found: Embeddings) -> Response:

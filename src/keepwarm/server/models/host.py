@@ -203,7 +203,7 @@ class EngineHost:
         self, prepared: Sequence[PreparedRequest], slot: PrepareSlot
     ) -> list[ObservedAnswer]:
         """Start answers to requests that were prepared before, after their slot has ended."""
-        answers = await slot.on_thread(_submit_all, self.engine, prepared)
+        answers = await slot.resume(_submit_all, self.engine, prepared)
         return [ObservedAnswer(answer) for answer in answers]
 
     async def warm(self, request: Request, slot: PrepareSlot) -> ObservedAnswer:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import to_json
+
 from keepwarm import __version__
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadField
@@ -148,7 +150,7 @@ class Chunks:
 
     def _framed(self, fields: dict[str, Any]) -> bytes:
         """The first fields are the same in all chunks and serialised only once."""
-        return frame(f"{self._head}, {json.dumps(fields)[1:]}")
+        return frame(f"{self._head}, {to_json(fields).decode()[1:]}")
 
 
 def system_fingerprint(engine: Engine) -> str:
