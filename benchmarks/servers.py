@@ -39,8 +39,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
 
-import httpx
-
 from benchmarks.requests import files
 from benchmarks.requests.client import gaps_between
 from benchmarks.requests.measure import describe_machine
@@ -52,6 +50,7 @@ from benchmarks.requests.targets import (
     keepwarm_server,
     mlx_lm_server,
     unwound_by_signals,
+    wait_for_kernels,
 )
 from benchmarks.requests.workloads.streams import background_streams
 from benchmarks.requests.workloads.turns import RESTARTED, after_restart, long_conversation
@@ -129,20 +128,12 @@ def restart(runs: Runs) -> Iterator[Sample]:
 def streams(runs: Runs) -> Iterator[Sample]:
     for run in runs:
         run.target.start()
-        _wait_for_kernels(run)
+        wait_for_kernels(run.target)
     for number in range(runs[0].sizes.samples + 1):
         for run in _in_turn(runs, number):
             for what, seconds in {**_together(run), **_beside_streams(run)}.items():
                 if number:  # the first meets kernels for batches of this size
                     yield Sample(what, run.target.name, seconds)
-
-
-def _wait_for_kernels(run: WorkloadRun) -> None:
-    """Keepwarm compiles kernels for batches while it is idle."""
-    began = time.monotonic()
-    while isinstance(run.target, ServerProcess) and run.target.is_compiling():
-        time.sleep(1.0)
-    print(f"{run.target.name} compiled kernels for {time.monotonic() - began:.0f} s", flush=True)
 
 
 def _together(run: WorkloadRun) -> dict[str, float]:
@@ -180,7 +171,7 @@ def agents(runs: Runs) -> Iterator[Sample]:
     """
     for run in runs:
         run.target.start()
-        _wait_for_kernels(run)
+        wait_for_kernels(run.target)
         for number in range(run.sizes.samples + 1):
             what = f"last of {run.sizes.n_agents} agents" + ", at first" * (not number)
             yield Sample(what, run.target.name, _last_of_agents(run))
@@ -242,10 +233,10 @@ def _rounds(run: WorkloadRun, variant: Variant) -> Generator[Sample, None, bool]
             target.environ["KEEPWARM_HOME"] = str(_home_without_kernels(Path(home)))
         try:
             target.start()
-            _wait_for_kernels(run)
+            wait_for_kernels(run.target)
             for _ in range(run.sizes.samples + 1):
                 yield Sample(what, target.name, _last_of_agents(run, variant.policy))
-        except (KeepwarmError, httpx.HTTPError) as error:
+        except KeepwarmError as error:
             print(f"{variant.what}: failed: {error}", flush=True)
             yield Sample(what, target.name, None)
             return False

@@ -36,6 +36,8 @@ from benchmarks.requests.targets import (
 from benchmarks.shapes import write_checkpoint
 from keepwarm import config
 from keepwarm.cli.options import check_parents
+from keepwarm.device import kernels
+from keepwarm.engine.compilation import LONG
 from keepwarm.errors import BadInput, KeepwarmError
 
 Keep: TypeAlias = Callable[[Results], None]
@@ -163,7 +165,8 @@ class _Run:
     def run(self) -> Results:
         plan, folder = self._plan, self._folder
         model = _make_model(plan, folder)
-        steps = list(Day(PromptGenerator(model), plan.turns, plan.scale).steps())
+        prompts = PromptGenerator(model)
+        steps = list(Day(prompts, plan.turns, plan.scale).steps())
         expected, stop_tokens = self._expected(steps, model), files.stop_tokens(model)
         hosts = [Host(server, stop_tokens) for server in _servers(plan, model, folder)]
         for host in hosts:
@@ -181,7 +184,10 @@ class _Run:
             self._note(known, hosts)
 
         n_left = plan.n_segments
+        due = [host for host in hosts if host.n_steps < len(steps) and not host.failure]
         try:
+            for host in due if kernels.are_compiled() else ():
+                host.compile_kernels([prompts.text(LONG, n) for n in range(2)])
             for group in [[host] for host in hosts] if plan.one_by_one else [hosts]:
                 n_left -= run(group, steps, expected, show, n_left)
                 if plan.n_segments and not n_left:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,8 +15,9 @@ import psutil
 from benchmarks.day.model import Tokens
 from benchmarks.day.script import CAP, KILL, DayRequest, Step
 from benchmarks.requests.client import BenchRequest, TimedReply
+from benchmarks.requests.prompts import user
 from benchmarks.requests.run import ask_together
-from benchmarks.requests.targets import ServerProcess, disk_bytes, error_line
+from benchmarks.requests.targets import ServerProcess, disk_bytes, error_line, wait_for_kernels
 from keepwarm.errors import KeepwarmError
 
 N_ANSWER = 8  # tokens that are read of an answer
@@ -86,6 +88,21 @@ class Host:
     failure: str = ""  # why it has no further part in the day
     n_steps: int = 0  # of the day that are done
     runs: bool = False
+
+    def compile_kernels(self, prompts: Sequence[str]) -> None:
+        """What a machine compiles once is no part of a day: a prompt alone, then all at once.
+
+        A server that fails at it fails again in the day, which says so.
+        """
+        asks = [
+            BenchRequest([user(prompt)], N_ANSWER, "no-store", self.stop_tokens)
+            for prompt in prompts
+        ]
+        with suppress(KeepwarmError), closing(self.server):
+            self.server.start()
+            self.server.ask(asks[0])
+            ask_together([partial(self.server.ask, ask) for ask in asks])
+            wait_for_kernels(self.server)
 
     def start(self) -> None:
         self.starts_s.append(round(self.server.start(), 3))

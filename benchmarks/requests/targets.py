@@ -198,7 +198,10 @@ class ServerProcess:
         """Whether Keepwarm says that kernels are left to compile."""
         if not self.is_ours:
             return False
-        return "kernels" in httpx.get(f"{self._address}/health", trust_env=False).json()
+        try:
+            return "kernels" in httpx.get(f"{self._address}/health", trust_env=False).json()
+        except httpx.HTTPError as error:
+            raise Unreachable(f"{self.name} does not answer ({error!r}).") from error
 
     def held_bytes(self) -> Mapping[str, int]:
         shown = self.cache_stats()
@@ -339,6 +342,15 @@ def make(wanted: str, model: Path, folder: Path) -> Target:
         f"{wanted!r} is not a target; give keepwarm, mlx-lm, engine or a URL such as "
         "http://127.0.0.1:8080/v1."
     )
+
+
+def wait_for_kernels(target: Target) -> None:
+    """Keepwarm compiles kernels for batches while it is idle."""
+    began = time.monotonic()
+    while isinstance(target, ServerProcess) and target.is_compiling():
+        time.sleep(1.0)
+    seconds = time.monotonic() - began
+    print(f"{target.name} compiled kernels for {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -297,6 +297,9 @@ class StubServer:
     def kill(self):
         """Only reaps: the process has ended."""
 
+    def close(self):
+        self.calls.append("close")
+
     def cache_stats(self):
         return {}
 
@@ -330,6 +333,15 @@ def test_a_server_is_killed_at_once_after_an_answer_and_started_for_the_next():
     assert [sample.hour for sample in host.hours] == [9, 10]
     assert {sample.buffer_bytes for sample in host.hours} == {3}
     assert host.written_bytes == 3 * 7
+
+
+def test_what_a_machine_compiles_once_is_no_part_of_the_day():
+    server = StubServer()
+    Host(server, []).compile_kernels(["one", "two"])
+    assert server.calls == ["start", "ask", "ask", "ask", "close"]
+    broken = StubServer()
+    Host(broken, []).compile_kernels(["break", "two"])
+    assert broken.calls == ["start", "ask", "close"], "the day says what it fails at"
 
 
 def test_an_error_is_noted_and_the_day_goes_on():
