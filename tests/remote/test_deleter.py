@@ -259,13 +259,50 @@ def test_a_store_that_shares_nothing_writes_nothing_down(open_store):
     assert not (store.disk.root / "shared").exists()
 
 
-def test_a_place_that_is_not_used_any_more_is_not_waited_for(store, place):
-    place.rename(place.with_name("away"))
+def test_a_place_that_is_not_used_is_not_waited_for_and_cleared_when_it_is_used_again(store, place):
+    away = place.rename(place.with_name("away"))
     store.agents.delete("coder")
     assert at_once(store) == [place.as_uri()]
-    store.tombstones.share_with([])
+    store.tombstones.share_with([(place / "other").as_uri()])
     assert at_once(store) == []
+    away.rename(place)
+    store.tombstones.share_with([place.as_uri()])
+    assert at_once(store) == []
+    assert shared(place) == [False] * 3
     assert store.tombstones.all() == {}
+
+
+def test_agents_are_not_read_for_a_place_that_is_down(store, place):
+    """Else all of them would be, every two seconds."""
+    store.agents.delete("coder")
+    with closing(mounted(place, store)) as tier:
+        assert tier.health.wait_until_tried(SOON)
+        for _ in range(3):
+            tier.health.failed()
+        read = []
+        erase = erase_from({place.as_uri(): tier})
+        deleter = RemoteDeleter(store.tombstones, lambda: read.append(1) or (), erase)
+        assert deleter.finish() == [place.as_uri()]
+        assert read == []
+        tier.health.tried(True)
+        assert (deleter.finish(), read) == ([], [1])
+
+
+def test_a_process_that_ends_does_not_wait_for_a_place_that_hangs(store, monkeypatch):
+    monkeypatch.setattr("keepwarm.remote.deleter.CLOSE_S", 0.01)
+    is_asked, is_back = threading.Event(), threading.Event()
+
+    def hang(*_):
+        is_asked.set()
+        return is_back.wait(SOON)
+
+    store.agents.delete("coder")
+    thread = DeleterThread(RemoteDeleter(store.tombstones, store.blocks_of_agents, hang))
+    assert is_asked.wait(SOON)
+    thread.close()
+    assert thread._thread.is_alive()
+    is_back.set()
+    thread._thread.join(SOON)
 
 
 def test_the_command_line_says_which_places_it_could_not_reach(tmp_path, place, monkeypatch):

@@ -12,7 +12,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import TypeAlias
 
@@ -31,10 +31,11 @@ from keepwarm.store.tier import NamedBlock
 LOG = logging.getLogger(__name__)
 CALL_S = 10.0  # nobody waits for it
 AT_ONCE = 256  # names deleted in one call
+CLOSE_S = 1.0  # that a closing store waits for a deletion
 RETRY_S = 2.0  # how often tiers are looked at that could not be reached
 
 Keep: TypeAlias = Collection[BlockKey]
-Erase: TypeAlias = Callable[[str, Tombstone, Keep], bool]
+Erase: TypeAlias = Callable[[str, Tombstone, Callable[[], Keep]], bool]
 """Deletes from the tier at an address; returns False where that must be tried again."""
 
 
@@ -49,15 +50,13 @@ class RemoteDeleter:
 
     def finish(self) -> list[str]:
         """Delete what can be deleted now; the addresses of tiers that still have some of it."""
-        places, unreached = self._tombstones.places(), set()
-        found = self._tombstones.all()
-        keep = self._keep() if found else ()
-        for path, tombstone in found.items():
-            wanted = [address for address in tombstone.left if address in places]
-            left = [at for at in wanted if at in unreached or not self._erase(at, tombstone, keep)]
-            unreached.update(left)
-            self._tombstones.finish(path, tombstone, left)
-        return [address for address in places if address in unreached]
+        places, keep = self._tombstones.places(), cache(self._keep)  # reads all agents, if need be
+        usable = set(places)  # a tier that is no setting now may be one again
+        for path, dead in self._tombstones.all().items():
+            left = [at for at in dead.left if at not in usable or not self._erase(at, dead, keep)]
+            usable.difference_update(left)
+            self._tombstones.finish(path, dead, left)
+        return [address for address in places if address not in usable]
 
     def left(self) -> list[str]:
         """The addresses of tiers that have some of it, as far as is known now."""
@@ -97,10 +96,11 @@ class DeleterThread:
         return self._deleter.left()
 
     def close(self) -> None:
+        """What is under way ends when the tiers are closed; the rest is done after the start."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         while (n_noticed := self._next()) is not None:
@@ -126,9 +126,11 @@ class DeleterThread:
 def erase_from(tiers: Mapping[str, RemoteTier]) -> Erase:
     """Deletes from tiers that are open, by address."""
 
-    def erase(address: str, dead: Tombstone, keep: Keep) -> bool:
+    def erase(address: str, dead: Tombstone, keep: Callable[[], Keep]) -> bool:
         tier = tiers.get(address)
-        return tier is not None and erase_from_tier(tier, dead.namespaces, dead.blocks, keep)
+        if tier is None or tier.is_open or not tier.is_writable:
+            return False
+        return erase_from_tier(tier, dead.namespaces, dead.blocks, keep())
 
     return erase
 
@@ -144,11 +146,11 @@ def erase_from_tier(
 def erase_at_once(password: str, cipher: Cipher | None, own_class: str) -> Erase:
     """Deletes from tiers that are opened for it, as by the command line."""
 
-    def erase(address: str, dead: Tombstone, keep: Keep) -> bool:
+    def erase(address: str, dead: Tombstone, keep: Callable[[], Keep]) -> bool:
         with closing(open_backend(address, password)) as backend:
             try:
                 known = own_class, f"mixed-{own_class}"
-                erase_blocks(backend, cipher, dead.namespaces, dead.blocks, keep, known=known)
+                erase_blocks(backend, cipher, dead.namespaces, dead.blocks, keep(), known=known)
             except CallError as error:
                 LOG.info("a shared tier does not answer: %s", error)
                 return False
