@@ -39,7 +39,6 @@ from keepwarm.engine.drafts import (
     Others,
     Proposal,
     SeenTexts,
-    Source,
     StepCosts,
 )
 from keepwarm.engine.engine import Engine
@@ -194,10 +193,11 @@ class ScriptedModel:
         return mx.put_along_axis(logits, following[..., None], high, axis=-1)
 
 
-class KnownText:
+class KnownText(SeenTexts):
     """Drafts of a text that is known; each token is right with a probability of its own."""
 
     def __init__(self, text: Sequence[int], right: float) -> None:
+        super().__init__(())
         self._text = text
         self._right = right
         self._n_seen = 0
@@ -328,7 +328,7 @@ class Answers:
         return found
 
 
-def _set_source(engine: Engine, source: Callable[[Sequence[int], Others], Source]) -> None:
+def _set_source(engine: Engine, source: Callable[[Sequence[int], Others], SeenTexts]) -> None:
     gate = engine.lane_of().gate
     assert gate is not None
     gate.source = source

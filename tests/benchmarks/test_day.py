@@ -210,6 +210,14 @@ def test_what_was_not_measured_is_said():
     assert tables(found).count("| not measured |") == 4
 
 
+def test_memory_of_a_gpu_is_no_part_of_a_process():
+    found = results([record()], resident_bytes=1_200)
+    assert held(found)[5] is False
+    found["machine"]["backend"] = "cuda"
+    assert held(found)[5] is None
+    assert "what has budgets is on the GPU | ≤ 1.1 | not measured" in tables(found)
+
+
 def test_a_run_that_was_cut_has_its_tables():
     cut = results([record(), record(first_s=9.0)], [record(first_s=4.0)], cold=[])
     cut["servers"]["keepwarm"]["hours"] = []
