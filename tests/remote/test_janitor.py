@@ -110,6 +110,21 @@ def test_one_machine_at_a_time(place, clock):
     assert not first._hold_lease()
 
 
+@pytest.mark.parametrize("had_lease", ["none", "its own", "another's"])
+def test_a_full_place_is_swept_without_a_renewed_lease(had_lease, place, clock, monkeypatch):
+    (size,) = place.sizes([name_of(LONG[0])], SOON)
+    janitor, other = (Janitor(place, RemoteLimits(3 * size + 600), clock) for _ in range(2))
+    if had_lease != "none":
+        assert (janitor if had_lease == "its own" else other)._hold_lease()
+    monkeypatch.setattr(place, "put", lambda *_, **__: False)
+    if had_lease == "another's":
+        assert janitor.sweep() == 0, "it may be sweeping"
+        clock.now += LEASE_S
+    assert janitor.sweep() == 3
+    assert left(place) == LONG[:3]
+    assert janitor.found[1] >= 0
+
+
 def test_a_beginning_stays_as_long_as_something_follows_it():
     def blob(last, parent, used, n_bytes=10):
         return Listed(f"c/n/{parent}/256.{last}", n_bytes, used)

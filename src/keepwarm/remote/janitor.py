@@ -78,7 +78,7 @@ class Janitor:
         now = self._now()
         listed = list(walk(self._backend))
         used = [one.used for one in listed]
-        self.found = sum(one.n_bytes for one in listed), now - min(used) if used else None
+        self.found = sum(one.n_bytes for one in listed), max(0.0, now - min(used)) if used else None
         doomed = [*surplus(listed, self._limits, now), *self._leftovers(now)]
         for start in range(0, len(doomed), AT_ONCE):
             if not self._hold_lease():
@@ -87,7 +87,9 @@ class Janitor:
         return len(doomed)
 
     def _hold_lease(self) -> bool:
-        """Take or renew the lease; False if another machine has it."""
+        """Take or renew the lease; False if another machine has it. A full place takes none, and
+        needs a sweep most: whoever could have it does without.
+        """
         found = self._read_lease()
         if found is not None and not found.startswith(self._holder):
             if found != self._seen:
@@ -96,7 +98,7 @@ class Janitor:
                 return False
         own = self._holder + b" %d" % next(self._numbers)
         self._backend.put(LEASE, [own], CALL_S, replace=found is not None)
-        return self._read_lease() == own
+        return self._read_lease() in (own, found)
 
     def _leftovers(self, now: float) -> Iterator[Listed]:
         """What machines that were killed have left unfinished."""
