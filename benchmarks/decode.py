@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import tempfile
 import time
 import traceback
@@ -509,7 +510,7 @@ def measure(report: Report, shapes: Sequence[str], folder: Path, context: int) -
             report.stage(f"{shape}: experts", partial(expert_times, ways))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
     parser.add_argument("--shapes", default="llama-8b,qwen3-30b-a3b")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: a check that it runs")
@@ -519,13 +520,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     shapes = "tiny,tiny-experts" if given.tiny else given.shapes
     report = Report(given.json, given.budget)
-    if given.cpu:
-        report.stage("processor ms", partial(cpu_times, given.cpu))
-        return
     with tempfile.TemporaryDirectory() as folder:
-        measure(report, shapes.split(","), Path(folder), 64 if given.tiny else CONTEXT)
+        if given.cpu:
+            report.stage("processor ms", partial(cpu_times, given.cpu))
+        else:
+            measure(report, shapes.split(","), Path(folder), 64 if given.tiny else CONTEXT)
     print("failed stages:", report.failed or "none", flush=True)
+    return int(bool(report.failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

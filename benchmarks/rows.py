@@ -14,6 +14,7 @@ machine that it runs. Kernels for rows are tried first, as a server does while i
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -436,7 +437,7 @@ def measure_steps(report: Report, shape: str, caches: Caches, parts: Sequence[st
             report.stage(name, partial(times, caches, n_rows), n_rows)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rows", description=__doc__)
     parser.add_argument("--shapes", default="llama-8b,gemma-3-12b", help="the first one answers")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
@@ -450,7 +451,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         contexts = (64,) if given.tiny else (1024, 8192)
         measure(report, Path(folder), shapes.split(","), contexts, given.only)
     print("failed stages:", report.failed or "none", flush=True)
+    return int(bool(report.failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

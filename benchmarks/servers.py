@@ -359,9 +359,10 @@ def main() -> None:
     asked = parser.parse_args()
     names = ALL if "all" in asked.what else asked.what
     sizes = replace(_sizes(asked.shape), samples=asked.samples)
-    what, shape = " ".join(asked.what), f" --shape {asked.shape}" if asked.shape else ""
+    words = [*asked.what, f"--model {files.as_published(asked.model)}"]
+    words += [f"--shape {asked.shape}"] * bool(asked.shape) + [f"--samples {asked.samples}"]
     report: dict[str, Any] = {
-        "command": f"python -m benchmarks.servers {what}{shape} --samples {asked.samples}",
+        "command": " ".join(["python -m benchmarks.servers", *words]),
         "date": datetime.now(UTC).date().isoformat(),
         "machine": describe_machine(),
         "seconds": {},

@@ -42,7 +42,6 @@ from keepwarm.errors import BadInput, KeepwarmError
 
 Keep: TypeAlias = Callable[[Results], None]
 
-ROOT = Path(__file__).parents[2]
 ROOM = 2  # times the longest conversation: what JSON and templates add is not divided
 TIE, TIE_IN_HALF = 1e-3, 0.125  # of logprobs, in fp32 and in 16 bits
 
@@ -64,21 +63,13 @@ class Plan:
     @property
     def command(self) -> str:
         words = [
-            f"--model {_as_published(self.model)}",
+            f"--model {files.as_published(self.model)}",
             *[f"--shape {self.shape}"] * bool(self.shape),
         ]
         words += [f"--scale {self.scale}", f"--turns {self.turns}", f"--samples {self.samples}"]
         words += ["--one-by-one"] * self.one_by_one + [f"--only {name}" for name in self.only]
         words += [f"--rival {each.partition('=')[0]}=…" for each in self.rivals]
         return " ".join(["python -m benchmarks.day", *words])
-
-
-def _as_published(model: str) -> str:
-    """Without the folders of this machine."""
-    path = Path(model)
-    if not path.is_absolute():
-        return model
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
 def day(

@@ -28,8 +28,8 @@ class KindFigures(NamedTuple):
 
     kind: str
     n: int
-    p50_s: float
-    p95_s: float
+    p50_s: float | None  # None: none was answered
+    p95_s: float | None
     n_new: int
     n_computed: int
 
@@ -50,12 +50,11 @@ def by_kind(records: Sequence[RequestRecord]) -> list[KindFigures]:
 
 
 def _kind_figures(kind: str, records: Sequence[RequestRecord]) -> KindFigures:
-    seconds = [record.first_s for record in records]
-    answered = [record for record in records if not record.error]
-    new, computed = _sum_new(answered), sum(record.n_computed for record in answered)
-    return KindFigures(
-        kind, len(records), percentile(seconds, 50), percentile(seconds, 95), new, computed
-    )
+    answered = _answered(records)
+    seconds = [record.first_s for record in answered]
+    p50_s, p95_s = (percentile(seconds, percent) if seconds else None for percent in (50, 95))
+    new, computed = _sum_new(answered), _sum_computed(answered)
+    return KindFigures(kind, len(records), p50_s, p95_s, new, computed)
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
@@ -63,32 +62,41 @@ def percentile(values: Sequence[float], percent: int) -> float:
     return sorted(values)[max(1, -(-percent * len(values) // 100)) - 1]
 
 
+def _answered(records: Sequence[RequestRecord]) -> list[RequestRecord]:
+    return [record for record in records if not record.error]
+
+
+def _sum_computed(records: Sequence[RequestRecord]) -> int:
+    return sum(record.n_computed for record in records)
+
+
 def _sum_new(records: Sequence[RequestRecord]) -> int:
     return sum(record.n_new for record in records)
 
 
 def waiting_s(records: Sequence[RequestRecord]) -> float:
-    """Seconds to the first token, of all requests together."""
-    return sum(record.first_s for record in records)
+    """Seconds to the first token, of all requests that were answered."""
+    return sum(record.first_s for record in _answered(records))
 
 
 def recomputed(records: Sequence[RequestRecord]) -> float:
     """Prompt tokens computed ÷ those that no request before began with."""
-    answered = [record for record in records if not record.error]
-    return sum(record.n_computed for record in answered) / max(1, _sum_new(answered))
+    answered = _answered(records)
+    return _sum_computed(answered) / max(1, _sum_new(answered))
 
 
 def goals(results: Results) -> list[Goal]:
     records = requests_of(results, OURS)
     failed = bool(results["servers"][OURS]["failure"])
-    n_errors = sum(bool(record.error) for record in records) + failed
+    answered = _answered(records)
+    n_errors = len(records) - len(answered) + failed
     share = recomputed(records) if records else None
     return [
         _at_most("prompt tokens computed ÷ new, whole day", share, RECOMPUTED),
-        _beyond(records),
+        _beyond(answered),
         _waiting(results),
-        _restarted(records),
-        _written(results, records),
+        _restarted(answered),
+        _written(results, answered),
         _flat(results),
         Goal("errors", str(n_errors), "0", n_errors == 0),
         _cold(results["cold"]),
@@ -102,7 +110,7 @@ def _at_most(what: str, found: float | None, limit: float, notes: str = "") -> G
 
 
 def _beyond(records: Sequence[RequestRecord]) -> Goal:
-    found = [record for record in records if record.kind in ORDINARY and not record.error]
+    found = [record for record in records if record.kind in ORDINARY]
     most = max((record.n_beyond for record in found), default=0)
     above = sum(record.n_beyond > BEYOND for record in found)
     notes = f" ({above} of {len(found)} turns above)" if above else ""
@@ -113,22 +121,19 @@ def _beyond(records: Sequence[RequestRecord]) -> Goal:
 
 def _waiting(results: Results) -> Goal:
     what = "total waiting ÷ mlx_lm.server's"
+    all_ours = requests_of(results, OURS)
     others = requests_of(results, THEIRS) if THEIRS in results["servers"] else []
-    pairs = list(zip(requests_of(results, OURS), others, strict=False))
+    both = zip(all_ours, others, strict=False)
+    pairs = [pair for pair in both if len(_answered(pair)) == len(pair)]
     if not pairs:
         return _at_most(what, None, WAITING)
     ours, theirs = (waiting_s(side) for side in zip(*pairs, strict=True))
-    n_ours = len(results["servers"][OURS]["requests"])
-    notes = f", the first {len(pairs)} requests" if len(pairs) < n_ours else ""
+    notes = f", {len(pairs)} of {len(all_ours)} requests" if len(pairs) < len(all_ours) else ""
     return _at_most(what, ours / theirs, WAITING, f" ({ours:.1f} s, {theirs:.1f} s{notes})")
 
 
 def _restarted(records: Sequence[RequestRecord]) -> Goal:
-    ratios = [
-        record.first_s / record.repeat_s
-        for record in records
-        if record.repeat_s and not record.error
-    ]
+    ratios = [record.first_s / record.repeat_s for record in records if record.repeat_s]
     what = "first token after a restart or kill ÷ the same turn without, highest"
     above = sum(ratio > RESTARTED for ratio in ratios)
     notes = f" ({above} of {len(ratios)} above)"

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 from mlx_lm.tokenizer_utils import load as load_tokenizer
-from tests.kit.agent_model import TOOLS_CHATML
 
 from benchmarks.day.script import DayRequest
+from benchmarks.day.template import TOOLS_CHATML
 from benchmarks.requests.client import Message
 from keepwarm.models.catalog import read_config
 

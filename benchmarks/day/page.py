@@ -89,7 +89,7 @@ def _kinds(results: Results) -> Iterator[Sequence[str]]:
             if kind not in kinds:
                 continue
             each = kinds[kind]
-            times = (f"{each.p50_s:.3f}", f"{each.p95_s:.3f}")
+            times = ["" if s is None else f"{s:.3f}" for s in (each.p50_s, each.p95_s)]
             yield kind, name, str(each.n), *times, f"{each.n_new:,}", f"{each.n_computed:,}"
 
 

@@ -99,7 +99,7 @@ def bench(
 def _measure(
     workloads: list[str], wanted: list[str], model: str | None, samples: int | None, quick: bool
 ) -> Results:
-    from benchmarks.requests import suite
+    from benchmarks.requests import files, suite
     from benchmarks.requests.run import QUICK, Sizes
     from benchmarks.requests.targets import unwound_by_signals
 
@@ -112,7 +112,8 @@ def _measure(
         *workloads,
         *(f"--target {one.split('=')[0]}" for one in wanted),
     ]
-    words += ["--quick"] * quick + ([f"--samples {samples}"] if samples else [])
+    words += [f"--model {files.as_published(name)}"] * bool(model)
+    words += ["--quick"] * quick + [f"--samples {samples}"] * bool(samples)
     with unwound_by_signals():
         return suite.measure(names, wanted, name, sizes, " ".join(words))
 

@@ -15,6 +15,7 @@ from keepwarm.errors import BadInput
 from keepwarm.models.catalog import locate, read_config
 from keepwarm.models.load import load
 
+ROOT = Path(__file__).parents[2]
 COPIED = ("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "generation_config.json")
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -38,6 +39,14 @@ def model_directory(name: str) -> Path:
     if not (path / "tokenizer.json").is_file():
         raise BadInput(f"The bench needs a model directory with a tokenizer.json; {name} has none.")
     return path
+
+
+def as_published(model: str) -> str:
+    """A name or directory in a command, without the folders of this machine."""
+    path = Path(model)
+    if not path.is_absolute():
+        return model
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
 def full_precision(source: Path, folder: Path) -> Path:

@@ -1,6 +1,8 @@
 """The day of a coding agent: what is sent in which order, and what is made of the records."""
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -10,7 +12,7 @@ import mlx.core as mx
 import psutil
 import pytest
 from benchmarks.day import script
-from benchmarks.day.__main__ import ROOT, Plan, measure
+from benchmarks.day.__main__ import Plan, measure
 from benchmarks.day.cold import judge, sample_positions
 from benchmarks.day.figures import goals, percentile
 from benchmarks.day.hosts import (
@@ -26,7 +28,7 @@ from benchmarks.day.model import Tokens, with_tools
 from benchmarks.day.page import tables
 from benchmarks.day.script import Day, DayRequest
 from benchmarks.requests.client import ReplyToken, TimedReply
-from benchmarks.requests.files import kv_bytes_per_token
+from benchmarks.requests.files import ROOT, kv_bytes_per_token
 from benchmarks.requests.prompts import PromptGenerator, assistant, system, user
 
 from keepwarm.errors import BadInput, Unreachable
@@ -222,7 +224,18 @@ def test_a_run_that_was_cut_has_its_tables():
     cut = results([record(), record(first_s=9.0)], [record(first_s=4.0)], cold=[])
     cut["servers"]["keepwarm"]["hours"] = []
     assert [n for n, holds in enumerate(held(cut)) if holds is None] == [3, 5, 7]
-    assert "0.25 (1.0 s, 4.0 s, the first 1 requests)" in tables(cut)
+    assert "0.25 (1.0 s, 4.0 s, 1 of 2 requests)" in tables(cut)
+
+
+def test_what_failed_soon_is_no_short_wait():
+    failed, title = record(error="It broke.", first_s=0.1), script.TITLED
+    ours = [record(first_s=2.0), failed, record(title), record(title)]
+    theirs = [record(first_s=8.0), record(first_s=8.0), replace(failed, kind=title)]
+    shown = tables(results(ours, theirs))
+    assert "| 0.25 (2.0 s, 8.0 s, 1 of 4 requests) |" in shown
+    assert "| turn | keepwarm | 2 | 2.000 | 2.000 |" in shown
+    assert "| title | mlx-lm | 1 |  |  |" in shown
+    assert "| keepwarm | 4 | 4.0 |" in shown
 
 
 @pytest.mark.parametrize("name", ["keepwarm", "mlx-lm"])
@@ -243,6 +256,11 @@ def test_a_published_command_has_no_folders_of_the_machine(tmp_path):
     for given, published in models.items():
         plan = Plan(given, "", 8, 12, 4, False, [], [])
         assert plan.command.startswith(f"python -m benchmarks.day --model {published} --scale")
+
+
+def test_a_tree_without_tests_has_its_day():
+    code = "import sys; sys.modules['tests'] = None; import benchmarks.day.__main__"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_the_page_is_current():

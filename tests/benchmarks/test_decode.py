@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import decode, decode_page
+from benchmarks import decode, decode_page, rows
 
 
 @pytest.fixture
@@ -48,6 +48,18 @@ def test_a_stage_without_time_is_skipped_and_has_no_table(few, tmp_path, capsys)
     found = json.loads((tmp_path / "found.json").read_text())
     found |= {"tiny: steps": {"1": "skipped: no time left"}, "tiny: agreement": {"error": "why"}}
     assert decode_page.tables(found).strip() == ""
+
+
+@pytest.mark.parametrize("program", [decode, rows])
+def test_a_stage_that_fails_is_the_exit_status(program, monkeypatch, capsys):
+    def fail(report, *_):
+        report.stage("products", lambda: 1 // 0)
+
+    monkeypatch.setattr(program, "measure", fail)
+    assert program.main(["--tiny"]) == 1
+    assert "failed stages: ['products']" in capsys.readouterr().out
+    monkeypatch.setattr(program, "measure", lambda *_: None)
+    assert program.main(["--tiny"]) == 0
 
 
 def test_the_tables_are_those_of_the_results():

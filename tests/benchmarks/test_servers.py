@@ -1,11 +1,13 @@
 """Two servers asked in turn; engines in this process stand for them."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from benchmarks.requests.files import ROOT
 from benchmarks.requests.run import QUICK
 from benchmarks.requests.suite import run_factory
 from benchmarks.requests.targets import InProcess
@@ -13,6 +15,7 @@ from benchmarks.requests.workloads import streams as workloads
 from benchmarks.requests.workloads.turns import RESTARTED, after_restart, long_conversation
 from benchmarks.servers import CHANGED, agents, collected, faults, ratios, restart, streams, turns
 
+from benchmarks import servers
 from keepwarm.device import kernels
 from keepwarm.errors import Unreachable
 from tests.kit.checkpoints import write_checkpoint
@@ -142,6 +145,21 @@ def test_a_run_that_is_cut_has_every_sample_so_far(runs, asked, capsys):
     assert list(found) == ["last of 3 agents, at first"]
     assert asked == ["keepwarm"] * SIZES.n_agents
     assert "last of 3 agents, at first" in capsys.readouterr().out
+
+
+def test_what_is_kept_names_the_model(tmp_path, monkeypatch):
+    def measure(names, *_):
+        yield names[0], {"turn 1": {"keepwarm": [1.0]}}
+
+    file, model = tmp_path / "found.json", ROOT / "benchmarks" / "models" / "window"
+    command = ["servers", "turns", "--model", str(model), "--samples", "1", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(servers, "measure", measure)
+    servers.main()
+    kept = json.loads(file.read_text())
+    published = "python -m benchmarks.servers turns --model benchmarks/models/window --samples 1"
+    assert kept["command"] == published
+    assert kept["seconds"] == {"turns": {"turn 1": {"keepwarm": [1.0]}}}
 
 
 def test_agents_of_a_server_that_fails_have_no_seconds(runs, capsys):
