@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import keepwarm
 from keepwarm.cache.store import Budgets
 from keepwarm.concurrency import CallDeadline
-from keepwarm.errors import BadInput, CacheError, StoreFailed
+from keepwarm.errors import BadInput, CacheError, InsufficientResources, StoreFailed
 from keepwarm.records.record import Part
 from keepwarm.store.tier import NamedBlock
 from tests.kit.checkpoints import write_checkpoint
@@ -128,6 +128,35 @@ def test_a_small_queue_has_room_for_a_turn(model, tmp_path):
         assert store.attach(model.module, source=model.path).restore([*tokens, 1]).rest == [1]
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "falcon_h1", "qwen3_next"])
+def test_a_cache_that_the_queue_cannot_hold_is_saved_in_steps(models, tmp_path, architecture):
+    """Whether it is committed or imported."""
+    model, tokens = models.of(architecture), prompt_of(3000)
+    module = model.module.model
+    cache = prefill(module, make_prompt_cache(module), tokens)
+    budgets = Budgets(memory_bytes=0, queue_bytes=keepwarm.kv.live_bytes(cache) // 3)
+    with keepwarm.Store(tmp_path / "store", budgets) as store:
+        kw = store.attach(module, source=model.path)
+        kw.commit(tokens, cache)
+        agent = kw.import_agent("old", tokens, cache)
+        assert store.on_disk.tokens_of(agent) == tokens
+    with keepwarm.Store(tmp_path / "store") as store:
+        assert store.attach(module, source=model.path).restore([*tokens, 1]).rest == [1]
+
+
+def test_a_cache_that_does_not_fit_is_not_imported(model, tmp_path):
+    """An agent was made of its beginning."""
+    tokens = prompt_of(1000)
+    cache = prefill(model.module, make_prompt_cache(model.module), tokens)
+    budgets = Budgets(disk_writes_per_day=keepwarm.kv.live_bytes(cache) // 2)
+    with keepwarm.Store(tmp_path / "store", budgets) as store:
+        kw = store.attach(model.module, source=model.path)
+        with pytest.raises(InsufficientResources, match="raise disk_bytes"):
+            kw.import_agent("old", tokens, cache)
+        assert not store.knows_agent("old")
+        assert not list(store.on_disk.disk.walk())
+
+
 @pytest.mark.parametrize("end", [512, 600])
 @pytest.mark.parametrize("architecture", LAYER_KINDS)
 def test_a_commit_of_known_tokens_reaches_their_end(models, tmp_path, architecture, end):
@@ -179,7 +208,7 @@ def test_a_closed_store_takes_nothing_in_silence(model, tmp_path):
 def test_a_store_that_cannot_open_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setenv("KEEPWARM_REMOTE", "foo://x")
     before = threading.enumerate()
-    with pytest.raises(BadInput, match="foo"):
+    with pytest.raises(BadInput, match="names no place"):
         keepwarm.Store(tmp_path / "store")
     assert not open_below(tmp_path)
     assert {thread.name for thread in threading.enumerate() if thread not in before} == set()

@@ -32,14 +32,14 @@ from keepwarm.cache.restore.restorer import Restorer, UnverifiedBlocks
 from keepwarm.cache.restore.writing import MemorySaver, Writer, WriteStats
 from keepwarm.device.machine import speed_class
 from keepwarm.device.memory import MemoryConfig
-from keepwarm.errors import BadInput, StoreFailed, UnknownAgent
+from keepwarm.errors import BadInput, InsufficientResources, StoreFailed, UnknownAgent
 from keepwarm.kv.buffers import HostArray
 from keepwarm.kv.kinds import is_empty
 from keepwarm.kv.slabs import SlabPool
 from keepwarm.kv.slices import Block, Rows
 from keepwarm.models.catalog import locate
 from keepwarm.models.hub import revision_of
-from keepwarm.prefix.blocks import BlockKey, pack, unpack
+from keepwarm.prefix.blocks import BlockKey, chain, pack, unpack
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.prefix.policy import Policy
 from keepwarm.records.record import Record
@@ -144,10 +144,29 @@ class AttachedModel:
         One that is not this model's is refused. Where all layers are states, which do not count
         tokens, their number cannot be checked.
         """
-        tokens = self._checked(tokens, cache)
-        capture = self.restorer.open(tokens)
-        capture.start_at(self.restorer.n_kept(tokens[:-1]))  # a block at the end may lack its state
-        capture.finish(tokens, kv.evaluate(cache))
+        self._save(self.restorer, self._checked(tokens, cache), cache, Policy.READ_WRITE)
+
+    def _save(
+        self, restorer: Restorer, tokens: list[int], cache: kv.Caches, policy: Policy
+    ) -> bool:
+        """Save a cache, in as many steps as the queue needs. Whether all of it is saved: if it is
+        to be durable, on disk by now.
+        """
+        keys = [ref.key for ref in chain(restorer.namespace, tokens)]
+        n_before = -1
+        while True:
+            capture = restorer.open(tokens, policy)
+            capture.start_at(restorer.n_kept(tokens[:-1]))  # a block at the end may lack its state
+            capture.finish(tokens, kv.evaluate(cache))
+            if policy is not Policy.DURABLE and restorer.survives(tokens):
+                return True
+            self._store.flush()
+            if restorer.is_on_disk(tokens):
+                return True
+            n_bytes = sum(block.n_bytes for block in restorer.kept(keys).values())
+            if n_bytes <= n_before:
+                return False
+            n_before = n_bytes
 
     def _ids(self, tokens: Sequence[int]) -> list[int]:
         if self._store.is_closed:
@@ -189,9 +208,13 @@ class AttachedModel:
             on_disk.agents.show(agent_id)
             raise BadInput(f"Agent {agent_id!r} already exists; choose another id.")
         name = on_disk.register(replace(self.identity, origin=secrets.token_hex(16)))
-        capture = self.restorer.in_namespace(name).open(tokens, Policy.DURABLE)
-        capture.finish(tokens, kv.evaluate(cache))
-        self._store.flush()
+        self._store.flush()  # else what is queued would make room for it
+        if not self._save(self.restorer.in_namespace(name), tokens, cache, Policy.DURABLE):
+            on_disk.agents.advance(agent_id, name, tokens, is_wanted=lambda: False)  # its blocks go
+            raise InsufficientResources(
+                "The cache was not imported, because not all of it could be saved; look at the "
+                "disk, raise disk_bytes or disk_writes_per_day, then import it again."
+            )
         n_tokens = len(tokens)
         head = Branch.of(name, tokens, [n_tokens], n_opening=n_tokens, main=True, model=model)
         return on_disk.agents.create(agent_id, head, metadata=dict(notes))
@@ -544,9 +567,9 @@ class Store:
         """Write the queue to disk and close all files."""
         self.is_closed = True
         self._rates.save()
+        self.saver.close()  # first: machines may be late, and whoever stops this process impatient
         if self._shared is not None:
             self._shared.stop()
-        self.saver.close()
         if self._on_disk is not None:
             with suppress(StoreFailed):  # it is counted
                 self._on_disk.disk.flush()
