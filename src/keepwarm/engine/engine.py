@@ -152,7 +152,10 @@ class Engine:
         """Probe the model, and make what requests pass through."""
         model, recent = self.model, RecentPrompts()
         probe = run_probe(model.module, make_caches(model.module))
-        self.preparer = Preparer.of(model, probe.n_logits, recent, settings, sandbox)
+        self.preparer = Preparer(
+            *(model, probe.n_logits, recent, settings.raw_special_tokens, sandbox),
+            stable_first=settings.stable_first,
+        )
         opened.callback(self.preparer.close)
         self._texts = RecentTexts(recent, self.ledger, self.preparer, self.run_later)
         verdicts = VerdictsFile(settings.home)

@@ -13,13 +13,14 @@ import mmap
 import struct
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import dynamic_roll as roll_rows
 
 from keepwarm.errors import CacheMismatch
+from keepwarm.records.record import UnreadTensor
 
 NAMES: dict[mx.Dtype, str] = {
     mx.bool_: "BOOL", mx.uint8: "U8", mx.int8: "I8", mx.uint16: "U16", mx.int16: "I16",
@@ -82,21 +83,10 @@ class HostArray:
         return words.view(mx.bfloat16) if self.dtype == mx.bfloat16 else words
 
 
-class ByteSource(Protocol):
-    """Reads the bytes of an array on demand."""
-
-    @property
-    def data(self) -> memoryview:
-        """All bytes, valid until the next read."""
-
-    def read_into(self, pieces: Sequence[Any]) -> None:
-        """Read into the pieces in order, if possible without another copy."""
-
-
 class FileArray(HostArray):
     """An array whose bytes are in a file. Each access to `words` reads them."""
 
-    def __init__(self, dtype: str, shape: Shape, source: ByteSource) -> None:
+    def __init__(self, dtype: str, shape: Shape, source: UnreadTensor) -> None:
         self.shape, self.dtype = shape, dtype_of(dtype)
         self._name, self._source = dtype, source
 

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from keepwarm.config import Settings
 from keepwarm.errors import BadInput, ContextTooLong
 from keepwarm.models.load import Model
 from keepwarm.prefix.blocks import common_prefix
@@ -161,18 +160,6 @@ class Preparer:
             *(n_vocab, self._stop_tokens, stable_first),
         )
         self._sandbox = Sandbox.of(sandbox, recipe, self.splicer, known) if sandbox else None
-
-    @classmethod
-    def of(
-        cls,
-        model: Model,
-        n_vocab: int,
-        recent: RecentPrompts,
-        settings: Settings,
-        sandbox: SandboxProcess | None,
-    ) -> Preparer:
-        raw, order = settings.raw_special_tokens, settings.stable_first
-        return cls(model, n_vocab, recent, raw, sandbox, stable_first=order)
 
     def prepare(
         self,
