@@ -7,14 +7,14 @@ const SVG = "http://www.w3.org/2000/svg";
 export const byId = (id) => document.getElementById(id);
 
 export function h(tag, properties = {}, ...children) {
-  return fill(document.createElement(tag), properties, children);
+  return equip(document.createElement(tag), properties, children);
 }
 
 export function svg(tag, properties = {}, ...children) {
-  return fill(document.createElementNS(SVG, tag), properties, children);
+  return equip(document.createElementNS(SVG, tag), properties, children);
 }
 
-function fill(element, properties, children) {
+function equip(element, properties, children) {
   for (const [name, value] of Object.entries(properties)) {
     if (value === undefined || value === null || value === false) continue;
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
@@ -22,6 +22,13 @@ function fill(element, properties, children) {
   }
   element.append(...children.flat().filter((child) => child !== null && child !== undefined));
   return element;
+}
+
+// A bar as long as its share of the place it is in.
+export function fill(kind, share) {
+  const bar = h("span", { class: `fill ${kind}` });
+  bar.style.width = `${(100 * share).toFixed(2)}%`;
+  return bar;
 }
 
 // Replace the content of an element, unless it is the same. A table of the same name is updated row

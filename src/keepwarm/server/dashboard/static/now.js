@@ -1,6 +1,6 @@
 // What runs at this moment: tiles, and memory by budget.
 
-import { byId, h, put, tile } from "./dom.js";
+import { byId, fill, h, put, tile } from "./dom.js";
 import { bytes, count, plural, short, sum } from "./format.js";
 
 const MEMORY = { live: "Live caches", memory: "Blocks in memory", batch: "Running requests", buffers: "MLX buffers", disk: "Blocks on disk", weights: "Weights of all loaded models" };
@@ -50,12 +50,10 @@ const words = (rate) => (rate === null ? "–" : short(rate));
 
 export function meter({ budget, n_bytes: used, max_bytes: limit }) {
   const share = limit ? Math.min(1, used / limit) : 0;
-  const bar = h("span", { class: `fill ${budget}` });
-  bar.style.width = `${(100 * share).toFixed(1)}%`;
   const name = MEMORY[budget] ?? budget;
   return h("div", { class: "meter" },
     h("div", { class: "row" }, h("span", {}, name),
       h("span", { class: "quiet" }, limit ? `${bytes(used)} of ${bytes(limit)}` : bytes(used))),
     h("div", { class: "stack", role: "meter", "aria-label": name, "aria-valuemin": 0,
-      "aria-valuemax": 100, "aria-valuenow": Math.round(100 * share) }, bar));
+      "aria-valuemax": 100, "aria-valuenow": Math.round(100 * share) }, fill(budget, share)));
 }

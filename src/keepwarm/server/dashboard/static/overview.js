@@ -3,7 +3,7 @@
 import { post } from "./api.js";
 import { columns, legend, lines } from "./charts.js";
 import { card } from "./connect.js";
-import { byId, choice, empty, h, hide, put, say, table, tile } from "./dom.js";
+import { byId, choice, empty, fill, h, hide, put, say, table, tile } from "./dom.js";
 import { bytes, clock, count, percent, plural, saved as timeSaved, seconds, short } from "./format.js";
 import { meter } from "./now.js";
 
@@ -122,10 +122,7 @@ function writesChart(days) {
   const entries = Object.entries(days).slice(-7);
   if (!entries.length) return empty("Nothing written yet.");
   const most = Math.max(...entries.map(([, n]) => n), 1);
-  return h("ul", { class: "bars" }, entries.map(([day, n]) => {
-    const bar = h("span", { class: "fill disk" });
-    bar.style.width = `${((100 * n) / most).toFixed(1)}%`;
-    return h("li", {}, h("span", { class: "quiet" }, day.slice(5)), h("span", { class: "stack" }, bar),
-      h("span", { class: "number" }, bytes(n)));
-  }));
+  return h("ul", { class: "bars" }, entries.map(([day, n]) =>
+    h("li", {}, h("span", { class: "quiet" }, day.slice(5)), h("span", { class: "stack" }, fill("disk", n / most)),
+      h("span", { class: "number" }, bytes(n)))));
 }

@@ -1,7 +1,7 @@
 // Requests with their receipts: running ones, which can be cancelled, and recent ones.
 
 import { post } from "./api.js";
-import { agentName, byId, details, empty, h, pages, put, say, slice, table } from "./dom.js";
+import { agentName, byId, details, empty, fill, h, pages, put, say, slice, table } from "./dom.js";
 import { ago, count, GAP, percent, plural, seconds, spared } from "./format.js";
 
 const PAGE = 20;
@@ -93,18 +93,10 @@ function receipt(one) {
   const what = isPrefilling
     ? `${count(warm + computed)} of ${count(whole)} prefilled (${percent(warm + computed, whole)})`
     : `${count(warm)} of ${count(whole)} warm (${percent(warm, whole)})`;
-  return h("div", { class: "receipt", title: places }, stack(parts, whole), h("span", {}, what),
+  return h("div", { class: "receipt", title: places },
+    h("span", { class: "stack", "aria-hidden": "true" }, parts.map(([tier, n]) => fill(tier, n / whole))), h("span", {}, what),
     h("span", { class: "quiet" }, [` ${places}`, ms === 0 || isPrefilling ? "" : `; ${spared(ms)}`,
       ...inexact.map((reason) => `; ${reason}`)].join("")));
-}
-
-function stack(parts, whole) {
-  const bars = parts.map(([tier, n]) => {
-    const bar = h("span", { class: `fill ${tier}` });
-    bar.style.width = `${((100 * n) / whole).toFixed(2)}%`;
-    return bar;
-  });
-  return h("span", { class: "stack", "aria-hidden": "true" }, bars);
 }
 
 // What the time to the first token went into, as far as it came.
