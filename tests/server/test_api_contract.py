@@ -377,6 +377,10 @@ def test_agent_is_known_by_header_and_by_the_fields_of_each_api(live):
 
 
 ROBOT = [{"role": "robot", "content": "x"}]
+OWN_TOOLS = [  # a client's, and one that runs at Anthropic
+    {"name": "read", "input_schema": {"type": "object"}},
+    {"name": "ws", "type": "web_search_20250305"},
+]
 WRONG = {  # a field that the shape refuses, one that the adapter does, and what only a server finds
     CHAT: [
         ({"messages": ROBOT}, "messages[0].role"),
@@ -394,10 +398,13 @@ WRONG = {  # a field that the shape refuses, one that the adapter does, and what
     MESSAGES: [
         ({"messages": ROBOT}, "messages[0].role"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": OWN_TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"tools": OWN_TOOLS, "tool_choice": {"type": "tool", "name": "ws"}}, "tool_choice"),
     ],
     RESPONSES: [
         ({"input": ROBOT}, "input[0].role"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"background": True}, "omit store"),
         ({"conversation": "conv_1"}, "previous_response_id"),
         ({"prompt": {"id": "pmpt_1"}}, "instructions"),

@@ -143,7 +143,7 @@ def test_one_call_where_several_are_not_wanted(ours):
 
 
 def test_a_tool_that_is_not_offered_cannot_be_forced(ours):
-    with pytest.raises(BadInput, match="names 'other', which is not in tools"):
+    with pytest.raises(BadInput, match="names a tool that is not in tools"):
         call_grammar([CLOCK], ToolChoice("required", name="other"), ours)
     with pytest.raises(BadInput, match="there are no tools"):
         call_grammar([], REQUIRED, ours)

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from keepwarm.errors import BadInput
+from keepwarm.errors import BadField, BadInput
 from keepwarm.text.grammar import OPEN_KEYS, closed, properties_of, required_of
 from keepwarm.text.parsing import Markup, Preamble
 from keepwarm.text.request import Tool, ToolChoice
-from keepwarm.text.tools import HARMONY, STRICT, parses, without_null
+from keepwarm.text.tools import HARMONY, STRICT, UNKNOWN_TOOL, parses, without_null
 
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _GUIDANCE = {**_SPACES, "lenient": True}  # unknown schema keywords are ignored, not refused
@@ -124,10 +124,12 @@ def call_grammar(tools: Sequence[Tool], choice: ToolChoice, markup: Markup) -> s
     if not choice.is_forced:
         return None
     if not tools:
-        raise BadInput("tool_choice asks for a call, but there are no tools; send some.")
+        raise BadField(
+            "tool_choice asks for a call, but there are no tools; send some.", "tool_choice"
+        )
     wanted = [tool for tool in tools if choice.name in (None, tool["function"]["name"])]
     if not wanted:
-        raise BadInput(f"tool_choice names {choice.name!r}, which is not in tools; add it.")
+        raise BadField(UNKNOWN_TOOL, "tool_choice")
     writer = CallWriter(markup, is_forced=True)
     if writer.syntax is None:
         raise BadInput(

@@ -28,6 +28,7 @@ from keepwarm.text.template import BETWEEN, Template, is_deep
 
 Parser: TypeAlias = Callable[[str, Any], Any]  # as in mlx-lm: (body, tools) to one call or a list
 
+UNKNOWN_TOOL = "tool_choice names a tool that is not in tools; add it or choose another."
 BLOCK = """\
 # Tools
 

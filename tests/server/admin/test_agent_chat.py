@@ -6,6 +6,7 @@ import uuid
 from dataclasses import replace
 
 import httpx
+import openai
 import pytest
 
 from tests.kit.waiting import wait_until
@@ -117,6 +118,16 @@ def test_a_header_and_a_field_do_the_same(live, agent):
     assert fourth["keepwarm"]["continued"] > third["keepwarm"]["continued"]
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
+def test_an_agent_can_be_made_to_call_one_of_its_tools(agent, gpt, choice):
+    look = {"type": "function", "function": {"name": "look", "parameters": {"const": {}}}}
+    complete(gpt, user(ASK), tools=[look])
+    answer = complete(gpt, user(NEXT), tool_choice=choice, max_tokens=200)
+    assert answer.choices[0].message.tool_calls[0].function.name == "look"
+    with pytest.raises(openai.BadRequestError, match="not in tools"):
+        complete(gpt, user(NEXT), tool_choice={"type": "function", "function": {"name": "hear"}})
+
+
 def test_after_a_fork_a_rewind_and_an_import(live, agent, gpt):
     complete(gpt, user(ASK))
     complete(gpt, user(NEXT))
@@ -137,7 +148,6 @@ def test_after_a_fork_a_rewind_and_an_import(live, agent, gpt):
 
 def test_who_is_not_there_is_refused_in_the_words_of_the_api(live):
     import anthropic
-    import openai
 
     url = f"{live.url}/v1/agents/nobody"
     gpt, claude = live.openai(base_url=url), anthropic.Anthropic(base_url=url, api_key="any")

@@ -30,7 +30,7 @@ from keepwarm.server.http.synonyms import (
     format_of,
     thinking_of,
 )
-from keepwarm.server.http.tools import Mode, choose_tool, function_tool, names_of
+from keepwarm.server.http.tools import Mode, function_tool, names_of
 from keepwarm.text.request import (
     Breakpoint,
     Format,
@@ -214,7 +214,7 @@ def request_of(body: CountRequest, fields: RequestFields, settings: Settings) ->
         partial_answer=is_partial,
         unread=unread.kinds,
         tools=tools,
-        tool_choice=tool_choice_of(body, tools),
+        tool_choice=tool_choice_of(body),
         thinking=thinking.switch,
         template_options=thinking.options,
         format=format_of(body, output_config=own),
@@ -433,13 +433,12 @@ def ignored_tools(body: CountRequest) -> list[str]:
     return [tool.name for tool in body.tools or () if not _is_client_tool(tool)]
 
 
-def tool_choice_of(body: CountRequest, tools: Sequence[Tool]) -> ToolChoice:
+def tool_choice_of(body: CountRequest) -> ToolChoice:
     wanted = body.tool_choice
     if wanted is None:
         return ToolChoice()
     name = wanted.name or "" if wanted.type == "tool" else None
-    parallel, where = not wanted.disable_parallel_tool_use, "tool_choice.name"
-    return choose_tool(tools, MODES[wanted.type], name, parallel=parallel, where=where)
+    return ToolChoice(MODES[wanted.type], name, not wanted.disable_parallel_tool_use)
 
 
 def expand_tool_references(body: CountRequest, tools: Sequence[Tool]) -> list[MessageIn]:

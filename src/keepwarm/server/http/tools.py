@@ -9,8 +9,8 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import BeforeValidator
 
 from keepwarm.errors import BadField
-from keepwarm.text.request import Tool, ToolChoice
-from keepwarm.text.tools import STRICT
+from keepwarm.text.request import Tool
+from keepwarm.text.tools import STRICT, UNKNOWN_TOOL
 
 Mode = Literal["auto", "none", "required"]
 # Mistral's clients write `any` for `required`.
@@ -40,35 +40,9 @@ def names_of(tools: Sequence[Tool]) -> set[str]:
 
 def allowed_tools(tools: Sequence[Tool], names: Collection[str]) -> list[Tool]:
     """Those with these names, all of which must be there."""
-    for name in names:
-        _check_known(name, tools, "tool_choice")
+    if not names_of(tools).issuperset(names):
+        raise BadField(UNKNOWN_TOOL, "tool_choice")
     return [tool for tool in tools if tool["function"]["name"] in names]
-
-
-def choose_tool(
-    tools: Sequence[Tool],
-    mode: Mode,
-    name: str | None = None,
-    *,
-    parallel: bool,
-    where: str = "tool_choice",
-) -> ToolChoice:
-    """The choice of a request, which must be possible; `where` is the field of the name."""
-    if name is not None:
-        _check_known(name, tools, where)
-    if mode == "required" and not tools:
-        raise BadField(
-            "tool_choice asks for a call, but tools is empty; send tools or omit tool_choice.",
-            "tool_choice",
-        )
-    return ToolChoice(mode, name, parallel)
-
-
-def _check_known(name: str, tools: Sequence[Tool], where: str) -> None:
-    if name not in names_of(tools):
-        raise BadField(
-            "tool_choice names a tool that is not in tools; add it or choose another.", where
-        )
 
 
 # Calls of custom tools

@@ -13,7 +13,6 @@ from keepwarm.server.http.synonyms import format_of, thinking_of
 from keepwarm.server.http.tools import (
     TEXT_INPUT,
     allowed_tools,
-    choose_tool,
     custom_arguments,
     custom_input,
     function_tool,
@@ -76,7 +75,7 @@ def request_of(body: ChatRequest, fields: RequestFields, settings: Settings) -> 
         partial_answer=is_partial,
         unread=unread.kinds,
         tools=tools,
-        tool_choice=tool_choice_of(body, tools),
+        tool_choice=tool_choice_of(body),
         thinking=None if thinking is None else bool(thinking),
         template_options=options,
         format=format_of(body),
@@ -138,14 +137,14 @@ def _offer(function: Function) -> Tool:
     return function_tool(function.name, function.description, function.parameters, function.strict)
 
 
-def tool_choice_of(body: ChatRequest, tools: Sequence[Tool]) -> ToolChoice:
+def tool_choice_of(body: ChatRequest) -> ToolChoice:
     parallel = body.parallel_tool_calls is not False and body.functions is None
     choice = body.tool_choice or body.function_call or "auto"
     if isinstance(choice, AllowedTools):
         choice = choice.allowed_tools.mode
     if isinstance(choice, str):
-        return choose_tool(tools, choice, parallel=parallel)
-    return choose_tool(tools, "required", _name_of(choice), parallel=parallel)
+        return ToolChoice(choice, parallel=parallel)
+    return ToolChoice("required", _name_of(choice), parallel)
 
 
 def _name_of(tool: NamedTool | NamedCustomTool | FunctionName) -> str:

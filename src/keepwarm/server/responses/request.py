@@ -39,7 +39,6 @@ from keepwarm.server.http.tools import (
     TEXT_INPUT,
     ChosenMode,
     allowed_tools,
-    choose_tool,
     custom_arguments,
     function_tool,
 )
@@ -247,7 +246,7 @@ def request_of(
         messages=messages,
         unread=unread.kinds,
         tools=tools,
-        tool_choice=_tool_choice(body, tools),
+        tool_choice=_tool_choice(body),
         thinking=thinking.switch,
         template_options=thinking.options,
         format=format_of(body, **own),
@@ -423,15 +422,15 @@ def _tool(tool: ResponseTool, name: str) -> Tool:
     return function_tool(name, tool.description, parameters, tool.strict)
 
 
-def _tool_choice(body: InputRequest, tools: Sequence[Tool]) -> ToolChoice:
+def _tool_choice(body: InputRequest) -> ToolChoice:
     parallel = body.parallel_tool_calls is not False
     choice = body.tool_choice or "auto"
     if isinstance(choice, NamedChoice) and choice.type == "allowed_tools":
         choice = choice.mode or "auto"
     if not isinstance(choice, NamedChoice):
-        return choose_tool(tools, choice, parallel=parallel)
+        return ToolChoice(choice, parallel=parallel)
     name = _flat(choice) if choice.type in CALLED else ""
-    return choose_tool(tools, "required", name, parallel=parallel)
+    return ToolChoice("required", name, parallel)
 
 
 def _format(wanted: TextFormat) -> Format | None:
