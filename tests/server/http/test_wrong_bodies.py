@@ -115,6 +115,19 @@ def test_numbers_too_long_for_anything(live, path, digits):
 
 
 @paths
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-le", "utf-32"])
+def test_half_a_character_and_other_encodings(live, path, encoding):
+    """Python's parser takes them all."""
+    for name in ("\ud800", "plain"):
+        body = json.dumps(BODIES[path] | {"user": name}, ensure_ascii=False)
+        answer = live.post(path, body.encode(encoding, "surrogatepass"))
+        if (encoding, name) == ("utf-8", "plain"):
+            assert answer.status_code == 200
+        else:
+            assert "not UTF-8" in refused(answer, 400, path)
+
+
+@paths
 def test_caches_that_the_model_does_not_run_with(live, path):
     """Its heads are smaller than what is rounded together."""
     body = with_field(path, "keepwarm", '{"kv": {"kv_bits": 8}}')

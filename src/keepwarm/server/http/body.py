@@ -130,7 +130,7 @@ def _n_marks(body: bytes) -> int:
 
 
 async def check_json(request: Request) -> None:
-    """Reject lone surrogates, NaN, infinities and very long numbers, and deep nesting."""
+    """Reject other encodings, lone surrogates, numbers that are too large, and deep nesting."""
     if "json" not in request.headers.get("content-type", "").lower() or request.url.path in UPLOADS:
         return
     body = await request.body()
@@ -143,9 +143,19 @@ async def check_json(request: Request) -> None:
 
 
 def _check(value: object, body: bytes) -> None:
+    if not _is_utf8(body):
+        raise BadInput("The body is not UTF-8, the encoding of JSON; send it in UTF-8.")
     check_values(value)
     if b"\\" in body and _SURROGATE.search(body):
         _check_characters(value)
+
+
+def _is_utf8(body: bytes) -> bool:
+    """Python's parser takes UTF-16 too, which has zero bytes in JSON, and surrogates unescaped."""
+    try:
+        return "\0" not in body.decode()
+    except UnicodeDecodeError:
+        return False
 
 
 def given_body(request: Request) -> object:
