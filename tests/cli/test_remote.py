@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from contextlib import closing
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from keepwarm.agents.agent import Branch
 from keepwarm.agents.agent_store import AgentStore
 from keepwarm.cli.main import command_line
+from keepwarm.cli.remote import DAY_S
 from keepwarm.errors import BadInput, Unreachable
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.remote.addresses import open_backend
@@ -60,6 +62,10 @@ def remote(place, tmp_path, monkeypatch):
     return run
 
 
+def name_of(ref):
+    return RemoteNames(CLASSES[0]).of(RemoteRecord.of(record(ref).header))
+
+
 def rows(remote, *options):
     return json.loads(remote("ls", "--json", *options))
 
@@ -83,6 +89,8 @@ def test_rm_deletes_what_is_wanted_and_never_all_by_accident(remote, place):
         command_line(["remote", "cache"]), ["remote", "rm"]
     ).exception)  # fmt: skip
     assert "--older-than" in remote("rm", "--older-than=-1", code=2)
+    with pytest.raises(BadInput, match="leave it out"):
+        remote("rm", "--all", "--class", CLASSES[0], catch=False)
     assert sum(row["records"] for row in rows(remote)) == 6
     assert remote("rm", "--class", CLASSES[0]) == "Deleted 3 records.\n"
     assert [row["class"] for row in rows(remote)] == [CLASSES[1]]
@@ -114,9 +122,49 @@ def test_a_user_who_may_not_ask_for_sizes_is_told_so(remote, place):
         remote("verify", catch=False)
 
 
+@pytest.mark.parametrize("place", ["directory"], indirect=True)
+def test_what_is_used_keeps_what_it_begins_with(remote, place, tmp_path):
+    """A bucket tells only when each was put: beginnings of prompts long ago."""
+    old = time.time() - 10 * DAY_S
+    paths = [tmp_path / "place" / name_of(ref) for ref in REFS]
+    for path in paths[:2]:
+        os.utime(path, (old, old))
+    assert rows(remote, "--older-than", "5") == []
+    assert remote("rm", "--older-than", "5") == "Deleted 0 records.\n"
+    os.utime(paths[2], (old, old))
+    assert [row["records"] for row in rows(remote, "--older-than", "5")] == [3]
+    assert remote("rm", "--older-than", "5") == "Deleted 3 records.\n"
+    assert [row["class"] for row in rows(remote)] == [CLASSES[1]]
+
+
+VERBS = [["ls"], ["verify"], ["rm", "--all"]]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("place", ["directory"], indirect=True)
+def test_a_place_that_is_not_mounted_or_not_named_is_not_an_empty_one(
+    remote, verb, monkeypatch, tmp_path
+):
+    (tmp_path / "place").rename(tmp_path / "share")
+    (tmp_path / "place").mkdir()
+    with pytest.raises(BadInput, match="not mounted"):
+        remote(*verb, catch=False)
+    monkeypatch.setenv("KEEPWARM_REMOTE", "")
+    with pytest.raises(BadInput, match="set KEEPWARM_REMOTE"):
+        remote(*verb, catch=False)
+
+
+@pytest.mark.parametrize("place", ["redis"], indirect=True)
+def test_a_server_that_answers_no_more_has_no_bad_records(remote, place):
+    with closing(open_backend(place)) as backend:
+        backend._call([[b"ACL", b"SETUSER", b"default", b"-get"]], SOON)
+    with pytest.raises(Unreachable, match="NOPERM"):
+        remote("verify", catch=False)
+
+
 def test_verify_names_what_is_damaged(remote, place):
     assert remote("verify") == "6 of 6 records are intact.\n"
-    name = RemoteNames(CLASSES[0]).of(RemoteRecord.of(record(REFS[1]).header))
+    name = name_of(REFS[1])
     with closing(open_backend(place)) as backend:
         backend.put(name, [os.urandom(2000)], SOON, replace=True)
     said = remote("verify", code=1)

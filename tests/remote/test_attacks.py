@@ -8,6 +8,7 @@ from keepwarm.concurrency import CallDeadline
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import Part, encode_record
+from keepwarm.remote.compression import MAX_RECORD_BYTES
 from keepwarm.remote.deleter import erase_from_tier
 from keepwarm.remote.janitor import LEASE, LEASE_S, Janitor, RemoteLimits
 from keepwarm.remote.lookup import KnownRecords
@@ -84,6 +85,17 @@ def test_other_files_beside_the_classes_do_not_stop_anything(machine, place, add
     block = NamedBlock(FIRST.key, FIRST.parent, BLOCK_TOKENS)
     assert erase_from_tier(tier, [NAMESPACE], [block], ())
     assert place.sizes([name_of(FIRST, "cuda-mlx-0.1")], SOON) == [None]
+
+
+@pytest.mark.parametrize("address", ["directory"], indirect=True)
+def test_a_record_that_is_too_large_is_a_bad_one_and_no_outage(machine, place):
+    assert machine().put(ONE).stored
+    with (place._root / name_of(FIRST)).open("wb") as file:
+        file.truncate(MAX_RECORD_BYTES + 1)
+    tier = machine()
+    assert found(tier) is None
+    assert tier.take_fault(FIRST.key, Part.DELTA) == "damaged"
+    assert tier.is_trusted
 
 
 @pytest.mark.parametrize("address", ["directory"], indirect=True)

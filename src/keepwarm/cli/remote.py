@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -14,7 +14,7 @@ import typer
 from keepwarm import config
 from keepwarm.cli.agents import AsJson, format_date, open_store
 from keepwarm.cli.options import print_table
-from keepwarm.concurrency import CallError
+from keepwarm.concurrency import CallDeadline, CallError
 from keepwarm.errors import BadInput, Unreachable
 from keepwarm.prefix.fingerprint import tenant_of
 from keepwarm.units import format_bytes
@@ -45,16 +45,7 @@ class Wanted(NamedTuple):
     days: float
 
     def takes(self, one: Found) -> bool:
-        used = one.held.listed.used
-        if self.days and not used:
-            raise BadInput(
-                "A shared tier does not tell when its records were last used, as Redis with an LFU "
-                "policy; leave --older-than out."
-            )
-        is_old = time.time() - used >= self.days * DAY_S
-        return is_old and all(
-            wanted in ("", has) for wanted, has in zip(self[:3], one, strict=False)
-        )
+        return all(wanted in ("", has) for wanted, has in zip(self[:3], one, strict=False))
 
 
 class Found(NamedTuple):
@@ -64,19 +55,36 @@ class Found(NamedTuple):
     held: HeldBlob
 
 
-def _found(store: AgentStore, backend: Backend, wanted: Wanted) -> Iterator[Found]:
+def _found(store: AgentStore, backend: Backend, wanted: Wanted) -> list[Found]:
     from keepwarm.remote.opening import held_blobs
 
     models = {agent.namespace: agent.head.model for agent in store.agents.all()}
     tenants: dict[Namespace, str] = {}
+    found: list[Found] = []
     for held in held_blobs(backend):
         name = held.namespace
         if name not in tenants:
             tenants[name] = _tenant_of(store, name)
         model = models.get(name) or name.hex()[:SHOWN]
-        one = Found(model, held.compute_class, tenants[name], held)
-        if wanted.takes(one):
-            yield one
+        found.append(Found(model, held.compute_class, tenants[name], held))
+    taken = [one for one in found if wanted.takes(one)]
+    return _unused(taken, wanted.days) if wanted.days else taken
+
+
+def _unused(found: Sequence[Found], days: float) -> list[Found]:
+    """Those that are not used for so long, nor what follows them: a bucket tells only when each was
+    put, so that beginnings of prompts in daily use seem old.
+    """
+    from keepwarm.remote.janitor import RemoteLimits, surplus
+
+    if not all(one.held.listed.used for one in found):
+        raise BadInput(
+            "A shared tier does not tell when its records were last used, as Redis with an LFU "
+            "policy; leave --older-than out."
+        )
+    by_name = {one.held.listed.name: one for one in found}
+    listed, limits = [one.held.listed for one in found], RemoteLimits(age_s=days * DAY_S)
+    return [by_name[old.name] for old in surplus(listed, limits, time.time())]
 
 
 def _tenant_of(store: AgentStore, name: Namespace) -> str:
@@ -86,13 +94,26 @@ def _tenant_of(store: AgentStore, name: Namespace) -> str:
         return "?"
 
 
+def _addresses() -> list[str]:
+    addresses = config.load().remotes
+    if not addresses:
+        raise BadInput("No shared tier is named; set KEEPWARM_REMOTE to its address.")
+    return addresses
+
+
 @contextmanager
 def _opened(address: str) -> Iterator[Backend]:
     from keepwarm.remote.addresses import open_backend
+    from keepwarm.remote.handshake import read_mark
 
     password = config.load().read_secret("remote_password")
     with closing(open_backend(address, password)) as backend:
         try:
+            if read_mark(backend, CallDeadline(CALL_S)) is None:
+                raise BadInput(
+                    f"The shared tier {address} has no mark: it is not mounted, or was never used; "
+                    "mount it, or correct KEEPWARM_REMOTE."
+                )
             yield backend
         except CallError as error:
             raise Unreachable(f"The shared tier {address} cannot be asked: {error}") from error
@@ -113,7 +134,7 @@ def list_records(
     wanted = Wanted(model, compute_class, tenant, older_than)
     groups: defaultdict[tuple[str, ...], list[HeldBlob]] = defaultdict(list)
     with open_store() as store:
-        for address in config.load().remotes:
+        for address in _addresses():
             with _opened(address) as backend:
                 for one in _found(store, backend, wanted):
                     groups[address, *one[:3]].append(one.held)
@@ -163,9 +184,11 @@ def rm(
     wanted = Wanted(model, compute_class, tenant, older_than)
     if not any(wanted) and not everything:
         raise BadInput("Say what to delete: --model, --class, --tenant, --older-than or --all.")
+    if any(wanted) and everything:
+        raise BadInput("--all deletes all records; leave it out to delete some of them.")
     n_deleted = 0
     with open_store() as store:
-        for address in config.load().remotes:
+        for address in _addresses():
             with _opened(address) as backend:
                 doomed = [one.held for one in _found(store, backend, wanted)]
                 names = [held.listed.name for held in doomed]
@@ -190,7 +213,7 @@ def verify(
     wanted = Wanted(model, compute_class, tenant, older_than)
     n_records = n_bad = 0
     with open_store() as store:
-        for address in config.load().remotes:
+        for address in _addresses():
             with _opened(address) as backend:
                 for _, _, _, held in _found(store, backend, wanted):
                     if held.record is None:

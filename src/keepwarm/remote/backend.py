@@ -15,7 +15,7 @@ from keepwarm.errors import BadInput
 
 T = TypeVar("T")
 Take: TypeAlias = Callable[[int], memoryview]
-"""Gives the memory for a number of bytes; raises CallError if that is too many."""
+"""Gives the memory for a number of bytes; raises CallError or BadRecord if that is too many."""
 
 BESIDE = 64  # names that are listed beside those that are wanted
 NAME = re.compile(r"(?!\.)[A-Za-z0-9_.-]{1,128}(/(?!\.)[A-Za-z0-9_.-]{1,128}){0,7}")

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from keepwarm.concurrency import CallError
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.records.cipher import Cipher
 from keepwarm.records.record import (
@@ -51,7 +50,7 @@ Piece = bytes | memoryview
 def memory_for(n_bytes: int) -> memoryview:
     """To read a record into; a bytearray would be filled with zeros first."""
     if n_bytes > MAX_RECORD_BYTES:
-        raise CallError(f"a record of {n_bytes} bytes is too large")
+        raise BadRecord(f"{n_bytes} bytes are too many for a record")
     return np.empty(n_bytes, np.uint8).data
 
 

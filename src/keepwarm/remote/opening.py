@@ -231,7 +231,7 @@ def find_fault(
     cipher: Cipher | None,
     fleet_key: FleetKey | None,
 ) -> str:
-    """Why a record cannot be used here; empty if it can, or is gone by now."""
+    """Why a record cannot be used here; empty if it can, or is gone by now. Raises CallError."""
 
     def verify(data: memoryview) -> str:
         if name.endswith(".mac"):
@@ -243,5 +243,5 @@ def find_fault(
 
     try:
         return backend.fetch(name, memory_for, verify, READ_S) or ""
-    except (BadRecord, NewerFormat, CallError) as error:
+    except (BadRecord, NewerFormat) as error:
         return str(error)
