@@ -265,6 +265,21 @@ def test_anything_else_is_one(health, error):
     assert calls == []
 
 
+def test_a_call_that_outlives_an_outage_does_not_begin_another(health):
+    """As some uploads that hang for seconds, while a trial has succeeded meanwhile."""
+
+    def outlive():
+        for _ in range(MAX_FAILURES):
+            health.failed()
+        health.tried(True)
+        raise CallError("no answer in time")
+
+    assert health.call("written", outlive) is None
+    assert health.is_trusted
+    assert health.call("written", failing(CallError("gone"))) is None
+    assert not health.is_trusted
+
+
 def test_a_bad_record_is_an_answer(health):
     health.failed()
     with pytest.raises(BadRecord):

@@ -70,6 +70,7 @@ class Health:
         self._clock = clock
         self._changed = threading.Condition()
         self._n_failures: float = MAX_FAILURES
+        self._n_recoveries = 0
         self._retry_s, self._retry_at = 0.0, clock()
         self._was_tried = self._is_closed = False
         self._is_outage = False  # and the log says so
@@ -106,6 +107,7 @@ class Health:
         """What `work` returns; None if the store does not do it, which is counted."""
         if self.is_open:
             return None
+        n_recoveries = self._n_recoveries
         try:
             result = work()
         except (BadRecord, NewerFormat):  # the store has answered
@@ -124,7 +126,8 @@ class Health:
             LOG.log(level, "%s could not be %s: %s", self.name, what, error, exc_info=is_own)
             self._counts.add(errors=1)
             self.last_error = str(error)
-            self.failed()
+            if n_recoveries == self._n_recoveries:  # else it tells of an outage that is over
+                self.failed()
             return None
         self.succeeded()
         return result
@@ -154,6 +157,7 @@ class Health:
             self._tell(is_outage=not success)
             if success:
                 self._n_failures, self._retry_s, self.refused = 0, 0.0, ""
+                self._n_recoveries += 1
                 return
             self._n_failures = max(self._n_failures, MAX_FAILURES)
             self._retry_s = min(max(2 * self._retry_s, FIRST_RETRY_S), MAX_RETRY_S)
