@@ -178,6 +178,11 @@ def test_verbosity_is_named(live):
             [],
         ),
         ("/v1/chat/completions", {"cache_salt": "s"}, ["cache_salt"]),
+        (
+            "/v1/chat/completions",
+            {"response_format": {"type": "text", "schema": {"type": "object"}}},
+            ["response_format.schema"],
+        ),
         ("/v1/responses", {"include": ["file_search_call.results"]}, ["include"]),
         (
             "/v1/responses",

@@ -270,7 +270,15 @@ MADE = {  # fields of the body, attributes of the request
         ({"response_format": {"type": "json_object"}}, {"format": Format(json=True)}),
         (
             {"response_format": {"type": "json_object", "schema": SCHEMA}},
-            {"format": Format(schema=SCHEMA)},
+            {"format": Format(json=True, schema=SCHEMA)},
+        ),
+        (
+            {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+            {"format": Format(json=True, schema=SCHEMA)},
+        ),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {"schema": SCHEMA}}},
+            {"format": Format(json=True, schema=SCHEMA)},
         ),
         ({"response_format": {"type": "text"}}, {"format": None}),
         ({"grammar": YES_OR_NO}, {"format": Format(grammar=YES_OR_NO)}),
@@ -392,6 +400,10 @@ MADE = {  # fields of the body, attributes of the request
         (
             {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
             {"format": Format(json=True, schema=SCHEMA), "template_options": {}},
+        ),
+        (
+            {"output_format": {"type": "json_schema", "schema": SCHEMA}},
+            {"format": Format(json=True, schema=SCHEMA)},
         ),
         (
             {"tools": [WEB_SEARCH, CLAUDE_READ]},
@@ -723,6 +735,7 @@ REFUSED = {  # fields of the body, the field that the error names
         ({"messages": [user({"type": "tool_result"})]}, "messages[0].content[0].tool_use_id"),
         ({"max_tokens": -2}, "max_tokens"),
         ({"max_tokens": "9"}, "max_tokens"),
+        ({"output_format": {"type": "json_object"}}, "output_format.type"),
         ({"temperature": -1}, "temperature"),
         ({"tool_choice": {"type": "x"}}, "tool_choice.type"),
         ({"tools": [{"name": "read"}]}, "tools.input_schema"),

@@ -156,6 +156,9 @@ class CountRequest(PromptBody, FormatFields, ThinkingFields, UnsupportedFields):
     tools: Members[AnthropicTool] | None = None
     tool_choice: ToolChoiceIn | None = None
     output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = Field(
+        default=None, description="Another name of `output_config.format`."
+    )
     cache_control: CacheControl | None = None
     metadata: Metadata | None = None
 
@@ -205,7 +208,6 @@ def request_of(body: CountRequest, fields: RequestFields, settings: Settings) ->
     converted += [each for i, m in enumerate(expanded) for each in _convert(m, i, unread)]
     messages, is_partial = _split_partial([each.message for each in converted])
     output = body.output_config
-    own = Format(json=True, schema=output.format.schema_) if output and output.format else None
     thinking = thinking_of(body)
     if output and output.effort:  # which switches nothing
         thinking = thinking._replace(effort=EFFORTS.get(output.effort, output.effort))
@@ -217,7 +219,11 @@ def request_of(body: CountRequest, fields: RequestFields, settings: Settings) ->
         tool_choice=tool_choice_of(body),
         thinking=thinking.switch,
         template_options=thinking.options,
-        format=format_of(body, output_config=own),
+        format=format_of(
+            body,
+            output_config=_format(output.format if output else None),
+            output_format=_format(body.output_format),
+        ),
         sampling=_sampling(body) if isinstance(body, MessagesRequest) else Sampling(),
         breakpoints=_breakpoints(body, converted[: len(messages)]),
         **fields._asdict(),
@@ -237,6 +243,10 @@ def session_of(user_id: str | None) -> str | None:
         return session if isinstance(session, str) and session else user_id
     named = _SESSION.search(user_id)
     return named[1] if named else user_id
+
+
+def _format(wanted: JsonFormat | None) -> Format | None:
+    return Format(json=True, schema=wanted.schema_) if wanted else None
 
 
 def _sampling(body: MessagesRequest) -> Sampling:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import AliasChoices, BeforeValidator, Field
@@ -71,8 +72,12 @@ class ResponseFormat(JsonInput):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
     schema_: dict[str, Any] | None = Field(
-        default=None, alias="schema", description="Of `json_object`, as other servers take it."
+        default=None, alias="schema", description="The same without a name, as llama.cpp takes it."
     )
+
+    def ignored(self) -> Iterable[str]:
+        schemas = {"json_schema": self.json_schema, "schema": self.schema_}
+        return [name for name, given in schemas.items() if given and self.type == "text"]
 
 
 class StructuredOutputs(JsonInput):
@@ -131,14 +136,12 @@ def format_of(body: FormatFields, **own: Format | None) -> Format | None:
 def _response_format(wanted: ResponseFormat | None) -> Format | None:
     if wanted is None or wanted.type == "text":
         return None
-    if wanted.type == "json_object":
-        return Format(json=True) if wanted.schema_ is None else Format(schema=wanted.schema_)
-    given = wanted.json_schema
-    schema = given.schema_ if given is not None else None
-    if given is None or schema is None:
+    named = wanted.json_schema or JsonSchema()
+    schema = wanted.schema_ if named.schema_ is None else named.schema_
+    if schema is None and wanted.type == "json_schema":
         where = "response_format.json_schema.schema"
         raise BadField(f"{where} is missing; the format json_schema needs it.", where)
-    return Format(json=True, schema=schema, strict=bool(given.strict))
+    return Format(json=True, schema=schema, strict=bool(named.strict))
 
 
 def _guided(body: GuidedOutputs) -> StructuredOutputs | None:
