@@ -735,6 +735,7 @@ REFUSED = {  # fields of the body, the field that the error names
         ({"messages": [user({"type": "tool_result"})]}, "messages[0].content[0].tool_use_id"),
         ({"max_tokens": -2}, "max_tokens"),
         ({"max_tokens": "9"}, "max_tokens"),
+        ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
         ({"output_format": {"type": "json_object"}}, "output_format.type"),
         ({"temperature": -1}, "temperature"),
         ({"tool_choice": {"type": "x"}}, "tool_choice.type"),

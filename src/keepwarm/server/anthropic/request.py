@@ -40,9 +40,9 @@ from keepwarm.text.request import (
     Tool,
     ToolChoice,
 )
+from keepwarm.text.sampling_rules import MAX_STOPS
 from keepwarm.text.tools import DEFERRED, described, function_call
 
-MAX_STOPS = 64
 LARGEST = (1 << 31) - 1
 CLIENT_TYPES = (None, "custom")  # of tools that the client runs and defines
 

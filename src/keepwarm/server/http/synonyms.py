@@ -12,6 +12,7 @@ from pydantic import AliasChoices, BeforeValidator, Field
 from keepwarm.errors import BadField
 from keepwarm.server.http.body import MAX_MEMBERS, Checked, JsonInput, Refused, TextOnly, TopP
 from keepwarm.text.request import Format
+from keepwarm.text.sampling_rules import MAX_STOPS
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 NOT_THINKING = frozenset({"none", "minimal"})
@@ -19,7 +20,6 @@ SWITCHED = {"enabled": True, "disabled": False}  # otherwise the template decide
 MAX_TOKENS = ("max_tokens", "n_predict", "max_new_tokens")
 STOP = AliasChoices("stop", "stop_sequences")
 REPETITION_PENALTY = AliasChoices("repetition_penalty", "repeat_penalty")
-MAX_STOPS = 16
 Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
 Stops: TypeAlias = str | Annotated[Checked[str], Field(max_length=MAX_STOPS)]
 
