@@ -205,6 +205,7 @@ def test_another_users_directory_is_read_and_not_written(others):
         "file:mnt",
         "file:///mnt?x",
         "file:///mnt#x",
+        "file:///mnt%00",
         "redis://h:port",
         "redis://h/x",
         "redis://h?password=hunter2",

@@ -267,6 +267,13 @@ def test_an_endpoint_of_no_server_in_the_environment_is_refused_too(monkeypatch)
         open_backend("s3://bucket")
 
 
+def test_credentials_in_the_environment_that_are_none_are_one_sentence(monkeypatch):
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY", raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    with pytest.raises(BadInput, match=r"AWS_ variables .* SecretAccessKey; correct them\.$"):
+        open_backend("s3://bucket")
+
+
 def test_a_panic_of_the_client_is_a_failed_call():
     """As an endpoint that it cannot parse makes one; it is no Exception, and would end a thread."""
     address = S3Address("bucket", key_id="key", endpoint="http://")

@@ -35,7 +35,7 @@ def open_backend(address: str, password: str = "") -> Backend:
 
 def _open(url: SplitResult, password: str) -> Backend:
     """Raises ValueError if it names none."""
-    is_bare = not (url.query or url.fragment)
+    is_bare = not (url.query or url.fragment or "%00" in url.path)
     if url.scheme in ("redis", "rediss") and url.hostname and is_bare:
         return RedisBackend(RedisAddress.parse(url), password)
     if url.scheme == "s3" and url.netloc:

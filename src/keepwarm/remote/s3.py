@@ -1,8 +1,7 @@
 """Blobs as objects of a bucket: S3, and servers that speak its protocol.
 
 The client's own retries are off: they are what makes an outage long. Only a call that a bucket has
-no time for is made once more. Needs obstore, and is
-imported only where a bucket is named.
+no time for is made once more. Needs obstore, and is imported only where a bucket is named.
 """
 
 from __future__ import annotations
@@ -244,10 +243,17 @@ def open_store(address: S3Address, secret: str, **options: Unpack[S3Config]) -> 
         config["region"] = address.region
     if address.key_id:
         config |= {"access_key_id": address.key_id, "secret_access_key": secret}
-    return S3Store(
-        address.bucket,
-        prefix=address.prefix or None,
-        config=config,
-        client_options={"allow_http": is_plain, "timeout": REQUEST_S},
-        retry_config={"max_retries": 0},
-    )
+    try:
+        return S3Store(
+            address.bucket,
+            prefix=address.prefix or None,
+            config=config,
+            client_options={"allow_http": is_plain, "timeout": REQUEST_S},
+            retry_config={"max_retries": 0},
+        )
+    except BaseError as error:
+        why = str(error).partition("\n")[0]
+        raise BadInput(
+            f"The bucket in remote cannot be used with the AWS_ variables that are set: {why}; "
+            "correct them."
+        ) from error
