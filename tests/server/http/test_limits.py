@@ -163,6 +163,8 @@ HERE = "localhost:8181"
         ({"host": "127.0.0.1"}, True),
         ({"host": "[::1]:8181"}, True),
         ({"host": "box.lan:8181"}, True),  # allowed by name
+        ({"host": "BOX.Lan:8181"}, True),
+        ({"host": "LocalHost:8181", "origin": "http://LOCALHOST:8181"}, True),
         ({"host": "evil.example:8181"}, False),  # DNS rebinding: a page's own name leads here
         ({"host": "127.0.0.1.evil.example"}, False),
         ({"host": "["}, False),
@@ -174,7 +176,7 @@ HERE = "localhost:8181"
     ],
 )
 def test_host_and_origin_must_be_this_machines(headers, may):
-    answer = ask(settings(allowed_hosts="box.lan"), **headers)
+    answer = ask(settings(allowed_hosts="Box.lan"), **headers)
     assert answer.status_code == (200 if may else 403)
     assert "access-control-allow-origin" not in answer.headers
 
@@ -192,6 +194,7 @@ def test_host_and_origin_must_be_this_machines(headers, may):
         ("http://localhost:*", "http://localhost", False),
         ("http://localhost:*", "http://localhost:80@evil.example", False),
         ("https://*.lan", "https://ui.lan", True),
+        ("https://*.Lan, app://x", "https://ui.LAN", True),
         ("https://*.lan", "https://ui.lan.evil.example", False),
         ("http://ui.lan", "http://uixlan", False),
     ],

@@ -61,19 +61,19 @@ def origin_pattern(settings: Settings) -> re.Pattern[str]:
     """What `allowed_origins` names. A `*` stands for part of a host, or a port; alone, for all."""
     names = settings.listed("allowed_origins")
     parts = [".*" if name == "*" else re.escape(name).replace(r"\*", _ANY_HOST) for name in names]
-    return re.compile("|".join(parts) or r"(?!)")
+    return re.compile(f"(?i){'|'.join(parts) or '(?!)'}")
 
 
 class OriginCheck:
     """Rejects web pages of other origins, including DNS rebinding."""
 
     def __init__(self, settings: Settings) -> None:
-        named = {settings.host, *settings.listed("allowed_hosts")}
+        named = {name.lower() for name in (settings.host, *settings.listed("allowed_hosts"))}
         self._hosts = LOCAL_NAMES | named if is_loopback(settings.host) else None
         self._origins = origin_pattern(settings)
 
     def check(self, headers: Mapping[str, str]) -> None:
-        host = headers.get("host", "")
+        host = headers.get("host", "").lower()
         if self._hosts is not None and _hostname(host) not in self._hosts:
             name = _hostname(host)[:MAX_SHOWN]
             raise Forbidden(
@@ -104,7 +104,7 @@ def _hostname(host: str) -> str:
 
 
 def _host_of(origin: str) -> str:
-    return origin.partition("://")[2]
+    return origin.lower().partition("://")[2]
 
 
 class RateLimit:
