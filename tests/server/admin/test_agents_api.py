@@ -5,6 +5,8 @@ import uuid
 import httpx
 import pytest
 
+from keepwarm import config
+from keepwarm.server.admin.agents import MAX_OF_ONE_KEY
 from tests.kit.checkpoints import write_checkpoint
 from tests.server.conftest import serve
 
@@ -272,3 +274,13 @@ def test_an_id_in_use_takes_nothing_in(live, bundle):
 def test_a_bundle_larger_than_the_store_is_refused(serving, bundle):
     with serving(disk_bytes=len(bundle) // 2) as there:
         assert upload(there, bundle, "big").status_code == 413
+
+
+def test_bundles_under_way_count_for_their_key_where_keys_share_a_cache(served_model, tmp_path):
+    settings = config.load({"KEEPWARM_HOME": str(tmp_path)}, api_keys="a,b", share_cache=True)
+    apps = []
+    with serve(served_model, settings, around=apps.append) as live:
+        owner = apps[0].state.keys.check({"x-api-key": "a"}).owner
+        apps[0].state.transfers.limit.take(owner, MAX_OF_ONE_KEY)
+        found = [live.get("/v1/agents/none/export", **key).status_code for key in (A, B)]
+    assert found == [429, 404]

@@ -451,7 +451,7 @@ async def import_agent(
     body = UploadedFile(request.stream(), settings.disk_bytes)
     source = BundleSource("The bundle", cast("BinaryIO", body), _length(request, settings))
     async with models.using(model, request.state.owner) as host:
-        with transfers.limit.one_more(agents.tenant):
+        with transfers.limit.one_more(request.state.owner):
             return await transfers.run(agents.import_, host.engine, source, agent_id)
 
 
@@ -511,7 +511,7 @@ async def export_agent(
     """Download an agent as a bundle for a server with the same model. It is not encrypted."""
     transfers: Transfers = request.app.state.transfers
     with ExitStack() as held:
-        held.enter_context(transfers.limit.one_more(agents.tenant))
+        held.enter_context(transfers.limit.one_more(request.state.owner))
         export = await transfers.run(agents.export, agent_id, branch)
         release = held.pop_all().close
     return ExportResponse(export.pieces, agent_id, transfers, release)
