@@ -23,6 +23,7 @@ from keepwarm.prefix.blocks import BlockKey, chain, pack
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.prefix.turn import KeptTurn
 from keepwarm.records.record import Part
+from keepwarm.store.atomic import Files
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.index import database
 from keepwarm.store.tier import agent_owner
@@ -559,8 +560,23 @@ def test_agents_expire_after_their_retention(tmp_path):
         assert agents.expire() == []
         turn(disk_store, "a", tokens_of(300, seed=5))
         now[0] += 41
-        assert agents.expire(lambda done, _: done == 1 and agents.delete("c")) == ["b", "c"]
+        assert agents.expire(lambda done, _: done == 1 and agents.delete("c")) == ["b"]
         assert [agent.id for agent in agents.all()] == ["a", "d"]
+
+
+def test_an_agent_that_goes_on_while_others_expire_is_kept(tmp_path):
+    now, tokens = [1000.0], tokens_of(600)
+    with AgentStore(tmp_path / "store", LIMITS, retention_s=60.0) as disk_store:
+        agents = disk_store.agents
+        agents._clock = lambda: now[0]
+        turn(disk_store, "a", tokens_of(300, seed=1))
+        turn(disk_store, "b", tokens[:300])
+        now[0] += 61
+        goes_on = lambda done, _: done == 1 and turn(disk_store, "b", tokens)  # noqa: E731
+        assert agents.expire(goes_on) == ["a"]
+        assert disk_store.tokens_of(agents.show("b")) == tokens
+        now[0] += 61
+        assert agents.expire() == ["b"]
 
 
 def test_labels_are_kept_and_bounded(disk_store):
@@ -583,6 +599,89 @@ def test_agents_of_which_nothing_is_stored_are_deleted(disk_store):
     disk_store.disk.delete_all(disk_store.agents.show("gone").blocks)
     assert disk_store.agents.delete_empty() == ["gone"]
     assert [agent.id for agent in disk_store.agents.all()] == ["new", "there"]
+
+
+def test_no_agent_is_taken_for_empty_while_the_index_cannot_be_read(disk_store):
+    turn(disk_store, "a", tokens_of(300))
+    disk_store.disk.index.database._reader.close()
+    with pytest.raises(StoreFailed, match="look for empty agents"):
+        disk_store.agents.delete_empty()
+    assert disk_store.agents._path("a").exists()
+
+
+class FailingFiles(Files):
+    """A disk that cannot read one directory now."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def open(self, path):
+        if path.parent.name == self.directory:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return super().open(path)
+
+
+def test_nothing_is_deleted_while_the_blocks_of_others_cannot_be_listed(disk_store):
+    tokens = tokens_of(600)
+    turn(disk_store, "mine", tokens[:300])
+    turn(disk_store, "other", tokens)
+    path, read = disk_store.agents._path("other"), disk_store.agents._read
+
+    def read_but_one(file):
+        if file == path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(file)
+
+    disk_store.agents._read = read_but_one
+    for name in ("mine", "other"):
+        with pytest.raises(StoreFailed, match=r"other\.json of an agent could not be read"):
+            disk_store.agents.delete(name)
+    disk_store.agents._read = read
+    assert disk_store.tokens_of(disk_store.agents.show("other")) == tokens
+    disk_store.agents.delete("mine")
+    assert [agent.id for agent in disk_store.agents.all()] == ["other"]
+
+
+def test_messages_that_cannot_be_read_now_are_not_overwritten(disk_store):
+    """Nor those of a newer Keepwarm; damaged ones are lost anyway."""
+    turns, said = disk_store.agents.turns, KeptTurn([{"role": "user", "content": "Hi"}])
+    keep_turn = lambda tokens: turns.keep("a", tokens, last_key(tokens), said)  # noqa: E731
+    first, second = tokens_of(300), tokens_of(300, seed=1)
+    keep_turn(first)
+    disk_store.disk.records.files = FailingFiles("messages")
+    keep_turn(second)
+    disk_store.disk.records.files = Files()
+    assert turns.find("a", first) is not None
+    (path,) = (disk_store.disk.root / "messages").iterdir()
+    path.write_text('{"version": 2}')
+    keep_turn(second)
+    assert path.read_text() == '{"version": 2}'
+    path.write_text("torn")
+    keep_turn(second)
+    assert turns.find("a", second) is not None
+
+
+def test_nothing_is_deleted_while_it_is_unknown_where_it_is_shared(disk_store):
+    """Else shared tiers would keep it."""
+    disk_store.tombstones.share_with(["file:///nowhere"])
+    agent = turn(disk_store, "a", tokens_of(300))
+    disk_store.disk.records.files = FailingFiles("shared")
+    with pytest.raises(StoreFailed, match="note what is deleted"):
+        disk_store.agents.delete("a")
+    disk_store.disk.records.files = Files()
+    assert disk_store.disk.have(agent.blocks)
+    disk_store.agents.delete("a")
+    (dead,) = disk_store.tombstones.all().values()
+    assert dead.left == ("file:///nowhere",)
+
+
+def test_clearing_takes_the_files_of_damaged_agents_along(disk_store):
+    """They have the beginning of the conversation in words."""
+    turn(disk_store, "a", tokens_of(300))
+    turn(disk_store, "b", tokens_of(300))
+    disk_store.agents._path("b").write_text("torn")
+    assert disk_store.clear().n_agents == 2
+    assert not list(disk_store.agents._directory.iterdir())
 
 
 def test_several_forks_are_made_at_once_or_not_at_all(disk_store):

@@ -39,9 +39,9 @@ from keepwarm.agents.reachability import (
 )
 from keepwarm.agents.shares import AgentLimits, AgentShares
 from keepwarm.agents.texts import AgentTexts, TurnFiles
-from keepwarm.errors import BadInput, BadRecord, NewerFormat, UnknownAgent
+from keepwarm.errors import BadInput, BadRecord, NewerFormat, StoreFailed, UnknownAgent
 from keepwarm.files import SharedLock
-from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, chain
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, chain
 from keepwarm.prefix.turn import KeptTurn
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.disk.maintenance import (
@@ -150,6 +150,8 @@ class Agents:
             raise BadInput(
                 f"Agent {agent_id!r} was written by a newer Keepwarm; update this one."
             ) from error
+        except OSError as error:
+            raise _unread(path, error) from error
         except UNREADABLE as error:
             raise BadInput(
                 f"The file of agent {agent_id!r} is damaged ({error}); delete {path}."
@@ -196,8 +198,10 @@ class Agents:
         with self._changing():
             if is_wanted():
                 return self._record(agent_id, turn, messages, client)
+            dropped = Agent("", Branch.of(namespace, tokens))
+            keep = self._forget(dropped, UNRECORDED)
         with as_store_errors(self._disk, f"delete a turn of agent {agent_id!r}"):
-            self._delete_blocks(Agent("", Branch.of(namespace, tokens)), UNRECORDED)
+            self._delete_blocks(dropped, UNRECORDED, keep)
         return None
 
     def _record(
@@ -339,16 +343,27 @@ class Agents:
         continue its own. Afterwards its tokens are only in blocks that other agents use; a block
         of which another agent uses the beginning stays whole.
         """
-        self._refuse_newer()
-        n_deleted, agent = 0, self.show(agent_id)
+        return self._delete_if(lambda _: True, agent_id, progress) or 0
+
+    def _delete_if(
+        self, is_due: Callable[[Agent], bool], agent_id: str, progress: Progress = no_progress
+    ) -> int | None:
+        """The same, or None if the agent is not due at the moment from which its turns are lost."""
+        owner, n_deleted = agent_owner(agent_id), 0
+        with self._changing():
+            agent = self.show(agent_id)
+            if not is_due(agent):
+                return None
+            keep = self._forget(agent, owner)
         while True:
-            n_deleted += self._delete_blocks(agent, agent_owner(agent_id), progress)
+            n_deleted += self._delete_blocks(agent, owner, keep, progress)
             with self._changing():
                 before, agent = agent, self._now(agent)
                 if agent == before:
                     self._remove(agent_id)
-                    self._disk.forget(agent_owner(agent_id), ())  # by requests that read it since
-                    break  # else a turn has ended meanwhile, and goes too
+                    self._disk.forget(owner, ())  # by requests that read it since
+                    break
+                keep = self._forget(agent, owner)  # a turn has ended meanwhile, and goes too
         with as_store_errors(self._disk, f"delete agent {agent_id!r}"):
             self._disk.flush()
         return n_deleted
@@ -360,13 +375,19 @@ class Agents:
         except UnknownAgent:
             return agent
 
-    def _delete_blocks(self, agent: Agent, owner: str, progress: Progress = no_progress) -> int:
-        """Have all processes forget what is the owner's, and blocks that no other agent uses; these
-        are deleted. Returns their number."""
-        with self._changing():  # a turn that ends now is recorded before, or not at all
-            others = (each for each in self._recorded() if each.id != agent.id)
-            keep = used_by(self._disk, others)
-            self._disk.forget(owner, blocks_to_forget(self._disk, agent, keep))
+    def _forget(self, agent: Agent, owner: str) -> set[BlockKey]:
+        """Have all processes forget what is the owner's, and blocks that no other agent uses;
+        returns the blocks that others use. No turn can end meanwhile: it is recorded before, or not
+        at all.
+        """
+        keep = used_by(self._disk, (each for each in self._known() if each.id != agent.id))
+        self._disk.forget(owner, blocks_to_forget(self._disk, agent, keep))
+        return keep
+
+    def _delete_blocks(
+        self, agent: Agent, owner: str, keep: set[BlockKey], progress: Progress = no_progress
+    ) -> int:
+        """Delete what was forgotten; the number of blocks."""
         with as_store_errors(self._disk, "delete the blocks of an agent"):
             self._disk.pin_only(owner, ())
             return delete_blocks(self._disk, agent, keep, progress)
@@ -382,50 +403,65 @@ class Agents:
             self._shares.drop(agent_id)
 
     def delete_all(self) -> int:
-        """Delete the files of all agents, but not their blocks; how many."""
-        self._refuse_newer()
+        """Delete the files of all agents, damaged ones too, but not their blocks; how many."""
         with self._changing():
-            ids = [agent.id for agent in self._recorded()]
+            recorded = dict(self._each())
+            for path, why in recorded.items():
+                _refuse_newer(path, why)
             self.turns.remove_all()
             self.responses.remove_all()
-            for agent_id in (*ids, *list(self._ephemeral)):
+            for path, found in recorded.items():
+                if isinstance(found, Agent):
+                    self._remove(found.id)
+                elif not path.is_dir():
+                    self._disk.files.remove(path)
+            for agent_id in list(self._ephemeral):
                 self._remove(agent_id)
-        return len(ids)
+        return len(recorded)
 
-    def _refuse_newer(self) -> None:
-        """Raise if the blocks of some agent cannot be listed."""
-        for name, why in self.unreadable():
-            if isinstance(why, NewerFormat):
-                raise BadInput(
-                    f"{name} was written by a newer Keepwarm, so it is unknown which blocks it "
-                    "shares; update this one before deleting agents."
-                )
+    def _known(self) -> Iterator[Agent]:
+        """All recorded agents but damaged ones; raises if one cannot be read: its blocks may be
+        those that are about to be deleted.
+        """
+        for path, found in self._each():
+            _refuse_newer(path, found)
+            if isinstance(found, OSError):
+                raise _unread(path, found)
+            if isinstance(found, Agent):
+                yield found
 
     def expire(self, progress: Progress = no_progress) -> list[str]:
         """Delete the agents that were unused for longer than their retention."""
-        gone = self.expired()
-        for number, agent_id in enumerate(gone, start=1):
+        due, gone = self.expired(), []
+        for number, agent_id in enumerate(due, start=1):
             with suppress(UnknownAgent):  # another process has deleted it
-                self.delete(agent_id)
-            progress(number, len(gone))
+                if self._delete_if(self._is_expired, agent_id) is not None:
+                    gone.append(agent_id)
+            progress(number, len(due))
         return gone
 
     def delete_empty(self) -> list[str]:
         """Delete the agents of whose conversation nothing is stored any more."""
-        agents = [agent for agent in self._recorded() if agent.n_tokens]
-        empty = [a.id for a in agents if not self._disk.have(used_by(self._disk, [a]))]
-        for agent_id in empty:
-            self.delete(agent_id)
-        return empty
+        with as_store_errors(self._disk, "look for empty agents"):
+            empty = [agent.id for agent in self._recorded() if self._is_empty(agent)]
+        return [a for a in empty if self._delete_if(self._is_empty, a) is not None]
+
+    def _is_empty(self, agent: Agent) -> bool:
+        blocks = used_by(self._disk, [agent])
+        return agent.n_tokens > 0 and not self._disk.index.lookups.have(blocks)
 
     def expired(self, grace_s: float = 0.0) -> list[str]:
         """Agents unused for longer than their retention plus a grace period."""
-        now = self._clock()
-        kept = [a for a in self.all() if a.retention_s is not None and not a.pinned]
-        for agent in kept:
-            if agent.used > now + CLOCK_TOLERANCE_S:  # the clock was set back since
-                self.update(agent.id, used=now)
-        return [a.id for a in kept if now - grace_s - a.used > (a.retention_s or 0.0)]
+        agents = list(self.all())
+        for agent in agents:
+            if agent.used > self._clock() + CLOCK_TOLERANCE_S:  # the clock was set back since
+                self.update(agent.id, used=self._clock())
+        return [agent.id for agent in agents if self._is_expired(agent, grace_s)]
+
+    def _is_expired(self, agent: Agent, grace_s: float = 0.0) -> bool:
+        if agent.retention_s is None or agent.pinned:
+            return False
+        return self._clock() - grace_s - agent.used > agent.retention_s
 
     @property
     def _directory(self) -> Path:
@@ -479,3 +515,19 @@ class Agents:
         """While inside, no other process changes an agent."""
         with as_store_errors(self._disk, "change an agent"), self._lock.hold():
             yield
+
+
+def _refuse_newer(path: Path, found: Agent | Exception) -> None:
+    """Raise if the blocks of an agent cannot be listed."""
+    if isinstance(found, NewerFormat):
+        raise BadInput(
+            f"{path.name} was written by a newer Keepwarm, so it is unknown which blocks it "
+            "shares; update this one before deleting agents."
+        )
+
+
+def _unread(path: Path, error: OSError) -> StoreFailed:
+    return StoreFailed(
+        f"The file {path} of an agent could not be read ({error.strerror}); look at its disk and "
+        "permissions, then try again."
+    )

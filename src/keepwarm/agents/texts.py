@@ -67,18 +67,20 @@ class TurnFiles:
     def keep(self, agent_id: str, tokens: Sequence[int], end: BlockKey, turn: KeptTurn) -> None:
         """Keep a turn that ended with these tokens, the last of them in the block `end`."""
         turns, name = self._read(agent_id), _digest(tokens)
+        if turns is None:  # they may be there
+            return
         turns.pop(name, None)
         turns[name] = _Entry(turn, end.hex())  # the last one is the latest
         self._write(agent_id, turns)
 
     def find(self, agent_id: str, tokens: Sequence[int]) -> KeptTurn | None:
         """The turn that ended with these tokens, if it was kept."""
-        entry = self._read(agent_id).get(_digest(tokens))
+        entry = (self._read(agent_id) or {}).get(_digest(tokens))
         return None if entry is None else entry.turn
 
     def find_by_end(self, agent_id: str, end: BlockKey) -> KeptTurn | None:
         """The same where the tokens are lost, because their blocks were evicted."""
-        entries = self._read(agent_id).values()
+        entries = (self._read(agent_id) or {}).values()
         return next((entry.turn for entry in entries if entry.end == end.hex()), None)
 
     def copy(self, agent_id: str, new_id: str) -> None:
@@ -94,14 +96,15 @@ class TurnFiles:
         for path in list((self._disk.root / MESSAGES).glob("*.json")):
             self._disk.files.remove(path)
 
-    def _read(self, agent_id: str) -> dict[str, _Entry]:
+    def _read(self, agent_id: str) -> dict[str, _Entry] | None:
+        """None if there may be turns that this process cannot read; damaged ones are lost."""
         try:
             return _parse(read_file(self._disk, file_path(self._disk, MESSAGES, agent_id)))
         except FileNotFoundError:
             return {}
         except UNREADABLE as error:
             LOG.warning("the messages of an agent could not be read: %s", error)
-            return {}
+            return None if isinstance(error, OSError | NewerFormat) else {}
 
     def _write(self, agent_id: str, turns: dict[str, _Entry]) -> None:
         data = _format(turns)

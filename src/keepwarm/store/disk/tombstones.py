@@ -28,7 +28,7 @@ from keepwarm.store.tier import NamedBlock, as_store_errors
 
 DIRECTORY = "shared"
 PLACES = "places"  # the name of the file that lists the tiers
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, BadRecord)
+DAMAGE = (ValueError, KeyError, TypeError, BadRecord)
 
 
 class Tombstone(NamedTuple):
@@ -69,14 +69,21 @@ class Tombstones:
             write_file(self._disk, self._path(PLACES), json.dumps(list(addresses)).encode())
 
     def places(self) -> list[str]:
-        """Where its blocks go; empty if nowhere."""
+        """Where its blocks go; empty if nowhere, or if that cannot be read now."""
+        try:
+            return self.read_places()
+        except OSError:
+            return []
+
+    def read_places(self) -> list[str]:
+        """The same, but raises OSError if it cannot be read."""
         try:
             return list(map(str, json.loads(read_file(self._disk, self._path(PLACES)))))
-        except UNREADABLE:
+        except (FileNotFoundError, *DAMAGE):
             return []
 
     def add(self, namespaces: Iterable[Namespace], blocks: Iterable[NamedBlock]) -> None:
-        named, places = tuple(dict.fromkeys(blocks)), self.places()
+        named, places = tuple(dict.fromkeys(blocks)), self.read_places()
         if named and places:
             tombstone = Tombstone(tuple(dict.fromkeys(namespaces)), named, tuple(places))
             self._save(self._path(uuid.uuid4().hex), tombstone)
@@ -87,7 +94,7 @@ class Tombstones:
             if path != self._path(PLACES):
                 try:
                     found[path] = Tombstone.from_json(read_file(self._disk, path))
-                except UNREADABLE:
+                except (OSError, *DAMAGE):
                     continue  # finished by another process, or damaged
         return found
 
