@@ -18,7 +18,9 @@ from keepwarm.text.tools import (
     CallReader,
     adapt_to_template,
     call_text,
+    calls_of_round,
     canonical_tools,
+    signature_of,
     tool_block,
     tool_format,
     write_tools_as_text,
@@ -164,3 +166,20 @@ def test_small_models_may_write_a_list():
     assert len(CallReader(OURS, [CLOCK]).read(f"[{one}, {one}]")) == 2
     assert len(CallReader(OURS, [CLOCK], parallel=False).read(f"[{one}, {one}]")) == 1
     assert not CallReader(OURS, [CLOCK]).read(f"[{one}, 3]")
+
+
+ODD_CALLS = [  # as a program may have noted them, for a template that accepts them
+    {},
+    {"function": None},
+    {"function": {"name": "look"}},
+    {"function": {"name": "look", "arguments": {"a": 1, 2: "b"}}},
+    {"function": {"name": "look", "arguments": "{"}},
+]
+
+
+@pytest.mark.parametrize("call", ODD_CALLS)
+def test_calls_without_names_or_arguments_can_be_compared(call):
+    made = {"function": {"name": "look", "arguments": '{"a": 1}'}}
+    messages = [{"role": "assistant", "tool_calls": [call, made]}]
+    assert signature_of("look", {"a": 1}) in calls_of_round(messages)
+    assert len(calls_of_round(messages)) == 2

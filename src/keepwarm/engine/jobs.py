@@ -427,9 +427,7 @@ class Job:
         self.error = error
         self.advance(JobStatus.DONE)
         self.release()
-        if error is None and self.receipt is not None:
-            self.receipt = self._final(self.receipt)
-        self._call_on_end(error)
+        self._complete(error)
         _put_when_told(self.answer, self.done() if error is None else error, self.told)
         self.sequences = []  # they refer to the job: the cycle would delay freeing both
 
@@ -441,9 +439,11 @@ class Job:
             self.lease.release()
         self.loading = self.lease = None
 
-    def _call_on_end(self, error: KeepwarmError | None) -> None:
-        """If the callback fails, the answer ends all the same."""
+    def _complete(self, error: KeepwarmError | None) -> None:
+        """The receipt and the callback; if one fails, the answer ends all the same."""
         try:
+            if error is None and self.receipt is not None:
+                self.receipt = self._final(self.receipt)
             self.on_end(self, error)
         except Exception:
             LOG.exception("the end of a request could not be recorded")

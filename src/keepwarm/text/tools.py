@@ -11,6 +11,7 @@ import re
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
@@ -344,12 +345,14 @@ def assistant_message(text: str, reasoning: str, calls: Sequence[ToolCall]) -> d
     return message
 
 
-def signature_of(name: str, arguments: Any) -> str:
+def signature_of(name: Any, arguments: Any) -> str:
     """A call in canonical form, to compare calls; a client may have sent no JSON, or an object."""
+    with suppress(TypeError, ValueError, RecursionError):
+        arguments = json.loads(arguments)
     try:
-        return json.dumps([name, json.loads(arguments)], sort_keys=True)
-    except (TypeError, ValueError, RecursionError):
         return json.dumps([name, arguments], sort_keys=True)
+    except (TypeError, ValueError, RecursionError):  # keys of several types
+        return repr([name, arguments])
 
 
 def calls_of_round(messages: Sequence[Message]) -> set[str]:
@@ -359,6 +362,6 @@ def calls_of_round(messages: Sequence[Message]) -> set[str]:
         if message["role"] == "user":
             signatures = set()
         elif message["role"] == "assistant":
-            made = [call["function"] for call in message.get("tool_calls") or ()]
-            signatures = {signature_of(call["name"], call["arguments"]) for call in made}
+            made = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+            signatures = {signature_of(call.get("name"), call.get("arguments")) for call in made}
     return signatures
