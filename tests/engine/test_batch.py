@@ -161,6 +161,22 @@ def test_what_a_disbanded_batch_sampled_is_sampled_again(tiny_model, fed):
     assert row.tokens == twin.tokens
 
 
+@pytest.mark.parametrize("step", ["filter_rows", "array"])
+def test_a_batch_that_some_rows_could_not_leave_still_has_all(tiny_model, monkeypatch, step):
+    """It is disbanded then: a row that it no longer had would never end."""
+    module = tiny_model("llama")
+    batch: Batch[Row] = Batch(module)
+    rows = [join(batch, module, prompt_of(10, seed)) for seed in range(2)]
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(kv if step == "filter_rows" else mx, step, fail)
+    with pytest.raises(MemoryError):
+        batch.leave(rows[:1])
+    assert batch.rows == rows
+
+
 class Stuck(Sampler):
     @property
     def is_plain(self) -> bool:

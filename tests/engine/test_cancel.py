@@ -93,3 +93,19 @@ def test_a_neighbour_goes_on_alone(engine):
     (staying,), after = cancelled_at(engine, lambda shape: shape[0] == 2, *requests)
     assert len(staying.result().choices[0].tokens) == 40
     assert sum(rows > 1 for rows, _ in after) <= 1
+
+
+def test_the_turn_of_a_row_that_is_being_rebuilt_is_kept(engine):
+    """Its batch failed, and it is cancelled while its tokens are computed again."""
+    module, said = engine.model.module, []
+
+    def lost(shape: Shape) -> bool:
+        if shape[1] == 1 and len(module.shapes) > 220 and not said:
+            said.append(len(module.shapes))
+            raise RuntimeError("lost")
+        return bool(said) and shape[1] > 1
+
+    cancelled_at(engine, lost, ask(prompt_of(200), 2000, agent="ada"))
+    engine.wait_until_saved()
+    agent = engine.store.on_disk.agents.show("ada")
+    assert agent.head.n_tokens > 200

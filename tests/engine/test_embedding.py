@@ -10,7 +10,7 @@ from keepwarm.engine.prefill import unit_vector
 from keepwarm.errors import BadInput, UnsupportedModel
 from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import KVOptions, Request, Sampling
-from tests.kit.engines import engine_on, held
+from tests.kit.engines import ask, engine_on, held
 from tests.kit.runs import FedCounter, prompt_of
 
 
@@ -122,3 +122,14 @@ def test_what_cannot_be_embedded_is_refused(models):
     with pytest.raises(UnsupportedModel, match="hidden states of this"):
         unit_vector(mx.zeros((1, 128)), 128)
     assert not unit_vector(mx.zeros((1, 64)), 128).any()  # not NaN
+
+
+def test_a_model_with_its_head_inside_fails_to_embed_alone(models, tmp_path):
+    """As mlx-lm's gpt_neox: answers beside it go on."""
+    with engine_on(models.of("gpt_neox"), tmp_path) as engine:
+        with held(engine):
+            other = engine.submit(ask(prompt_of(30), 8))
+            vector = embed(engine, prompt_of(20, seed=1))
+        with pytest.raises(UnsupportedModel, match="hidden states of this"):
+            vector.result()
+        assert len(other.result().choices[0].tokens) == 8

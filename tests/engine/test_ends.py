@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from keepwarm.cache.restore.restorer import Restorer
 from keepwarm.engine import scheduler
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.jobs import RunningSequence
+from keepwarm.engine.jobs import Job, RunningSequence
 from keepwarm.engine.lane import Lane
 from keepwarm.engine.recorder import divergence
 from keepwarm.errors import Cancelled, InsufficientResources, Stopping
@@ -55,9 +56,12 @@ class Slow(Engine):
         self._preparation.prepare = prepare_late
 
 
-def test_an_answer_ends_though_its_end_cannot_be_recorded(models, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("step", [(Ledger, "append"), (Job, "_final")])
+def test_an_answer_ends_though_its_end_cannot_be_recorded(
+    models, tmp_path, monkeypatch, caplog, step
+):
     with engine_on(models.of("llama"), tmp_path) as engine:
-        monkeypatch.delattr(Ledger, "append")
+        monkeypatch.delattr(*step)
         assert engine.submit(ask(prompt_of(20))).result().choices[0].tokens
     assert "the end of a request could not be recorded" in caplog.text
 
@@ -90,6 +94,34 @@ def test_closing_twice(models, tmp_path):
             for closed in [pool.submit(engine.close) for _ in range(4)]:
                 closed.result(PATIENCE_S)
             assert not engine.alive
+
+
+def test_closing_does_not_wait_for_a_trial(models, tmp_path):
+    """Which may take minutes, and which nobody waits for."""
+
+    class Endless:
+        is_decided, ended = False, 0.0
+
+        def step(self) -> None:
+            if self.ended:
+                self.is_decided = time.monotonic() > self.ended
+
+    trial: Any = Endless()
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        engine.call(lambda: setattr(engine._scheduler, "_untried", trial)).result()
+        trial.ended = time.monotonic() + 10  # else a failing test would never end
+    assert not trial.is_decided
+
+
+@pytest.mark.parametrize("look", [Engine.wait_until_saved, Engine.close])
+def test_who_asks_whether_all_is_saved_while_the_engine_closes_gets_no_bare_error(
+    models, tmp_path, look
+):
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        engine._recorder.close()
+        look(engine)
+        with pytest.raises(Stopping, match="shutting down"):
+            engine._recorder.wait_until_done()
 
 
 class Talker(threading.Thread):
@@ -283,6 +315,22 @@ def test_only_what_was_answered_counts_as_an_answer_that_a_client_goes_on_from(m
         assert answered
         wait_until(lambda: engine.stats().counters["audits"] == 1)
         assert ends._last == answered
+
+
+def test_an_audit_asks_the_store_for_nothing_on_the_engines_thread(models, tmp_path, monkeypatch):
+    """An answer is told by its caller which deletions it knows of; an audit by its answer."""
+    known, opened = [], Restorer.open
+
+    def watched(restorer, tokens, policy, agent, since, times):
+        known.append(since)
+        return opened(restorer, tokens, policy, agent, since, times)
+
+    monkeypatch.setattr(Restorer, "open", watched)
+    with engine_on(models.of("llama"), tmp_path, audit_share=1.0) as engine:
+        for _ in range(2):
+            engine.submit(ask(prompt_of(40), 2)).result()
+        wait_until(lambda: engine.stats().counters["audits"] == 1)
+    assert None not in known
 
 
 def test_a_cold_answer_is_not_audited(models, tmp_path):

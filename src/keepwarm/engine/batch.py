@@ -257,15 +257,15 @@ class Batch(Generic[R]):
             return []
         caches = [self._extract(i) for i in leaving]
         keep = [i for i in range(len(self.rows)) if i not in leaving]
-        self.rows = [self.rows[i] for i in keep]
-        if not keep:
+        if keep:
+            kv.filter_rows(self._caches, keep)
+            index = mx.array(keep)
+            assert self._tokens is not None
+            self._tokens = self._tokens[index]
+            self._logits = None if self._logits is None else self._logits[index]
+        else:
             self._caches, self._tokens, self._logits = [], None, None
-            return caches
-        kv.filter_rows(self._caches, keep)
-        index = mx.array(keep)
-        assert self._tokens is not None
-        self._tokens = self._tokens[index]
-        self._logits = None if self._logits is None else self._logits[index]
+        self.rows = [self.rows[i] for i in keep]  # last: if it fails, they are rebuilt or ended
         return caches
 
     def token_of(self, row: R) -> mx.array:

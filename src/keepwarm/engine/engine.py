@@ -499,7 +499,7 @@ class Engine:
                     future.set_exception(error)
 
     def _step(self) -> bool:
-        if not self._scheduler.has_work:
+        if self._closing or not self._scheduler.has_work:
             return False  # a turn without work would keep other engines from idle work
         try:
             with self._device.take():

@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -110,7 +110,7 @@ class Recorder:
         if self.has_unrecorded(agent_id):
             deadline.begin(PrepareStep.HISTORY)
             with suppress(TimeoutError):
-                self._pool.submit(int).result(deadline.left_s)
+                self._submitted().result(deadline.left_s)
             deadline.check()
         if self.has_unrecorded(agent_id):
             raise StoreFailed(
@@ -154,7 +154,14 @@ class Recorder:
 
     def wait_until_done(self) -> None:
         """Return once all that was submitted so far is done."""
-        self._pool.submit(int).result()
+        self._submitted().result()
+
+    def _submitted(self) -> Future[int]:
+        """Done once all that was submitted so far is."""
+        try:
+            return self._pool.submit(int)
+        except RuntimeError as error:
+            raise Stopping("The engine is shutting down.") from error
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
@@ -418,7 +425,7 @@ def _again(
         agent=None,
     )
     prepared = replace(old.prepared, request=request)
-    return Job(request, prepared, old.lane, AuditAnswer(end), audit=True)
+    return Job(request, prepared, old.lane, AuditAnswer(end), audit=True, since=old.since)
 
 
 def divergence(exact: Sequence[TokenInfo], found: Sequence[TokenInfo]) -> float:

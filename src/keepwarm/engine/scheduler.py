@@ -578,6 +578,9 @@ class Scheduler:
         self.end(job, error)
         for task in self._tasks_of(job):
             self._keeper.keep_prefix(task)
+            for row in task.sequences:
+                if row.n_tokens:  # it is computed again
+                    self._keeper.keep_turn(row)
             self._end_prefill(task)
         self._leave_all(job)
 
@@ -654,7 +657,11 @@ class Scheduler:
         if logits is not None:
             self._end_prefill(task)
             task.job.prefilled = task.job.prefilled or self._clock()
-            task.send_results(logits)
+            try:
+                task.send_results(logits)
+            except Exception as error:
+                self._fail(task.job, error)
+                return
             if task.sequences:
                 self._start_decoding(task, logits)
             else:
