@@ -1,6 +1,7 @@
 """A shared directory: calls that hang, a share that is not mounted, files left unfinished."""
 
 import ctypes
+import errno
 import os
 import threading
 from contextlib import closing
@@ -180,6 +181,20 @@ def test_what_another_user_may_not_read_is_a_miss(others):
     assert theirs.look([FolderRange("a", "y")], SOON) == [[]]
     theirs.touch(["a/y.d"], SOON)
     own._path_of("a").chmod(0o755)
+
+
+def test_a_use_of_a_read_only_mount_is_not_noted_and_no_failure(blobs, monkeypatch):
+    def fail(code):
+        def utime(*_, **__):
+            raise OSError(code, os.strerror(code))
+
+        return utime
+
+    monkeypatch.setattr(os, "utime", fail(errno.EROFS))
+    blobs.touch(["a/x.d"], SOON)
+    monkeypatch.setattr(os, "utime", fail(errno.EIO))
+    with pytest.raises(CallError):
+        blobs.touch(["a/x.d"], SOON)
 
 
 def test_another_users_directory_is_read_and_not_written(others):

@@ -95,8 +95,11 @@ class DirectoryBackend(Backend):
 
         def touch() -> None:
             for path in self._not_linked(paths):
-                with suppress(FileNotFoundError, PermissionError):
+                try:
                     os.utime(path, follow_symlinks=False)
+                except OSError as error:
+                    if error.errno not in REFUSED | {errno.ENOENT}:
+                        raise
 
         self._workers.run(touch, timeout_s)
 
