@@ -10,7 +10,7 @@ import pytest
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.backend import Listed
 from keepwarm.remote.health import MAX_FAILURES, MAX_RETRY_S
-from keepwarm.remote.janitor import LEASE_S, SWEEP_S, Janitor, RemoteLimits, surplus, walk
+from keepwarm.remote.janitor import LEASE, LEASE_S, SWEEP_S, Janitor, RemoteLimits, surplus, walk
 from keepwarm.remote.records import FleetKey, RemoteNames, RemoteRecord, parse_last
 from keepwarm.remote.tier import RemoteTier
 from tests.kit.waiting import wait_until
@@ -123,6 +123,22 @@ def test_a_full_place_is_swept_without_a_renewed_lease(had_lease, place, clock, 
     assert janitor.sweep() == 3
     assert left(place) == LONG[:3]
     assert janitor.found[1] >= 0
+
+
+def test_what_is_old_goes_from_a_full_place_too(place, share, clock, monkeypatch):
+    """The short prompt's end was used 500 seconds before the latest use, and 1,000 before now."""
+    held, new = (Janitor(place, RemoteLimits(age_s=age_s), clock) for age_s in (950, 450))
+    with monkeypatch.context() as full:
+        full.setattr(place, "put", lambda *_, **__: False)
+        assert new.sweep() == 1, "there was never a lease"
+    assert place.put(name_of(SHORT[1]), [b"x"], SOON)
+    old = (share / name_of(SHORT[0])).stat().st_mtime - 100
+    os.utime(share / name_of(SHORT[1]), (old, old))
+    assert held._hold_lease()
+    os.utime(share / LEASE, (old, old))
+    monkeypatch.setattr(place, "put", lambda *_, **__: False)
+    assert held.sweep() == 1, "it was renewed long ago"
+    assert left(place) == [*LONG, SHORT[0]]
 
 
 def test_a_beginning_stays_as_long_as_something_follows_it():

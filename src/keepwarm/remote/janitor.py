@@ -12,7 +12,7 @@ import heapq
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from typing import NamedTuple
 
@@ -75,9 +75,9 @@ class Janitor:
         """
         if not self._hold_lease():
             return 0
-        now = self._now()
         listed = list(walk(self._backend))
         used = [one.used for one in listed]
+        now = self._now(used)
         self.found = sum(one.n_bytes for one in listed), max(0.0, now - min(used)) if used else None
         doomed = [*surplus(listed, self._limits, now), *self._leftovers(now)]
         for start in range(0, len(doomed), AT_ONCE):
@@ -97,7 +97,8 @@ class Janitor:
             if self._clock() - self._since < LEASE_S:
                 return False
         own = self._holder + b" %d" % next(self._numbers)
-        self._backend.put(LEASE, [own], CALL_S, replace=found is not None)
+        if not self._backend.put(LEASE, [own], CALL_S, replace=found is not None):
+            self._backend.touch([LEASE], CALL_S)  # it tells the time
         return self._read_lease() in (own, found)
 
     def _leftovers(self, now: float) -> Iterator[Listed]:
@@ -111,10 +112,10 @@ class Janitor:
         found = self._backend.read(LEASE, at_most(MAX_LEASE), CALL_S, n_bytes=MAX_LEASE)
         return None if found is None else bytes(found)
 
-    def _now(self) -> float:
-        """When the lease was renewed, by the place's clock."""
+    def _now(self, used: Sequence[float]) -> float:
+        """When the lease was renewed, by the place's clock, or without one the latest use."""
         times = [one.used for one in self._backend.list_names(LEASE_FOLDER, CALL_S)]
-        return max(times, default=0.0)
+        return max(times or used, default=0.0)
 
 
 def list_all(backend: Backend, folder: str) -> Iterator[Listed]:
