@@ -15,6 +15,7 @@ from tests.kit.engines import held
 from tests.kit.waiting import wait_until
 
 CHAT = "/v1/chat/completions"
+ADMIN = {"Authorization": "Bearer admin"}
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,18 @@ def test_a_second_name_has_the_same_engine_and_blocks(both):
     answer = chat(both, "haiku", "the same conversation under two names")
     assert answer["keepwarm"]["recomputed"] == 1
     assert len(both.models.engines) == 2
+
+
+def test_second_names_come_back_with_their_model(several, big, small, tmp_path):
+    """After another one had its place, and after one that could not be loaded."""
+    shutil.copytree(small, tmp_path / "spoilt")
+    (tmp_path / "spoilt" / "model.safetensors").write_bytes(b"no weights at all")
+    with several(f"big={big}", f"large={big}", admin_key="admin", on_demand="/*") as live:
+        for model, status in ((small, 200), ("large", 200), (tmp_path / "spoilt", 422)):
+            body = {"model": str(model)}
+            assert live.post("/v1/admin/load", body, **ADMIN).status_code == status
+            names = [str(small)] if model is small else ["big", "large"]
+            assert [each["id"] for each in live.get("/v1/models").json()["data"]] == names
 
 
 def test_it_answers_as_it_would_alone(both, several, small):
@@ -231,8 +244,7 @@ def test_operators_see_both(both):
 
 
 def test_an_unloaded_one_says_so_and_the_other_answers(both):
-    admin = {"Authorization": "Bearer admin"}
-    assert both.post("/v1/admin/unload", {"model": "small"}, **admin).json()["previous"] == "small"
+    assert both.post("/v1/admin/unload", {"model": "small"}, **ADMIN).json()["previous"] == "small"
     refused = both.post(CHAT, asked("haiku"))
     assert refused.status_code == 503
     assert chat(both, "big")["model"] == "big"
@@ -241,7 +253,7 @@ def test_an_unloaded_one_says_so_and_the_other_answers(both):
         False,
         False,
     ]
-    assert both.post("/v1/admin/load", {"model": "small"}, **admin).json()["model"] == "small"
+    assert both.post("/v1/admin/load", {"model": "small"}, **ADMIN).json()["model"] == "small"
     assert chat(both, "haiku")["keepwarm"]["recomputed"] <= 2
 
 

@@ -19,7 +19,7 @@ from keepwarm.config import Settings
 from keepwarm.errors import Busy, KeepwarmError, UnknownModel
 from keepwarm.models.catalog import find, locate, read_config
 from keepwarm.server.http.body import JsonInput, api_router
-from keepwarm.server.models.models import Models, configured, plain
+from keepwarm.server.models.models import Models, configured, key_of, plain
 from keepwarm.server.models.slots import Slot
 
 MAX_DRAIN_S = 3600.0
@@ -53,10 +53,11 @@ class ResidentOut(TypedDict):
 
 
 class ModelLocation(NamedTuple):
-    """A model's name in requests, and its path."""
+    """A model, and what requests call it."""
 
     name: str
     path: Path | None
+    names: list[str]  # this and its others
 
 
 class ResidentModel:
@@ -118,7 +119,12 @@ class ResidentModel:
             )
         if path.is_dir():
             read_config(path)
-        return ModelLocation(name, path)
+        return ModelLocation(name, path, self._names(name))
+
+    def _names(self, name: str) -> list[str]:
+        """All that the settings give the model of this name."""
+        sources = {model.name: key_of(model.source) for model in configured(self._settings)}
+        return [each for each in sources if sources[each] == sources.get(name)] or [name]
 
     def _find(self, name: str) -> Path | None:
         for model in configured(self._settings):
@@ -139,9 +145,7 @@ class ResidentModel:
         return _out(new.name, old)
 
     def _put(self, slot: Slot, location: ModelLocation) -> None:
-        slot.host.name, slot.path = location
-        if location.name not in slot.names:
-            slot.names = [location.name]
+        slot.host.name, slot.path, slot.names = location
         self._load(slot)
 
     def _load(self, slot: Slot) -> None:
@@ -152,7 +156,8 @@ class ResidentModel:
     def _unload(self, slot: Slot, drain_s: float | None) -> ModelLocation | None:
         """Until it is loaded again, requests are told that it is not."""
         slot.is_offered = False
-        location = ModelLocation(slot.host.name, slot.path) if slot.host.loaded else None
+        loaded = slot.host.loaded is not None
+        location = ModelLocation(slot.host.name, slot.path, slot.names) if loaded else None
         self._slots.unload(slot, self._settings.drain_s if drain_s is None else drain_s)
         return location
 
