@@ -16,8 +16,10 @@ from keepwarm.errors import BadInput, BadRecord, Busy, StoreFailed
 from keepwarm.prefix.blocks import Namespace, root
 from keepwarm.prefix.fingerprint import FORMAT_VERSION
 from keepwarm.records.record import Header, Part, check_identity
-from keepwarm.store.disk.disk import INDEX_ROOM
+from keepwarm.store.atomic import Files
+from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
 from keepwarm.store.disk.maintenance import verify
+from keepwarm.store.names import path_of
 from tests.store.kit import (
     NAMESPACE,
     chain_of,
@@ -398,6 +400,32 @@ def test_a_directory_in_place_of_a_file_being_deleted_stops_nothing(open_tier):
     again = open_tier()
     assert set(again.have(keys_of(made))) == set(keys_of([one]))
     assert_all_read(again, [one])
+
+
+class StubbornFiles(Files):
+    """One file cannot be deleted."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def remove(self, path):
+        if path.name == self.name:
+            raise PermissionError(path)
+        return super().remove(path)
+
+
+def test_a_file_that_cannot_be_deleted_takes_no_others_along(tmp_path):
+    """What is evicted with it is gone, and the next put has room."""
+    made = [chain_of(1, seed=seed, n_bytes=400_000)[0] for seed in range(11)]
+    big, kept = chain_of(1, seed=11, n_bytes=1_500_000)[0], keys_of(made[:10])
+    files = StubbornFiles(path_of(tmp_path, kept[0], Part.DELTA).name)
+    with closing(DiskTier(tmp_path, DiskLimits(6_500_000, 0), files)) as tier:
+        put_all(tier, made[:10])
+        assert isinstance(tier.put(big).durable.exception(), PermissionError)
+        found = tier.have(kept)
+        assert len(list(files_under(tmp_path / "blocks"))) == len(found) + 1 < 10
+        assert tier.index.lookups.n_bytes() == disk_use(tmp_path / "blocks")
+        assert tier.put(made[10]).stored
 
 
 # Quarantine and identity

@@ -663,11 +663,18 @@ class DiskTier:
             self._finish_deleting(keys)
 
     def _finish_deleting(self, keys: Collection[BlockKey]) -> None:
+        """Rows whose files cannot be deleted stay marked, and count, until the next start."""
+        failed: dict[BlockKey, OSError] = {}
         for key in keys:
-            for part in Part:
-                self.files.remove(self.records.path_of(key, part))
+            try:
+                for part in Part:
+                    self.files.remove(self.records.path_of(key, part))
+            except OSError as error:
+                failed[key] = error
         if keys:
-            self.index.delete_marked(keys)
+            self.index.delete_marked(key for key in keys if key not in failed)
+        for error in failed.values():
+            raise error
 
     @default_on_io_error(lambda: None)
     def delete_part(self, key: BlockKey, part: Part) -> None:
