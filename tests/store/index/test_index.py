@@ -279,6 +279,16 @@ def test_an_error_undoes_the_whole_step(index):
     assert index.lookups.have([BlockKey(ref.key)])
 
 
+def test_a_cancelled_reservation_ends_although_the_next_step_fails(index):
+    ref = first_block([1])
+    index._cancelled.append(index.reserve(ref.key, ref.parent, 1000, "me", None))
+    with pytest.raises(OverflowError):
+        index.add(record(ref).header, 1 << 80, 1.0)
+    assert index.lookups.n_bytes() == 1000
+    index.add(record(ref).header, 10, 1.0)
+    assert index.lookups.n_bytes() == 10
+
+
 def test_who_is_too_far_behind_is_told_so(index):
     for number, ref in enumerate(refs_of(3)):
         index.add(record(ref).header, 10, float(number))

@@ -383,14 +383,20 @@ class Index:
     def _transaction(
         self, synced: bool = False, wait_s: float | None = None
     ) -> Iterator[sqlite3.Connection]:
-        with self.database.transaction(synced, wait_s) as db:
-            while self._cancelled:
-                _end_write(db, self._cancelled.popleft())
-            if touches := list(self._take_touches()):
-                set_to = "value = after_use(used, value, ?), used = ?"
-                db.executemany(f"UPDATE blocks SET {set_to} WHERE key = ?", touches)  # noqa: S608
-                _note_time(db, max(now for now, *_ in touches))
-            yield db
+        ended: list[int] = []
+        try:
+            with self.database.transaction(synced, wait_s) as db:
+                while self._cancelled:
+                    ended.append(self._cancelled.popleft())
+                    _end_write(db, ended[-1])
+                if touches := list(self._take_touches()):
+                    set_to = "value = after_use(used, value, ?), used = ?"
+                    db.executemany(f"UPDATE blocks SET {set_to} WHERE key = ?", touches)  # noqa: S608
+                    _note_time(db, max(now for now, *_ in touches))
+                yield db
+        except BaseException:
+            self._cancelled.extend(ended)  # they were rolled back too
+            raise
 
     def _take_touches(self) -> Iterator[tuple[float, float, BlockKey]]:
         while self._touched:
