@@ -38,6 +38,7 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
+from benchmarks.requests.targets import unwound_by_signals
 from benchmarks.shapes import SHAPES, build
 from keepwarm.models import row_products
 from keepwarm.models.load import load
@@ -520,7 +521,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     shapes = "tiny,tiny-experts" if given.tiny else given.shapes
     report = Report(given.json, given.budget)
-    with tempfile.TemporaryDirectory() as folder:
+    with unwound_by_signals(), tempfile.TemporaryDirectory() as folder:
         if given.cpu:
             report.stage("processor ms", partial(cpu_times, given.cpu))
         else:

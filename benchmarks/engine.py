@@ -31,7 +31,7 @@ import numpy as np
 from benchmarks.measure import GIB, Figure, pinned_gb_per_s
 from benchmarks.requests.client import gaps_between
 from benchmarks.requests.run import in_thread
-from benchmarks.requests.targets import DROPS_PAGES, drop_pages
+from benchmarks.requests.targets import DROPS_PAGES, drop_pages, unwound_by_signals
 from benchmarks.shapes import build, make_tokenizer
 from keepwarm import config, kv
 from keepwarm.cache.store import Budgets, Store
@@ -478,7 +478,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     lengths = [int(length) for length in given.long.split(",")] if given.long else []
     shape = given.shape or ("tiny" if given.tiny else "llama-8b")
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+    with unwound_by_signals(), tempfile.TemporaryDirectory(dir=given.folder) as folder:
         home = given.home or Path(folder) / "home"
         found = measure(shape, Path(folder), home, lengths, given.json)
     if given.json:

@@ -30,6 +30,7 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.decode import Report, median_ms, note
+from benchmarks.requests.targets import unwound_by_signals
 from benchmarks.shapes import SHAPES, build, make_tokenizer
 from keepwarm import config, kv
 from keepwarm.cache.store import Budgets, Store
@@ -447,7 +448,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     shapes = "tiny,tiny-windows" if given.tiny else given.shapes
     report = Report(given.json, given.budget)
-    with tempfile.TemporaryDirectory() as folder:
+    with unwound_by_signals(), tempfile.TemporaryDirectory() as folder:
         contexts = (64,) if given.tiny else (1024, 8192)
         measure(report, Path(folder), shapes.split(","), contexts, given.only)
     print("failed stages:", report.failed or "none", flush=True)

@@ -21,6 +21,7 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.requests.measure import drop_files
+from benchmarks.requests.targets import unwound_by_signals
 from benchmarks.shapes import SHAPES, build
 from keepwarm import config, kv
 from keepwarm.cache.restore.loading import Reader
@@ -213,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     found: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+    with unwound_by_signals(), tempfile.TemporaryDirectory(dir=given.folder) as folder:
         model = build(given.shape, Path(folder))
         for n_tokens in map(int, given.tokens.split(",")):
             case = Case(model, n_tokens, Path(folder) / str(n_tokens), given.repeats)
