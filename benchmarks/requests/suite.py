@@ -71,11 +71,7 @@ def measure(
         found = [targets.make(name, shared, folder) for name in dict.fromkeys(wanted)]
         with started(found):
             own = [targets.keepwarm_server(shared, folder)]  # started by the workload itself
-            steps = [
-                (name, target)
-                for name in names
-                for target in (own if WORKLOADS[name].has_own_targets else found)
-            ]
+            steps = list(in_turn(names, found, own))
             records = run_all(steps, run_factory(shared, folder, sizes))
     return Results(
         command=command,
@@ -86,6 +82,19 @@ def measure(
         targets={target.name: target.about for _, target in steps},
         records=records,
     )
+
+
+def in_turn(
+    names: Sequence[str], found: Sequence[Target], own: Sequence[Target]
+) -> Iterator[tuple[str, Target]]:
+    """Whoever was first at a workload is last at the next."""
+    order = list(found)
+    for name in names:
+        if WORKLOADS[name].has_own_targets:
+            yield from ((name, target) for target in own)
+        else:
+            yield from ((name, target) for target in order)
+            order.reverse()
 
 
 RunFactory: TypeAlias = Callable[[str, Target, ShowStatus], WorkloadRun]

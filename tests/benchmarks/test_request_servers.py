@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from benchmarks.requests.run import QUICK
 from benchmarks.requests.targets import make, unwound_by_signals
 from benchmarks.requests.workloads.streams import background_streams
 
+from benchmarks import decode, engine, rows, shaped
 from keepwarm import config
 from keepwarm.models.load import load
 from tests.kit.checkpoints import write_checkpoint
@@ -94,6 +96,16 @@ def test_tiers_that_machines_share_are_left_alone(kind, model, tmp_path, monkeyp
             assert list(used.iterdir()) == []
 
 
+def test_servers_are_asked_first_in_turn():
+    made = {name: SimpleNamespace(name=name) for name in ("one", "two", "own")}
+    names = ["late", "chat", "overhead", "streams"]
+    steps = suite.in_turn(names, [made["one"], made["two"]], [made["own"]])
+    assert [(name, target.name) for name, target in steps] == [
+        *[("late", "one"), ("late", "two"), ("chat", "two"), ("chat", "one")],
+        *[("overhead", "own"), ("streams", "one"), ("streams", "two")],
+    ]
+
+
 def test_a_bench_that_is_told_to_end_unwinds():
     before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
@@ -136,6 +148,23 @@ def test_a_bench_that_is_told_to_end_does_not_wait_for_its_requests():
         finally:
             bench.kill()
     assert bench.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("program", "work"),
+    [(decode, "measure"), (engine, "measure"), (rows, "measure"), (shaped, "build")],
+)
+def test_a_program_that_is_told_to_end_leaves_no_folder(program, work, monkeypatch, tmp_path):
+    def be_told(*_):
+        assert list(tmp_path.iterdir())
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(program, work, be_told)
+    with pytest.raises(SystemExit):
+        program.main([])
+    assert list(tmp_path.iterdir()) == []
 
 
 class Stuck:
