@@ -2,6 +2,8 @@
 
 import openai
 import pytest
+from openai.types.responses import ResponseItem
+from pydantic import TypeAdapter
 
 from keepwarm.server.http.problems import Problem
 from keepwarm.server.responses.events import ResponseStream
@@ -169,16 +171,39 @@ def test_input_items_are_listed_in_pages(client):
     listing = client.responses.input_items
     answer = ask(client, said)
     first = listing.list(answer.id, limit=2)
-    assert [item.content for item in first.data] == ["4", "3"]
+    assert [item.content[0].text for item in first.data] == ["4", "3"]
     assert first.has_more
-    assert [item.content for item in first] == ["4", "3", "2", "1", "0"]  # OpenAI's client goes on
+    # OpenAI's client goes on.
+    assert [item.content[0].text for item in first] == ["4", "3", "2", "1", "0"]
     in_order = listing.list(answer.id, order="asc")
-    assert [item.content for item in in_order.data] == ["0", "1", "2", "3", "4"]
+    assert [item.content[0].text for item in in_order.data] == ["0", "1", "2", "3", "4"]
     assert not in_order.has_more
     with pytest.raises(openai.BadRequestError, match="no input item 'gone'"):
         listing.list(answer.id, after="gone")
     alike = ask(client, [{"id": "msg_1", **item} for item in said[:3]])
     assert not listing.list(alike.id, limit=1, after="msg_1").has_more, "pages come to an end"
+
+
+def test_input_items_are_of_the_published_types_in_whichever_form_they_were_sent(client):
+    text = {"type": "input_text", "text": "Two."}
+    call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "An oak."}
+    sent = [
+        {"role": "user", "content": "One."},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": [text, "Three."]},
+        *(call, result),
+        {"type": "web_search_call", "id": "ws_1", "status": "failed", "action": {"type": "x"}},
+    ]
+    answer = ask(client, sent)
+    page = client.responses.input_items.with_raw_response.list(answer.id, order="asc")
+    *listed, unread = page.http_response.json()["data"]
+    assert unread == sent[-1]
+    for item in listed:
+        TypeAdapter(ResponseItem).validate_python(item, strict=True)
+    assert [part["text"] for item in listed[:3] for part in item["content"]] == [
+        *("One.", "Yes.", "Two.", "Three.")
+    ]
 
 
 def test_answer_is_shown_streamed_or_not_and_deleted(client):
@@ -187,7 +212,7 @@ def test_answer_is_shown_streamed_or_not_and_deleted(client):
     answer = ask(client)
     assert client.responses.retrieve(answer.id).model_dump() == answer.model_dump()
     items = client.responses.input_items.list(answer.id)
-    assert [item.content for item in items.data] == [WORDS]
+    assert [item.content[0].text for item in items.data] == [WORDS]
     assert items.first_id == items.last_id == items.data[0].id
     again = [{"type": "item_reference", "id": items.first_id}]
     assert ask(client, again).usage.input_tokens == answer.usage.input_tokens

@@ -55,7 +55,7 @@ def test_stored_response_and_its_items_can_be_continued_after_a_restart(serving,
         again = live.get(f"/v1/responses/{first['id']}")
         assert again.json() == first
         listed = live.get(f"/v1/responses/{first['id']}/input_items").json()["data"]
-        assert listed[0]["content"] == "Who is the quick brown fox?"
+        assert listed[0]["content"][0]["text"] == "Who is the quick brown fox?"
         second = ask(live, "Why?", previous_response_id=first["id"])
         known = first["usage"]["input_tokens"]
         assert second["usage"]["input_tokens"] > known

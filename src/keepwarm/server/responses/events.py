@@ -21,6 +21,7 @@ from keepwarm.server.responses.request import (
     QualifiedName,
     ResponsesRequest,
     Status,
+    UnreadItem,
     encode_reasoning,
 )
 from keepwarm.text.detokenize import Pieces
@@ -58,6 +59,25 @@ def with_ids(items: Sequence[Item], response_id: str) -> list[Item]:
         item if item.id else item.model_copy(update={"id": named})
         for item, named in zip(items, ids, strict=True)
     ]
+
+
+def listed_item(item: Item) -> Fields:
+    """An input item as OpenAI lists it, in whichever short form it was sent."""
+    fields = item.model_dump(exclude_none=True)
+    if isinstance(item, UnreadItem):
+        return fields
+    fields = {"type": "message", "status": "completed", **fields}
+    if fields["type"] == "message":
+        fields["content"] = _listed_parts(fields.get("content", ""), fields["role"])
+    return fields
+
+
+def _listed_parts(content: str | list[Fields], role: str) -> list[Fields]:
+    kind: Fields = {"type": "input_text"}
+    if role == "assistant":
+        kind = {"type": "output_text", "annotations": []}
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return [part | kind if part["type"] in ("text", kind["type"]) else part for part in parts]
 
 
 def response_of_item(item_id: str) -> str | None:

@@ -32,6 +32,7 @@ from keepwarm.server.responses.events import (
     compacted,
     failed_stream,
     initial_response,
+    listed_item,
     replay,
     response_of_item,
     with_ids,
@@ -294,7 +295,7 @@ async def list_input_items(
     shown = listed[first : first + limit]
     return {
         "object": "list",
-        "data": [item.model_dump(exclude_none=True) for item in shown],
+        "data": [listed_item(item) for item in shown],
         "first_id": shown[0].id if shown else None,
         "last_id": shown[-1].id if shown else None,
         "has_more": first + limit < len(listed),
