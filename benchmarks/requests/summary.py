@@ -23,7 +23,8 @@ AT_ONCE = f"{agents.PREFILLS}, all at once"
 LINES = (
     Line("Time to first token, cold 2,048-token prompt (s)", "lengths", lengths.COLD, 2048),
     Line("The same prompt again (s)", "lengths", lengths.AGAIN, 2048),
-    Line("The same prompt after `kill -9` and a restart (s)", "lengths", lengths.RESTARTED, 2048),
+    Line("Process start to first answer, after `kill -9` (s)", "lengths", lengths.READY),
+    Line("Then that prompt, files in the page cache (s)", "lengths", lengths.RESTARTED, 2048),
     Line("The same, with the page cache dropped (s)", "lengths", lengths.DROPPED, 2048),
     Line("Time to first token, turn 2 of a 644-token chat (s)", "chat", chat.SECOND),
     Line("Time to first token, another agent, same system prompt (s)", "chat", chat.OTHER),

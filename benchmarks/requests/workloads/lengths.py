@@ -12,6 +12,7 @@ from benchmarks.requests.run import WorkloadRun
 
 COLD, AGAIN, FOLLOWING = "cold", "identical prompt again", "follow-up"
 RESTARTED, DROPPED = "after a restart", "after a restart, page cache dropped"
+READY = f"ready {RESTARTED}"
 HOW = {
     COLD: "a cold prompt, from request to first text",
     AGAIN: "the identical prompt, right after its answer",
