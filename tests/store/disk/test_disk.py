@@ -536,6 +536,22 @@ def test_a_pinned_block_and_its_ancestors_are_never_evicted(open_tier):
     assert tier.have(keys_of(unpinned)) == {}
 
 
+@pytest.mark.parametrize("bad", [2, 4])
+def test_a_pin_protects_what_is_before_a_bad_record(bad, open_tier):
+    """Until its owner lets go."""
+    tier = open_tier(6 * MIB, clock=iter(range(2**31, 2**32)).__next__)  # a second a look
+    made = chain_of(5, n_bytes=MIB // 4)
+    put_all(tier, made)
+    tier.pin(made[-1].header.key, "agent")
+    tier.records.path_of(made[bad].header.key, Part.DELTA).write_bytes(b"")
+    assert tier.read(made[bad].header.key, Part.DELTA) is None
+    flood(tier, 60, seed=10_000)
+    assert set(tier.have(keys_of(made))) == set(keys_of(made[:bad] + made[bad + 1 :]))
+    tier.pin_only("agent", ())
+    flood(tier, 60, seed=20_000)
+    assert tier.have(keys_of(made)) == {}
+
+
 def test_a_block_is_pinned_until_every_owner_lets_go(open_tier):
     tier, one = open_tier(6 * MIB), record(first_block([1]), n_bytes=MIB // 4)
     key = one.header.key

@@ -50,9 +50,14 @@ class Bookkeeping(RuleBasedStateMachine):
     @rule(key=st.sampled_from(KEYS), part=st.sampled_from(Part))
     def delete_part(self, key, part):
         self.index.delete_part(key, part)
-        self.sizes.pop((key, part), None)
+        was_held = self.sizes.pop((key, part), None)
         if part is Part.WINDOW:
             self.w_rows.pop(key, None)
+        held = {key for key, _ in self.sizes}
+        if was_held and key not in held:  # its pins still protect what is before it
+            (parent,) = (ref.parent for ref in TREE if ref.key == key)
+            below = {key} | held_below(key, held)
+            self.pins |= {(parent, owner) for pinned, owner in self.pins if pinned in below}
 
     @rule(key=st.sampled_from(KEYS))
     def delete(self, key):

@@ -673,8 +673,8 @@ class DiskTier:
                 failed[key] = error
         if keys:
             self.index.delete_marked(key for key in keys if key not in failed)
-        for error in failed.values():
-            raise error
+        for failure in failed.values():
+            raise failure
 
     @default_on_io_error(lambda: None)
     def delete_part(self, key: BlockKey, part: Part) -> None:

@@ -344,6 +344,13 @@ EVICTABLE = (
 )
 
 
+PIN_PARENT = (
+    "WITH RECURSIVE down(key) AS (SELECT ?2 UNION ALL "
+    "SELECT b.key FROM blocks b JOIN down ON b.parent = down.key) "
+    "INSERT OR IGNORE INTO pins SELECT ?1, owner FROM pins WHERE key IN down"
+)
+
+
 class Victim(NamedTuple):
     """A block that may be evicted; they sort in the order of eviction."""
 
@@ -502,12 +509,15 @@ class Index:
             db.executemany("DELETE FROM blocks WHERE key = ? AND deleting", ((k,) for k in keys))
 
     def delete_part(self, key: BlockKey, part: Part, wait_s: float | None = None) -> None:
-        """Delete one part; the row goes with the last part."""
+        """Delete one part; the row goes with the last part. What is before it stays protected by
+        the pins on it and on what follows it.
+        """
         with self._transaction(wait_s=wait_s) as db:
             self._set_part(db, key, part, 0, 0)
-            db.execute(
-                "DELETE FROM blocks WHERE key = ? AND d + w + s = 0 AND NOT deleting", (key,)
-            )
+            query = "DELETE FROM blocks WHERE key = ? AND d + w + s = 0 AND NOT deleting"
+            query += " RETURNING parent"
+            for (parent,) in db.execute(query, (key,)).fetchall():
+                db.execute(PIN_PARENT, (parent, key))
 
     def _set_part(
         self, db: sqlite3.Connection, key: BlockKey, part: Part, n_bytes: int, w_rows: int
