@@ -72,7 +72,8 @@ def restart(run: WorkloadRun) -> Iterator[Record]:
         return
     messages = long_conversation(run)
     at_once = [after_restart(run, messages) for _ in run.samples("restart")]
-    how = f"identical prompt of {run.sizes.restarted:,} characters, right after it is ready, files in the page cache"
+    n_characters = run.sizes.restarted
+    how = f"prompt of {n_characters:,} characters, right after ready; files in the page cache"
     first = run.series(RESTARTED, "s", [reply.ttft_s for reply in at_once], how=how)
     yield first
     cached = [reply.cached_tokens for reply in at_once]
