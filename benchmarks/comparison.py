@@ -209,14 +209,20 @@ def restart(visits: Sequence[Visit], between: Callable[[Visit], object] | None =
 
 
 def flipped(visits: Sequence[Visit]) -> None:
-    """The answer before, and after bytes of its stored state were flipped."""
+    """The answer before, after a restart alone, and after bytes of its stored state were flipped.
+
+    Only where the restart alone restores something does a miss after it say that damage was seen.
+    """
     for each in visits:
         each.attempt("prompt", each.begin)
     before = answers(visits)
+    restart(visits)
+    undamaged = answers(visits)
     n_files: dict[str, int] = {}
     restart(visits, lambda each: n_files.update({each.name: flip(each.run.target.store)}))
     after = answers(visits)
     for each in visits:
+        _compare(each, "undamaged", undamaged, before)
         _compare(each, "flipped", after, before)
         each.found.get("flipped", {})["files"] = n_files.get(each.name, 0)
 

@@ -80,6 +80,8 @@ def test_damage_and_other_weights_are_seen(visits):
     flipped(visits)
     changed(visits)
     for each in visits:
+        assert each.found["undamaged"]["cached"] > each.found["flipped"]["cached"]
+        assert each.found["undamaged"]["same"]
         assert each.found["flipped"]["files"] > 0
         assert each.found["flipped"]["same"]
         assert each.found["weights"] == {"cached": 0, "same": True}
