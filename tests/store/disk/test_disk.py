@@ -19,6 +19,7 @@ from keepwarm.records.record import Header, Part, check_identity
 from keepwarm.store.atomic import Files
 from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
 from keepwarm.store.disk.maintenance import verify
+from keepwarm.store.index.index import note_damage
 from keepwarm.store.names import path_of
 from tests.store.kit import (
     NAMESPACE,
@@ -313,6 +314,28 @@ def test_an_index_damaged_under_way_fails_no_request(damage, open_tier, store):
         assert found is None or content(found) == content(one)
     tier.close()
     assert_all_read(open_tier(), made)
+
+
+def test_an_index_that_another_process_rebuilds_is_shared_with_it(open_tier, store):
+    """What is put or deleted by either is known to both, and counts towards one limit."""
+    one, two, three = (chain_of(1, seed=seed)[0] for seed in range(3))
+    tier = open_tier()
+    tier.put(one)
+    note_damage(store)
+    again = open_tier()
+    assert tier.put(two).stored
+    assert again.put(three).stored
+    assert again.have(keys_of([one, two, three])).keys() == set(keys_of([one, two, three]))
+    assert tier.have(keys_of([three]))
+    again.forget("mine", ())
+    again.delete(one.header.key)
+    assert not tier.have(keys_of([one]))
+    assert tier.index.forgotten.generation() == again.index.forgotten.generation()
+    tier.touch(keys_of([two]))  # by a function that SQL calls
+    tier.delete(two.header.key)
+    assert again.index.lookups.n_bytes() == disk_use(store / "blocks")
+    tier.close()
+    assert_all_read(again, [three])
 
 
 def test_damage_that_is_noticed_late_is_mended_by_the_next_start(open_tier, store):

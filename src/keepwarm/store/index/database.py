@@ -117,22 +117,41 @@ READ_WAIT_S = 0.1  # only while another process opens, repairs or closes the ind
 
 
 class Database:
-    """A file that several processes may share."""
+    """A file that several processes may share. One that another process has replaced, because it
+    was damaged, is left for the new one.
+    """
 
     def __init__(self, path: Path) -> None:
         self.lock = threading.RLock()  # of the connection that writes
         self._reading = threading.Lock()
         self._is_stuck = False  # the last wait for another process was in vain
         self._writer: int | None = None  # the thread in a transaction
-        self._db = _connect(path, LOCK_WAIT_S)
+        self._path = path
+        self._functions: list[tuple[str, int, Callable[..., Any]]] = []
+        self._open()
         try:
-            self._prepare()
-            self._reader = _connect(path, READ_WAIT_S)
+            self._open_reader()
         except BaseException:
             self._db.close()
             raise
 
+    def _open(self) -> None:
+        self._file = _file_at(self._path)
+        self._db = _connect(self._path, LOCK_WAIT_S)
+        try:
+            self._prepare()
+        except BaseException:
+            self._db.close()
+            self._file = None
+            raise
+
+    def _open_reader(self) -> None:
+        self._read_file = _file_at(self._path)
+        self._reader = _connect(self._path, READ_WAIT_S)
+
     def _prepare(self) -> None:
+        for name, n_arguments, function in self._functions:
+            self._db.create_function(name, n_arguments, function, deterministic=True)
         if self._version() > SCHEMA_VERSION:  # before anything is changed
             raise NewerFormat(f"index version {self._version()} is newer than {SCHEMA_VERSION}")
         for pragma in PRAGMAS:
@@ -151,6 +170,7 @@ class Database:
 
     def add_function(self, name: str, n_arguments: int, function: Callable[..., Any]) -> None:
         """Let SQL call a pure function."""
+        self._functions.append((name, n_arguments, function))
         self._db.create_function(name, n_arguments, function, deterministic=True)
 
     @contextmanager
@@ -188,6 +208,9 @@ class Database:
         if not self.lock.acquire(timeout=wait_s):
             raise _busy()
         try:
+            if self._file != _file_at(self._path, self._file):
+                self._db.close()
+                self._open()
             yield wait_s
         finally:
             self.lock.release()
@@ -211,6 +234,9 @@ class Database:
         if self._writer == threading.get_ident():
             return self.execute(query, arguments).fetchall()
         with self._reading:
+            if self._read_file != _file_at(self._path, self._read_file):
+                self._reader.close()
+                self._open_reader()
             return self._reader.execute(query, tuple(arguments)).fetchall()
 
     def checkpoint(self) -> None:
@@ -253,6 +279,14 @@ class Database:
 def is_damage(error: Exception) -> bool:
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
     return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def _file_at(path: Path, default: int | None = None) -> int | None:
+    """The inode of a file; the given one while there is none."""
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return default
 
 
 def _connect(path: Path, wait_s: float) -> sqlite3.Connection:
