@@ -1,6 +1,7 @@
 """One contract for all APIs: whole answers, streams, tools, stops, wrong bodies, limits, keys."""
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -91,6 +92,13 @@ def test_stream_equals_the_whole_answer(live, api):
     assert streamed._replace(receipt=streamed.receipt | times) == whole._replace(
         receipt=whole.receipt | times
     )
+
+
+@EVERY
+def test_stream_has_no_spaces_between_its_json(live, api):
+    sent = stream(live, api).text
+    assert '":"' in sent
+    assert not re.search(r'"[:,] ', sent)
 
 
 @pytest.mark.parametrize("api", STOPPING, ids=lambda api: api.name)

@@ -250,11 +250,20 @@ def test_stream_that_waits_says_how_far_it_is_in_a_form_that_clients_skip(api):
     encoder.event(Started(RECEIPT))
     alive = encoder.keep_alive(Progress(5, 20)).decode()
     if api in (CHAT, TEXT):
-        assert alive == ': {"prompt_tokens_done": 5, "prompt_tokens": 20}\n\n'
+        assert alive == ': {"prompt_tokens_done":5,"prompt_tokens":20}\n\n'
         assert encoder.keep_alive(None) == b": {}\n\n"
     else:
         (event,) = events_of(alive)
         assert event.items() >= ALIVE[api].items()
+
+
+@EVERY
+def test_nothing_that_is_said_ends_a_line_of_a_stream(api):
+    """Clients that read through httpx take these characters for the end of one."""
+    odd = "a\x85b\u2028c\u2029d\x0b\x0c\x1c\x1d\x1ee\rf\n"
+    stream = encoded(api, [Started(RECEIPT), Delta(0, text=odd), Finished(0, "stop"), END])
+    assert stream.splitlines() == stream.split("\n")[:-1]
+    assert api.read(api.whole(stream)).text == odd
 
 
 @EVERY

@@ -14,7 +14,7 @@ from tests.server.conftest import serve
 
 TOKEN_S = 0.0007
 WORDS = "The quick brown fox jumps over the lazy dog. " * 75
-PROGRESS = re.compile(r'\{"prompt_tokens_done": ?(\d+), ?"prompt_tokens": ?(\d+)\}')
+PROGRESS = re.compile(r'\{"prompt_tokens_done":(\d+),"prompt_tokens":(\d+)\}')
 
 
 class Slowly:
@@ -99,7 +99,7 @@ def messages(url, prompt):
 
 
 FRAMES = {  # how each API writes it, and a part of its first word
-    "/v1/chat/completions": (chat, ": ", '"delta": {"content":'),
+    "/v1/chat/completions": (chat, ": ", '"delta":{"content":'),
     "/v1/responses": (responses, "event: response.in_progress\n", "output_text.delta"),
     "/v1/messages": (messages, "event: ping\n", "content_block_delta"),
 }

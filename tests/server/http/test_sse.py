@@ -173,7 +173,7 @@ def test_silence_is_filled_with_progress():
         return client.body
 
     body = asyncio.run(run())
-    assert ': {"prompt_tokens_done": 3, "prompt_tokens": 7}\n\n' in body
+    assert ': {"prompt_tokens_done":3,"prompt_tokens":7}\n\n' in body
     assert data(body)[-1] == "[DONE]"
 
 
@@ -247,7 +247,7 @@ def test_who_waits_long_for_a_plan_hears_of_it():
     assert before[0]["status"] == 200
     assert "x-keepwarm-receipt" not in client.headers
     waited = b"".join(message["body"] for message in before[1:]).decode()
-    assert set(waited.split("\n\n")) == {': {"prompt_tokens_done": 0, "prompt_tokens": 7}', ""}
+    assert set(waited.split("\n\n")) == {': {"prompt_tokens_done":0,"prompt_tokens":7}', ""}
     *chunks, _ = data(client.body)
     assert json.loads(chunks[0])["choices"][0]["delta"]["role"] == "assistant"
     assert json.loads(chunks[-1])["keepwarm"]["reused"] == {"memory": 5}

@@ -8,7 +8,6 @@ Each of these takes the body of a chat completion, or under `/completions`, `/me
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import asdict, replace
@@ -194,9 +193,9 @@ class Verification:
         work = asyncio.create_task(self.wait())
         try:
             while not (await asyncio.wait({work}, timeout=PROGRESS_S))[0]:
-                yield frame(json.dumps(self._progress()))
+                yield frame(self._progress())
             error = work.exception()
-            yield frame(json.dumps(openai_body(problem_of(error)) if error else work.result()))
+            yield frame(openai_body(problem_of(error)) if error else work.result())
         finally:
             work.cancel()
 

@@ -22,7 +22,7 @@ from keepwarm.server.http.sse import (
     answer_docs,
     frame,
     new_id,
-    progress_json,
+    progress_fields,
     receipt_dict,
 )
 from keepwarm.server.models.calls import ApiCall, Call
@@ -183,10 +183,10 @@ class MessageStream:
         return b""
 
     def keep_alive(self, progress: Progress | None) -> bytes:
-        return _frame("ping", keepwarm=json.loads(progress_json(progress)))
+        return _frame("ping", keepwarm=progress_fields(progress))
 
     def problem(self, problem: Problem) -> bytes:
-        return frame(json.dumps(anthropic_body(problem)), "error")
+        return frame(anthropic_body(problem), "error")
 
     def _delta(self, event: Delta) -> bytes:
         frames = b""
@@ -246,7 +246,7 @@ class MessageStream:
 
 
 def _frame(kind: str, **fields: Any) -> bytes:
-    return frame(json.dumps({"type": kind, **fields}), kind)
+    return frame({"type": kind, **fields}, kind)
 
 
 router = api_router(prefix="/v1/messages", tags=["Anthropic"], errors=AnthropicErrorOut)

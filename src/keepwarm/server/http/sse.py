@@ -92,6 +92,7 @@ def receipt_headers(receipt: Receipt, **more: object) -> dict[str, str]:
 
 
 KEEP_ALIVE_S = 1.0
+LINE_ENDS = "\x85\u2028\u2029"
 MANY_LOGPROBS = 4096  # written in some 10 ms
 PLAN_S = 3.0  # some clients give up after five seconds
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -142,15 +143,23 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{secrets.token_hex(12)}"
 
 
-def frame(data: str, event: str | None = None) -> bytes:
-    """One server-sent event; `data` is a line of JSON."""
-    name = f"event: {event}\n" if event else ""
-    return f"{name}data: {data}\n\n".encode()
+def frame(fields: Mapping[str, Any], event: str | None = None) -> bytes:
+    """One server-sent event."""
+    name = f"event: {event}\n".encode() if event else b""
+    return b"%sdata: %s\n\n" % (name, _one_line(fields))
 
 
 def line(fields: Mapping[str, Any]) -> bytes:
     """One line of a stream of JSON objects."""
-    return f"{json.dumps(fields, ensure_ascii=False)}\n".encode()
+    return _one_line(fields) + b"\n"
+
+
+def _one_line(fields: Mapping[str, Any]) -> bytes:
+    """JSON without what clients that read texts, as httpx does, take for the end of a line."""
+    written = to_json(fields)
+    for end in LINE_ENDS:
+        written = written.replace(end.encode(), b"\\u%04x" % ord(end))
+    return written
 
 
 def json_response(value: object, headers: Mapping[str, str] | None = None) -> Response:
@@ -162,13 +171,13 @@ def json_response(value: object, headers: Mapping[str, str] | None = None) -> Re
 
 def comment(progress: Progress | None) -> bytes:
     """A line that clients skip, with the progress of prefill."""
-    return f": {progress_json(progress)}\n\n".encode()
+    return b": %s\n\n" % to_json(progress_fields(progress))
 
 
-def progress_json(progress: Progress | None) -> str:
+def progress_fields(progress: Progress | None) -> dict[str, int]:
     if progress is None:
-        return "{}"
-    return json.dumps({"prompt_tokens_done": progress.done, "prompt_tokens": progress.total})
+        return {}
+    return {"prompt_tokens_done": progress.done, "prompt_tokens": progress.total}
 
 
 class WholeAnswer(Response):

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic_core import to_json
-
 from keepwarm import __version__
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadField
@@ -26,7 +24,7 @@ from keepwarm.text.request import Done, Progress, Result, Sampling, Usage
 SEEDS = 1 << 63
 MAX_DIGITS = 9  # of a token's id
 MAX_SHOWN, MAX_NAMED = 40, 3  # characters of a wrong key, and wrong keys
-DONE = frame("[DONE]")
+DONE = b"data: [DONE]\n\n"
 
 
 # Requests
@@ -120,7 +118,7 @@ class Chunks:
     """Holds back each finish reason, because the last one carries the receipt."""
 
     def __init__(self, kind: str, meta: CompletionMeta, usage: bool) -> None:
-        self._head = json.dumps(meta.fields(kind))[:-1]
+        self._head = meta.fields(kind)
         self._usage = usage
         self._held: dict[str, Any] | None = None
 
@@ -128,7 +126,7 @@ class Chunks:
         return comment(progress)
 
     def problem(self, problem: Problem) -> bytes:
-        return self._release() + frame(json.dumps(openai_body(problem))) + DONE
+        return self._release() + frame(openai_body(problem)) + DONE
 
     def _hold(self, choice: dict[str, Any]) -> bytes:
         """Hold back this finish reason and release the one before it."""
@@ -149,8 +147,7 @@ class Chunks:
         return self._release() + self._framed(usage | receipt) + DONE
 
     def _framed(self, fields: dict[str, Any]) -> bytes:
-        """The first fields are the same in all chunks and serialised only once."""
-        return frame(f"{self._head}, {to_json(fields).decode()[1:]}")
+        return frame(self._head | fields)
 
 
 def system_fingerprint(engine: Engine) -> str:

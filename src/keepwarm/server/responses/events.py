@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from pydantic_core import to_json
-
 from keepwarm.errors import BadInput
 from keepwarm.server.http.body import Fields
 from keepwarm.server.http.problems import Problem
-from keepwarm.server.http.sse import frame, new_id, progress_json, receipt_dict
+from keepwarm.server.http.sse import frame, new_id, progress_fields, receipt_dict
 from keepwarm.server.http.tools import custom_input
 from keepwarm.server.openai.logprobs import chat_logprobs
 from keepwarm.server.responses.request import (
@@ -404,7 +401,7 @@ class ResponseStream:
     def keep_alive(self, progress: Progress | None) -> bytes:
         """An event, not a comment: some clients time out between events."""
         event = self._builder.state("in_progress")
-        return self._frames([event | {"keepwarm": json.loads(progress_json(progress))}])
+        return self._frames([event | {"keepwarm": progress_fields(progress)}])
 
     def problem(self, problem: Problem) -> bytes:
         created = [] if self._sent else [self._builder.state("created")]  # clients expect it first
@@ -420,8 +417,7 @@ def _numbered(events: Frames, first: int) -> bytes:
 
 
 def numbered_frame(event: Fields, number: int) -> bytes:
-    data = to_json(event | {"sequence_number": number})
-    return frame(data.decode(), event["type"])
+    return frame(event | {"sequence_number": number}, event["type"])
 
 
 def failed_stream(response: Fields, problem: Problem) -> bytes:
