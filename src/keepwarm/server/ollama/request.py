@@ -42,7 +42,7 @@ class OllamaOptions(JsonInput):
 
     num_predict: Whole | None = Field(
         default=None,
-        description="Negative: to the context's end.",
+        description="Negative: to the context's end; 0: no answer.",
         validation_alias=AliasChoices("num_predict", *MAX_TOKENS),
     )
     temperature: float | None = Field(default=None, ge=0, description="0 is greedy.")
