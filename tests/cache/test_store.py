@@ -362,3 +362,20 @@ def test_what_is_deleted_while_it_is_fetched_does_not_come_back(tmp_path, monkey
         goes_on.set()
         assert found.result() is not None
         assert (key in store.memory.have([key])) is not is_deleted
+
+
+def test_that_blocks_of_other_classes_may_be_here_outlives_the_index(tmp_path):
+    """What this machine computes from them is not for others of its class."""
+    root, shared = tmp_path / "store", tmp_path / "shared"
+    shared.mkdir()
+
+    def is_mixed(numerics):
+        settings = keepwarm.Settings(
+            home=tmp_path, store=root, remote=shared.as_uri(), share_numerics=numerics
+        )
+        with keepwarm.Store(settings=settings) as store:
+            return store._is_mixed
+
+    assert [is_mixed("own"), is_mixed("any"), is_mixed("own")] == [False, True, True]
+    (root / "index.sqlite").unlink()
+    assert is_mixed("own")

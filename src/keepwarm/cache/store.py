@@ -45,6 +45,7 @@ from keepwarm.prefix.policy import Policy
 from keepwarm.records.record import Record
 from keepwarm.store.counts import CountsFile
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
+from keepwarm.store.disk.maintenance import file_path, write_file
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tier import BlockChanges, StoredBlock, Tier, TierStats, as_store_errors
 from keepwarm.store.tiers import SHARED, Tiers
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from keepwarm.remote.opening import SharedTiers
 
 LAYER = re.compile(r"L(\d+)")
-MIXED = "mixed numerics"  # noted in the index
+MIXED = "mixed-numerics"  # a file: the index may be lost while the blocks stay
 SCRATCH_BYTES = 2 << 30  # of a store for trials, which has to be freed when a request comes
 
 
@@ -350,9 +351,10 @@ class Store:
         is_now = bool(self.settings.remotes) and self.settings.share_numerics == "any"
         disk = self._on_disk.disk
         with as_store_errors(disk, "note where its blocks come from"):
+            path = file_path(disk, "models", MIXED)
             if is_now:
-                disk.index.database.set_flag(MIXED)
-            return disk.index.database.has_flag(MIXED)
+                write_file(disk, path, b"")
+            return path.exists()
 
     @property
     def on_disk(self) -> AgentStore:
