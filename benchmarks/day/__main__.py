@@ -82,7 +82,7 @@ def day(
     turns: Annotated[
         int, typer.Option(min=LEAST_TURNS, help="Of the first person; events keep their place.")
     ] = TURNS,
-    samples: Annotated[int, typer.Option(help="Answers compared with a cold run.")] = 8,
+    samples: Annotated[int, typer.Option(help="Answers compared with a cold run.")] = 10,
     one_by_one: Annotated[
         bool, typer.Option("--one-by-one", help="Servers one after the other, for large models.")
     ] = False,

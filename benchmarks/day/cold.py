@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.day.hosts import Host, RequestRecord, bench_request
-from benchmarks.day.script import Step
+from benchmarks.day.script import AFTER, Step
 from benchmarks.requests.client import ReplyToken
 from benchmarks.requests.targets import ServerProcess
 
@@ -53,15 +53,19 @@ def compare_with_cold(
 def sample_positions(
     records: Sequence[RequestRecord], texts: Sequence[str], n_samples: int
 ) -> list[int]:
-    """Places of answers that reused something, one of each kind, then evenly over the day."""
+    """Places of answers that reused something, one of each kind, those after a restart or kill
+    first, then evenly over the day.
+    """
     usable = [
         position for position, record in enumerate(records) if record.n_cached and texts[position]
     ]
     kinds = {
         records[position].kind: position for position in usable
     }  # the last of each, the longest
+    restarted = [kinds[kind] for kind in AFTER.values() if kind in kinds]
     every = max(1, len(usable) // max(1, n_samples))
-    return sorted(list(dict.fromkeys([*kinds.values(), *usable[::every]]))[:n_samples])
+    chosen = dict.fromkeys([*restarted, *kinds.values(), *usable[::every]])
+    return sorted(list(chosen)[:n_samples])
 
 
 def judge(warm: str, cold: str, tokens: Sequence[ReplyToken], tie: float) -> str:

@@ -147,6 +147,13 @@ def test_samples_are_answers_that_reused_something():
     assert sample_positions(records, ["text"] * 4 + [""], 9) == [1, 2, 3]
 
 
+def test_answers_after_a_restart_are_compared_first():
+    kinds = ["a", "b", "after a restart", "c", "after kill -9", "d"]
+    records = [RequestRecord(n, 9, kind, 1, "s", 9, 9, n_cached=1) for n, kind in enumerate(kinds)]
+    assert sample_positions(records, ["text"] * 6, 2) == [2, 4]
+    assert sample_positions(records, ["text"] * 6, 4) == [0, 1, 2, 4]
+
+
 def test_ranks():
     assert [percentile(range(1, 101), percent) for percent in (50, 95, 100)] == [50, 95, 100]
     assert percentile([3.0], 95) == 3.0
