@@ -142,11 +142,14 @@ def _restarted(records: Sequence[RequestRecord]) -> Goal:
 
 def _written(results: Results, records: Sequence[RequestRecord]) -> Goal:
     per_token, n_bytes = results["kv_bytes_per_token"], written_bytes(results, OURS)
-    n_tokens = _sum_new(records) + sum(record.n_answer for record in records)
-    is_known = per_token and n_tokens and CUT not in results["servers"][OURS]["events"]
-    found = n_bytes / (per_token * n_tokens) if is_known else None
-    notes = f" ({format_bytes(n_bytes)})"
-    return _at_most("bytes written ÷ KV of new tokens", found, WRITTEN, notes)
+    n_tokens = _sum_computed(records) + sum(record.n_answer for record in records)
+    ours = results["servers"][OURS]
+    found = None
+    if per_token and n_tokens and CUT not in ours["events"]:
+        found = n_bytes / (per_token * n_tokens)
+    lost = f", {n:,} saves lost" if (n := ours.get("lost_saves")) else ""
+    notes = f" ({format_bytes(n_bytes)}{lost})"
+    return _at_most("bytes written ÷ KV of computed tokens", found, WRITTEN, notes)
 
 
 def written_bytes(results: Results, name: str) -> int:

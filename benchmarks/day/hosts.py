@@ -83,7 +83,7 @@ class Host:
     events: list[str] = field(default_factory=list)
     written_bytes: int = 0  # as the system counts; it does not on a file system in memory
     reported_bytes: int = 0  # as the server counts, until it was told to end
-    lost_saves: int = 0  # of records that it could not save, for want of room or time
+    lost_saves: int = 0  # of records: no room or time for them, or still queued at a kill
     cap_bytes: int = 0  # of its store, for the last third
     failure: str = ""  # why it has no further part in the day
     n_steps: int = 0  # of the day that are done
@@ -119,7 +119,8 @@ class Host:
         process = self.server.process
         writes = self.server.cache_stats().get("writes", {})
         self.reported_bytes += writes.get("written_bytes", 0)
-        self.lost_saves += sum(writes.get(name, 0) for name in LOST)
+        lost = (*LOST, "queued_blocks") if event == KILL else LOST
+        self.lost_saves += sum(writes.get(name, 0) for name in lost)
         process.send_signal(signal.SIGKILL if event == KILL else signal.SIGTERM)
         until = time.monotonic() + STOP_S
         while process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < until:

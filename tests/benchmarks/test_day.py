@@ -154,6 +154,30 @@ def test_answers_after_a_restart_are_compared_first():
     assert sample_positions(records, ["text"] * 6, 4) == [0, 1, 2, 4]
 
 
+def test_bytes_are_held_against_what_was_computed():
+    """What was new to the client but known to the server is not to be written again."""
+    goal = goals(results([record(n_new=500)], reported_bytes=121))[4]
+    assert (goal.found, goal.holds) == ("1.1 (121 B)", True)
+    goal = goals(results([record(n_new=500)], reported_bytes=143))[4]
+    assert (goal.found, goal.holds) == ("1.3 (143 B)", False)
+
+
+def test_saves_that_were_lost_are_told():
+    found = results([record()], reported_bytes=110)
+    found["servers"]["keepwarm"]["lost_saves"] = 3
+    assert goals(found)[4].found == "1 (110 B, 3 saves lost)"
+
+
+@pytest.mark.parametrize(("event", "n_lost"), [(script.KILL, 5), (script.RESTART, 1)])
+def test_what_is_queued_at_a_kill_is_lost(event, n_lost):
+    server = StubServer()
+    server.cache_stats = lambda: {"writes": {"dropped": 1, "queued_blocks": 4}}
+    host = Host(server, [])
+    host.start()
+    host.end(event)
+    assert host.lost_saves == n_lost
+
+
 def test_ranks():
     assert [percentile(range(1, 101), percent) for percent in (50, 95, 100)] == [50, 95, 100]
     assert percentile([3.0], 95) == 3.0
