@@ -136,6 +136,24 @@ def test_a_turn_that_ends_during_a_compaction_is_not_lost(engine):
     assert question in engine.store.on_disk.latest_turn("ops").turn.messages
 
 
+def test_turns_of_another_session_are_not_lost(engine):
+    """Which has opened the same agent; where nothing is stored, nothing is lost."""
+    first = Session(engine, id="ops", sampling=FEW)
+    first.respond("What is the quick brown fox?")
+    engine.wait_until_saved()
+    private = Session(engine, id="ops", policy=Policy.EPHEMERAL, sampling=FEW)
+    Session(engine, id="ops", sampling=FEW).respond("And the lazy dog?")
+    engine.wait_until_saved()
+    before = engine.store.on_disk.latest_turn("ops").turn
+    with pytest.raises(Busy, match="in another session"):
+        first.compact(max_tokens=12)
+    assert first.n_turns == 1
+    private.compact(max_tokens=12)
+    assert engine.store.on_disk.latest_turn("ops").turn == before
+    assert len(before.messages) == 4
+    Session(engine, id="ops", sampling=FEW).compact(max_tokens=12)
+
+
 def test_who_cannot_be_compacted_stays_as_he_is(engine):
     session = Session(engine, id="ops", sampling=FEW)
     session.respond("Who?")

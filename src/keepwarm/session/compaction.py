@@ -6,7 +6,7 @@ Then what the next turn begins with (system prompt, tools, summary) is prefilled
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import takewhile
@@ -52,12 +52,16 @@ class Compaction:
         messages: Sequence[Message],
         instruction: str | None = None,
         max_tokens: int | None = None,
+        *,
+        is_stale: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`asked` has all that comes before the instruction; `messages` are that conversation."""
+        """`asked` has all that comes before the instruction; `messages` are that conversation.
+        `is_stale` tells whether its agent has gone on since.
+        """
         self._engine = engine
+        self._is_stale = is_stale
         self.messages: list[Message] = []  # of the conversation from now on
         self._tokens: list[int] = []
-        self._read: KeptTurn | None = None  # of the agent in the store
         self._policy = asked.policy  # of the conversation
         self._ask = {"role": "user", "content": instruction or INSTRUCTION}
         self._first = list(takewhile(lambda each: each["role"] in SYSTEM_ROLES, messages))
@@ -82,9 +86,13 @@ class Compaction:
                 f"Agent {options.agent!r} cannot be compacted, because it has no messages that "
                 "were kept; send the whole conversation once under its id."
             )
-        work = cls(engine, request, turn.messages, instruction, max_tokens)
-        work._read = turn
-        return work
+        messages = list(turn.messages)
+
+        def is_stale() -> bool:
+            now = engine.store.on_disk.latest_turn(str(options.agent)).turn
+            return now is None or list(now.messages) != messages
+
+        return cls(engine, request, messages, instruction, max_tokens, is_stale=is_stale)
 
     def warm(self, result: Result) -> Answer:
         """Prefill what the next turn begins with, after all that clients wait for.
@@ -119,10 +127,11 @@ class Compaction:
         return self._policy.to_disk or self._engine.store.is_ephemeral(agent)
 
     def _restart_agent(self) -> None:
-        if self._read is not None:
-            now = self._engine.store.on_disk.latest_turn(str(self._plain.agent)).turn
-            if now is None or list(now.messages) != list(self._read.messages):
-                raise Busy("The conversation has gone on while it was summed up; try again.")
+        if self._is_stale():
+            raise Busy(
+                "The conversation has gone on while it was summed up, or in another session; read "
+                "it again, then try again."
+            )
         _, lane = self._engine.resolve(self._plain)
         namespace = lane.for_prompt(len(self._tokens)).restorer.namespace
         agents, agent_id = self._engine.store.on_disk.agents, str(self._plain.agent)

@@ -458,7 +458,7 @@ class Session:
             self._rewind_agent(turn.messages, len(self._messages))
 
     def _is_stale(self) -> bool:
-        """Whether another session has gone on with its agent: then no turn of it is discarded."""
+        """Whether another session has gone on with its agent, whose turns are not to be lost."""
         store = self.engine.store
         try:
             if self._defaults.nameless or not store.knows_agent(self.id):
@@ -526,9 +526,9 @@ class Session:
             self._check_compactable()
             asked = self._known.request(self._defaults, self.system, self._messages)
             system = [{"role": "system", "content": self.system}] if self.system else []
-            work = Compaction(
-                self.engine, asked, [*system, *self._messages], instruction, max_tokens
-            )
+            messages = [*system, *self._messages]
+            options = asked, messages, instruction, max_tokens
+            work = Compaction(self.engine, *options, is_stale=self._is_stale)
             result = self.engine.submit(work.request).result()
             work.warm(result).result()
             made = work.finish(result)
