@@ -789,6 +789,11 @@ def test_wrong_field_is_refused_by_its_path(api, fields, param):
     assert api.refusal(fields).kind == param
 
 
+def test_field_of_several_types_is_wrong_as_that_which_it_is():
+    assert "at most 16 items" in CHAT.refusal({"stop": ["a"] * 17}).message
+    assert "should be a valid string" in CHAT.refusal({"stop": 5}).message
+
+
 def test_wrong_tokens_of_a_logit_bias_are_listed():
     bias = {"5": 1} | dict.fromkeys(["oak", "-1", "1234567890"], 1)
     assert "not 'oak', '-1', '1234567890'" in CHAT.refusal({"logit_bias": bias}).message

@@ -223,7 +223,8 @@ def _headers(problem: Problem) -> dict[str, str]:
 
 def validation_problem(reasons: Sequence[Mapping[str, Any]], body: object) -> Problem:
     """A validation error of pydantic, as one sentence that names the field."""
-    first = max(reasons, key=lambda reason: len(reason["loc"]))
+    # Of a field that may be of several types, why it is wrong as that which it is.
+    first = max(reasons, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")))
     if first["type"] == "json_invalid":
         why = first.get("ctx", {}).get("error", "it cannot be parsed")
         return Problem(400, f"The body is not valid JSON ({why}).")
