@@ -18,6 +18,7 @@ from keepwarm.agents.agent_store import AgentStore
 from keepwarm.agents.agents import MAX_SIDES, Agents
 from keepwarm.agents.reachability import dropped_by_rewind
 from keepwarm.agents.texts import AgentTurn
+from keepwarm.agents.verify import verify_store
 from keepwarm.errors import BadCacheFile, BadInput, BadRecord, StoreFailed, UnknownAgent
 from keepwarm.prefix.blocks import BlockKey, chain, pack
 from keepwarm.prefix.fingerprint import Identity, namespace
@@ -25,6 +26,7 @@ from keepwarm.prefix.turn import KeptTurn
 from keepwarm.records.record import Part
 from keepwarm.store.atomic import Files
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
+from keepwarm.store.disk.maintenance import file_path
 from keepwarm.store.index import database
 from keepwarm.store.tier import agent_owner
 from tests.contract.test_tiers import Minutes
@@ -607,6 +609,42 @@ def test_no_agent_is_taken_for_empty_while_the_index_cannot_be_read(disk_store):
     with pytest.raises(StoreFailed, match="look for empty agents"):
         disk_store.agents.delete_empty()
     assert disk_store.agents._path("a").exists()
+
+
+@pytest.mark.parametrize("secret", [None, "a passphrase"])
+def test_nothing_is_left_of_an_agent_whose_file_is_gone(tmp_path, secret):
+    """A damaged one is quarantined first; nor of one that was cleared damaged."""
+
+    def pinned():
+        return {block.key for block in opened.disk.walk() if block.pinned}
+
+    def have_turn(agent_id, tokens):
+        messages = KeptTurn([{"role": "user", "content": f"I am {agent_id}."}])
+        keep(opened, tokens)
+        agents.advance(agent_id, NAME, tokens, messages=messages)
+        agents.update(agent_id, pinned=True)
+        return agents._path(agent_id), file_path(opened.disk, "messages", agent_id)
+
+    with AgentStore(tmp_path / "store", LIMITS, secret=secret) as opened:
+        agents = opened.agents
+        path, gone = have_turn("gone", tokens_of(300))
+        _, there = have_turn("there", tokens_of(300, seed=1))
+        opened.ttl_pins.pin(NAME, tokens_of(300), 10, 60)
+        before = pinned()
+        path.write_text("torn")
+        agents.delete_empty()
+        assert gone.exists()
+        assert pinned() == before
+        verify_store(opened, fix=True)
+        agents.delete_empty()
+        assert there.exists()
+        assert not gone.exists()
+        by_ttl = next(chain(NAME, tokens_of(300))).key
+        assert pinned() == {by_ttl, agents.show("there").blocks[-1]}
+        agents._path("there").write_text("torn")
+        opened.clear()
+        keep(opened, tokens_of(300, seed=1))
+        assert not pinned()
 
 
 class FailingFiles(Files):

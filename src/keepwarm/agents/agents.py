@@ -408,7 +408,6 @@ class Agents:
             recorded = dict(self._each())
             for path, why in recorded.items():
                 _refuse_newer(path, why)
-            self.turns.remove_all()
             self.responses.remove_all()
             for path, found in recorded.items():
                 if isinstance(found, Agent):
@@ -417,7 +416,14 @@ class Agents:
                     self._disk.files.remove(path)
             for agent_id in list(self._ephemeral):
                 self._remove(agent_id)
+            self._remove_leftovers()
         return len(recorded)
+
+    def _remove_leftovers(self) -> None:
+        """Delete messages and pins of agents whose files are gone."""
+        ids = [agent.id for agent in self._recorded()]
+        self.turns.remove_others(ids)
+        self._disk.index.unpin_others(map(agent_owner, ids))
 
     def _known(self) -> Iterator[Agent]:
         """All recorded agents but damaged ones; raises if one cannot be read: its blocks may be
@@ -441,7 +447,12 @@ class Agents:
         return gone
 
     def delete_empty(self) -> list[str]:
-        """Delete the agents of whose conversation nothing is stored any more."""
+        """Delete the agents of whose conversation nothing is stored any more, and what is left of
+        those whose files are gone, unless some file is damaged: it may be theirs.
+        """
+        with self._changing():
+            if all(isinstance(found, Agent) for _, found in self._each()):
+                self._remove_leftovers()
         with as_store_errors(self._disk, "look for empty agents"):
             empty = [agent.id for agent in self._recorded() if self._is_empty(agent)]
         return [a for a in empty if self._delete_if(self._is_empty, a) is not None]

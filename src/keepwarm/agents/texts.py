@@ -91,9 +91,10 @@ class TurnFiles:
     def remove(self, agent_id: str) -> None:
         self._disk.files.remove(file_path(self._disk, MESSAGES, agent_id))
 
-    def remove_all(self) -> None:
-        """Delete the messages of all agents, also of lost ones."""
-        for path in list((self._disk.root / MESSAGES).glob("*.json")):
+    def remove_others(self, agent_ids: Iterable[str]) -> None:
+        """Delete the messages of all agents but these, also of lost ones."""
+        kept = {file_path(self._disk, MESSAGES, agent_id) for agent_id in agent_ids}
+        for path in set((self._disk.root / MESSAGES).glob("*.json")) - kept:
             self._disk.files.remove(path)
 
     def _read(self, agent_id: str) -> dict[str, _Entry] | None:

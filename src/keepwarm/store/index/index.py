@@ -593,6 +593,14 @@ class Index:
             rows = ((key, owner) for key in keys)
             db.executemany("INSERT OR IGNORE INTO pins VALUES (?, ?)", rows)
 
+    def unpin_others(self, owners: Iterable[str]) -> None:
+        """Delete all pins but those of these owners, and TTL pins."""
+        kept = set(map(self.lookups.encode_owner, owners))
+        with self._transaction(synced=True) as db:
+            known = [owner for (owner,) in db.execute("SELECT DISTINCT owner FROM pins")]
+            gone = [it for it in known if it not in kept and not it.startswith(TTL_PIN)]
+            db.executemany("DELETE FROM pins WHERE owner = ?", ((owner,) for owner in gone))
+
     def expire_ttl_pins(self, now: float) -> int:
         """Delete the TTL pins that have ended; returns their number."""
         query = (
