@@ -251,7 +251,8 @@ def test_a_taken_name_is_said_before_a_model_is_loaded(form, main_here, monkeypa
     model = "--model", write_checkpoint(tmp_path / "tiny")
     main_here("run", "a story", *model, "--max-tokens", 2, "--agent", "a")
     file = tmp_path / ("a.kw" if form == "bundle" else "a.safetensors")
-    assert main_here("cache", "export", "a", file, "--format", form, *model)[0] == 0
+    named = () if form == "bundle" else model
+    assert main_here("cache", "export", "a", file, "--format", form, *named)[0] == 0
     monkeypatch.delattr("keepwarm.cli.cache.load_model")
     for name, says in ((), "'a' already exists"), (("--agent", "no id"), "not an agent id"):
         code, _, error = main_here("cache", "import", file, *model, *name)
@@ -358,6 +359,26 @@ def test_what_cannot_be_written_is_one_sentence(main_here, home, tmp_path, targe
     assert re.search(says, err)
     assert err.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+@pytest.mark.parametrize("form", ["bundle", "mlx-lm"])
+def test_what_is_no_regular_file_is_neither_replaced_nor_waited_for(
+    main_here, home, tmp_path, form
+):
+    """As /dev/null, or a pipe; and a link leads to one, or to nothing."""
+    pipe, linked, dangling = (tmp_path / f"{name}.safetensors" for name in ("p", "l", "d"))
+    os.mkfifo(pipe)
+    linked.symlink_to(pipe)
+    dangling.symlink_to(tmp_path / "nothing")
+    before = {path: path.lstat() for path in tmp_path.iterdir()}
+    for file in (pipe, linked, dangling):
+        asked = "cache", "export", "coder", file, "--force", "--format", form
+        code, out, err = main_here(*asked, home=home)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert "is no regular file; choose another name" in err
+    assert {path: path.lstat() for path in tmp_path.iterdir()} == before
+    code, out, err = main_here("cache", "import", pipe, home=home)
+    assert (code, out, err) == (2, "", f"{pipe} is no regular file; name one.\n")
 
 
 def test_an_export_that_is_stopped_leaves_nothing(main_here, monkeypatch, home, tmp_path):

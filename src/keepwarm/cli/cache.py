@@ -179,12 +179,16 @@ def export(
     """
     from keepwarm.agents.signing import BundleKeys
 
+    if form != "bundle" and sign is not None:
+        raise BadInput("--sign is for bundles; a prompt-cache file cannot be signed.")
+    if form == "bundle" and model is not None:
+        raise BadInput("--model is for a prompt-cache file; name its --format, or leave it out.")
+    if tokens is not None and turn is not None:
+        raise BadInput("--tokens and --turn cannot be combined: each says where to end.")
     settings = config.load(model=model)
     with file_errors(file, "written", NOT_EXPORTED):
         _check_target(file, force)
     if form != "bundle":
-        if sign is not None:
-            raise BadInput("--sign is for bundles; a prompt-cache file cannot be signed.")
         n_tokens = _export_prompt_file(settings, form, file, (agent, tokens, turn, branch))
         print_fields({"agent": agent, "tokens": n_tokens, "file": str(file)}, as_json)
         return
@@ -230,6 +234,8 @@ def import_(
     settings = config.load(model=model)
     if file.suffix == PROMPT_CACHE and trust:
         raise BadInput("--trust is for bundles; a prompt-cache file is not signed.")
+    if file.suffix != PROMPT_CACHE and tokens is not None:
+        raise BadInput("--tokens is for prompt-cache files (.safetensors); a bundle has its own.")
     _check_source(file)
     if file.suffix == PROMPT_CACHE:
         made = _import_prompt_file(settings, file, agent, tokens)
@@ -337,10 +343,14 @@ def _check_source(file: Path) -> None:
             raise BadInput(f"{file} is a directory; name a file in it.")
         if not file.exists():
             raise BadInput(f"There is no file {file}.")
+        if not file.is_file():  # a pipe would be waited for
+            raise BadInput(f"{file} is no regular file; name one.")
 
 
 def _check_target(file: Path, force: bool) -> None:
     """Fail before anything is read, which may take minutes."""
     check_parents(file)
+    if file.is_symlink() or (file.exists() and not file.is_file()):  # and would be one afterwards
+        raise BadInput(f"{file} is no regular file; choose another name.")
     if file.exists() and not force:
         raise BadInput(f"{file} exists; choose another name, or replace it with --force.")

@@ -46,6 +46,8 @@ def doctor(
     ] = False,
 ) -> None:
     """Show backend, BLAS, speed, memory, disk, versions and advice."""
+    if report is not None and json:
+        raise BadInput("--json and --report cannot be combined: a report is a page.")
     if report is not None:
         _write_report(report, quick)
         return
