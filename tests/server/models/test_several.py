@@ -244,6 +244,7 @@ def test_operators_see_both(both):
 
 
 def test_an_unloaded_one_says_so_and_the_other_answers(both):
+    chat(both, "haiku")
     assert both.post("/v1/admin/unload", {"model": "small"}, **ADMIN).json()["previous"] == "small"
     refused = both.post(CHAT, asked("haiku"))
     assert refused.status_code == 503
