@@ -28,7 +28,7 @@ from keepwarm.store.atomic import Files
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.disk.maintenance import file_path
 from keepwarm.store.index import database
-from keepwarm.store.tier import agent_owner
+from keepwarm.store.tier import NamedBlock, agent_owner
 from tests.contract.test_tiers import Minutes
 from tests.store.kit import files_under, record, tokens_of
 
@@ -609,6 +609,36 @@ def test_no_agent_is_taken_for_empty_while_the_index_cannot_be_read(disk_store):
     with pytest.raises(StoreFailed, match="look for empty agents"):
         disk_store.agents.delete_empty()
     assert disk_store.agents._path("a").exists()
+
+
+def test_blocks_of_an_agent_that_cannot_be_read_now_are_not_free(tmp_path, monkeypatch):
+    """A start that makes pins anew leaves the rest to the next one."""
+    root, tokens, read = tmp_path / "store", tokens_of(600), Agents._read
+    with AgentStore(root, LIMITS) as opened:
+        last = turn(opened, "a", tokens).blocks[-1]
+        opened.agents.update("a", pinned=True)
+
+    def fail(agents, path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    (root / "index.sqlite").unlink()
+    monkeypatch.setattr(Agents, "_read", fail)
+    with AgentStore(root, LIMITS) as opened, pytest.raises(StoreFailed, match="could not be read"):
+        opened.blocks_of_agents()
+    monkeypatch.setattr(Agents, "_read", read)
+    with AgentStore(root, LIMITS) as opened:
+        assert opened.disk.index.lookups.owners(last) == ["agent:a"]
+        assert opened.blocks_of_agents() == {ref.key for ref in chain(NAME, tokens)}
+
+
+def test_no_left_block_is_taken_for_gone_while_the_index_cannot_be_read(disk_store):
+    """Else it would not be deleted with its agent."""
+    left = tuple(NamedBlock(ref.key, ref.parent, 256) for ref in chain(NAME, tokens_of(256 * 65)))
+    keep(disk_store, tokens_of(256 * 65), n_bytes=8)
+    assert reachability.existing(disk_store.disk, left) == left
+    disk_store.disk.index.database._reader.close()
+    with pytest.raises(sqlite3.Error):
+        reachability.existing(disk_store.disk, left)
 
 
 @pytest.mark.parametrize("secret", [None, "a passphrase"])

@@ -118,9 +118,9 @@ class AgentStore:
 
     def _make_pins(self) -> None:
         with as_store_errors(self.disk, "pin the blocks of agents"):
-            if not self.disk.index.database.has_flag(PINS_MADE):
-                self.agents.pin_all()
-                self.disk.index.database.set_flag(PINS_MADE)
+            database = self.disk.index.database
+            if not database.has_flag(PINS_MADE) and self.agents.pin_all():
+                database.set_flag(PINS_MADE)
 
     def is_unverified(self, name: Namespace) -> bool:
         """Whether blocks may be of a shared tier that anybody could have written to."""
@@ -313,7 +313,7 @@ class AgentStore:
 
     def blocks_of_agents(self) -> set[BlockKey]:
         """The blocks of all agents: shared tiers keep them when others are deleted."""
-        return used_by(self.disk, self.agents.all())
+        return used_by(self.disk, self.agents.in_use())
 
     def close(self) -> None:
         self.counts.save()

@@ -85,6 +85,13 @@ class Agents:
         """From now on: for a server, whose keys share the store."""
         self._shares = AgentShares(limits, self._protected)
 
+    def in_use(self) -> Iterator[Agent]:
+        """All agents but damaged ones; raises if one cannot be read, or only by a newer Keepwarm:
+        its blocks may be those that are about to be deleted.
+        """
+        yield from self._known()
+        yield from self._ephemeral.values()
+
     def all(self, prefix: str = "", after: str = "") -> Iterator[Agent]:
         """Readable agents and ephemeral ones whose ids begin so, in the order of their ids, read
         as they are asked for; `unreadable` lists the others.
@@ -426,9 +433,7 @@ class Agents:
         self._disk.index.unpin_others(map(agent_owner, ids))
 
     def _known(self) -> Iterator[Agent]:
-        """All recorded agents but damaged ones; raises if one cannot be read: its blocks may be
-        those that are about to be deleted.
-        """
+        """The same but ephemeral ones."""
         for path, found in self._each():
             _refuse_newer(path, found)
             if isinstance(found, OSError):
@@ -501,10 +506,15 @@ class Agents:
         self._pin(agent, room)
         return agent
 
-    def pin_all(self) -> None:
-        """Pin the blocks of all agents again, because a rebuilt index has no pins."""
-        for agent in self._recorded():
-            self._pin(agent)
+    def pin_all(self) -> bool:
+        """Pin the blocks of all agents again, because a rebuilt index has no pins; False if some
+        cannot be read now, or by this Keepwarm.
+        """
+        found = [agent for _, agent in self._each()]
+        for agent in found:
+            if isinstance(agent, Agent):
+                self._pin(agent)
+        return not any(isinstance(why, OSError | NewerFormat) for why in found)
 
     def _room(self, agent: Agent) -> Room | None:
         if self._shares is None or not agent.is_protected:
