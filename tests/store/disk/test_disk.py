@@ -540,6 +540,20 @@ def test_a_bad_record_on_a_disk_that_takes_no_more_is_a_miss(open_tier):
     assert tier.stats().misses == 2
 
 
+def test_a_bad_record_that_cannot_be_moved_is_a_miss_and_is_replaced(open_tier):
+    """It is not counted as quarantined."""
+    (one,) = chain_of(1)
+    tier = open_tier()
+    tier.put(one)
+    tier.records.path_of(one.header.key, Part.DELTA).write_bytes(b"")
+    tier.files.break_(errno.EACCES, "publish")
+    assert tier.read(one.header.key, Part.DELTA) is None
+    assert tier.stats().quarantined == 0
+    tier.files.mend()
+    put_all(tier, [one])
+    assert_all_read(tier, [one])
+
+
 # Pins
 
 

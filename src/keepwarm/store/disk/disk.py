@@ -252,8 +252,10 @@ class RecordFiles:
             # Another process may have replaced it meanwhile.
             if not (is_misfit or self._is_bad(key, part)):
                 return
-            self.move_to_quarantine(path, str(why))
+            is_moved = self.move_to_quarantine(path, str(why))
             self.index.delete_part(key, part, wait_s)
+        if not is_moved:  # it is a miss, and the next put replaces it
+            return
         LOG.warning("%s is bad and was quarantined: %s", path.name, why)
         self.others.changed()
         self.counts.add(quarantined=1)
