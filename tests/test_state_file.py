@@ -1,7 +1,9 @@
 """Small JSON files: sections of several owners, changed by several processes, damaged at times."""
 
+import errno
 import json
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +47,20 @@ def test_damaged_section_does_not_cost_the_others(tmp_path):
     path.write_text('{"a": [], "b": {"y": 2}}')
     part(path).change(lambda kept: {"x": 1})
     assert part(path, "b").read() == {"y": 2}
+
+
+def test_a_file_that_cannot_be_read_now_is_not_written_over(tmp_path, monkeypatch):
+    path = tmp_path / "state.json"
+    part(path).change(lambda kept: {"x": 1})
+
+    def fail(_):
+        raise OSError(errno.EIO, "the disk fails")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "read_text", fail)
+        with pytest.raises(OSError, match="disk fails"):
+            part(path, "b").change(lambda kept: {"y": 2})
+    assert part(path).read() == {"x": 1}
 
 
 def test_changes_at_once_lose_nothing(tmp_path):

@@ -55,7 +55,7 @@ class StateFile(Generic[T]):
     def change(self, change: Callable[[T], T], *, wait_s: float | None = None) -> T:
         """Replace the value by what `change` makes of it, atomic among processes; returns it.
 
-        Raises OSError if the file cannot be written, or others hold the lock for too long.
+        Raises OSError if the file cannot be read or written, or others hold the lock for too long.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.lock.hold(wait_s):
@@ -67,7 +67,7 @@ class StateFile(Generic[T]):
         """Replace the value; for who holds the lock."""
         try:
             whole = dict(json.loads(self.path.read_text()))
-        except (OSError, *DAMAGE):
+        except (FileNotFoundError, *DAMAGE):
             whole = {}
         whole[self._section] = self._to_json(value)
         write_atomically(self.path, json.dumps(whole, separators=(",", ":")))

@@ -559,10 +559,11 @@ def test_agents_expire_after_their_retention(tmp_path):
         found = {agent.id: agent.retention_s for agent in agents.all()}
         assert found == {"a": 60.0, "b": 60.0, "c": 100.0, "d": None}
         now[0] += 60
-        assert agents.expire() == []
+        assert agents.expire(agents.expired()) == []
         turn(disk_store, "a", tokens_of(300, seed=5))
         now[0] += 41
-        assert agents.expire(lambda done, _: done == 1 and agents.delete("c")) == ["b"]
+        due = agents.expired()
+        assert agents.expire(due, lambda done, _: done == 1 and agents.delete("c")) == ["b"]
         assert [agent.id for agent in agents.all()] == ["a", "d"]
 
 
@@ -575,10 +576,10 @@ def test_an_agent_that_goes_on_while_others_expire_is_kept(tmp_path):
         turn(disk_store, "b", tokens[:300])
         now[0] += 61
         goes_on = lambda done, _: done == 1 and turn(disk_store, "b", tokens)  # noqa: E731
-        assert agents.expire(goes_on) == ["a"]
+        assert agents.expire(agents.expired(), goes_on) == ["a"]
         assert disk_store.tokens_of(agents.show("b")) == tokens
         now[0] += 61
-        assert agents.expire() == ["b"]
+        assert agents.expire(agents.expired()) == ["b"]
 
 
 def test_labels_are_kept_and_bounded(disk_store):

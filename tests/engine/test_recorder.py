@@ -40,6 +40,26 @@ def test_agents_past_their_retention_are_forgotten_after_an_answer(models, tmp_p
         assert not engine.store.on_disk.disk.have(old.blocks)
 
 
+def test_an_agent_that_is_used_again_just_before_it_expires_is_kept(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(recorder, "CONFIRM_S", 0.0)
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        agents = engine.store.on_disk.agents
+        engine.submit(ask(prompt_of(300), 2, agent="ada")).result()
+        engine.wait_until_saved()
+        agents.update("ada", retention_s=60.0)
+        now = time.time() + 60 + recorder.GRACE_S + 1
+        agents._clock = lambda: now
+        due = engine._recorder._long_expired()
+        assert due == ["ada"]
+        agents.update("ada", used=now)  # by another process
+        monkeypatch.setattr(engine._recorder, "_long_expired", lambda: due)
+        engine._recorder._next_expiry = 0.0
+        engine.submit(ask(prompt_of(300, seed=9), 2, agent="eve")).result()
+        engine.wait_until_saved()
+        assert engine._recorder._next_expiry > 0
+        assert agents.show("ada").n_tokens
+
+
 @pytest.mark.parametrize("n_tokens", [2, 0])
 def test_breakpoints_are_pinned_and_no_agent_is_made_of_nobody(models, tmp_path, n_tokens):
     """Also those of a prompt that is only kept."""

@@ -441,9 +441,9 @@ class Agents:
             if isinstance(found, Agent):
                 yield found
 
-    def expire(self, progress: Progress = no_progress) -> list[str]:
-        """Delete the agents that were unused for longer than their retention."""
-        due, gone = self.expired(), []
+    def expire(self, due: Sequence[str], progress: Progress = no_progress) -> list[str]:
+        """Delete those of the agents that are still unused for longer than their retention."""
+        gone = []
         for number, agent_id in enumerate(due, start=1):
             with suppress(UnknownAgent):  # another process has deleted it
                 if self._delete_if(self._is_expired, agent_id) is not None:

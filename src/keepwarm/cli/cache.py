@@ -102,7 +102,7 @@ def gc(as_json: AsJson = False) -> None:
     from keepwarm.store.disk.maintenance import clear_quarantine
 
     with open_store() as store, shown("cleaning up") as line:
-        expired = store.agents.expire(line.count)
+        expired = store.agents.expire(store.agents.expired(), line.count)
         empty = store.agents.delete_empty()
         n_bytes = clear_quarantine(store.disk, line.count)
         shared = delete_shared(store)

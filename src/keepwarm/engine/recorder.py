@@ -240,8 +240,8 @@ class Recorder:
             return
         self._next_expiry = time.monotonic() + EXPIRY_INTERVAL_S
         try:
-            for agent_id in self._long_expired():
-                self._store.forget(agent_id)
+            if self._store.on_disk.agents.expire(self._long_expired()):
+                self._store.catch_up()
         except Exception:
             LOG.exception("agents past their retention could not be forgotten")
 

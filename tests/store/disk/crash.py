@@ -266,7 +266,7 @@ class Player:
         agents = [agent for agent in self._agents.all() if not agent.pinned]
         old = [agent.id for agent in agents if agent.retention_s is not None]
         say("begin", "collect", *old)
-        self._agents.expire()
+        self._agents.expire(self._agents.expired())
         clear_quarantine(self._tier)
         say("done", "collect", *old)
 
