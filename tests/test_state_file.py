@@ -53,14 +53,20 @@ def test_a_file_that_cannot_be_read_now_is_not_written_over(tmp_path, monkeypatc
     path = tmp_path / "state.json"
     part(path).change(lambda kept: {"x": 1})
 
-    def fail(_):
-        raise OSError(errno.EIO, "the disk fails")
+    read_text = Path.read_text
+    for n_failing, section in ((1, "a"), (2, "b")):
+        fails = iter([True] * n_failing + [False] * 9)
 
-    with monkeypatch.context() as broken:
-        broken.setattr(Path, "read_text", fail)
-        with pytest.raises(OSError, match="disk fails"):
-            part(path, "b").change(lambda kept: {"y": 2})
-    assert part(path).read() == {"x": 1}
+        def read(file, fails=fails):
+            if next(fails):
+                raise OSError(errno.EIO, "the disk fails")
+            return read_text(file)
+
+        with monkeypatch.context() as broken:
+            broken.setattr(Path, "read_text", read)
+            with pytest.raises(OSError, match="disk fails"):
+                part(path, section).change(lambda kept: {"y": 2})
+        assert part(path).read() == {"x": 1}
 
 
 def test_changes_at_once_lose_nothing(tmp_path):

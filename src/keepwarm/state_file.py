@@ -59,7 +59,11 @@ class StateFile(Generic[T]):
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.lock.hold(wait_s):
-            value = change(self.read())
+            try:
+                before = self.read_strictly()
+            except DAMAGE:
+                before = self._parse({})
+            value = change(before)
             self.write(value)
         return value
 

@@ -841,3 +841,34 @@ def test_messages_and_responses_are_counted_and_cleared(tmp_path):
         assert store.disk.stats().n_bytes - empty >= sum(texts.values())
         assert store.clear().n_agents == 1
         assert store.text_bytes() == {"messages_bytes": 0, "responses_bytes": 4}
+
+
+def test_a_directory_among_the_files_of_agents_stops_no_deletion(disk_store):
+    turn(disk_store, "a", tokens_of(300))
+    strange = disk_store.disk.root / "agents" / "x.json"
+    strange.mkdir()
+    assert disk_store.agents.delete("a") == 2
+    turn(disk_store, "b", tokens_of(300))
+    assert disk_store.agents.delete_all() == 1
+    assert strange.exists()
+
+
+def test_blocks_of_agents_while_the_index_is_busy_are_a_sentence(disk_store, monkeypatch):
+    def fail(_):
+        raise sqlite3.OperationalError("database is locked")
+
+    turn(disk_store, "a", tokens_of(300))
+    monkeypatch.setattr(disk_store.disk.index.lookups, "have", fail)
+    with pytest.raises(StoreFailed):
+        disk_store.blocks_of_agents()
+
+
+def test_blocks_of_agents_while_ephemeral_ones_are_made(disk_store):
+    agents = disk_store.agents
+    for number in range(3):
+        agents.create(f"e{number}", Branch(NAME), ephemeral=True)
+    seen = []
+    for agent in agents.in_use():
+        seen.append(agent.id)
+        agents.create(f"new{len(seen)}", Branch(NAME), ephemeral=True)
+    assert seen == ["e0", "e1", "e2"]

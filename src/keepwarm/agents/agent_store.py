@@ -313,7 +313,8 @@ class AgentStore:
 
     def blocks_of_agents(self) -> set[BlockKey]:
         """The blocks of all agents: shared tiers keep them when others are deleted."""
-        return used_by(self.disk, self.agents.in_use())
+        with as_store_errors(self.disk, "look for the blocks of agents"):
+            return used_by(self.disk, self.agents.in_use())
 
     def close(self) -> None:
         self.counts.save()

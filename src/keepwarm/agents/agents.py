@@ -90,7 +90,7 @@ class Agents:
         its blocks may be those that are about to be deleted.
         """
         yield from self._known()
-        yield from self._ephemeral.values()
+        yield from list(self._ephemeral.values())  # requests add some meanwhile
 
     def all(self, prefix: str = "", after: str = "") -> Iterator[Agent]:
         """Readable agents and ephemeral ones whose ids begin so, in the order of their ids, read
@@ -133,6 +133,8 @@ class Agents:
         with suppress(FileNotFoundError), os.scandir(self._directory) as files:
             for file in files:
                 agent_id = file.name.removesuffix(".json")
+                if file.is_dir():
+                    continue
                 if agent_id != file.name and agent_id.startswith(prefix) and agent_id > after:
                     yield agent_id
 
@@ -419,7 +421,7 @@ class Agents:
             for path, found in recorded.items():
                 if isinstance(found, Agent):
                     self._remove(found.id)
-                elif not path.is_dir():
+                else:
                     self._disk.files.remove(path)
             for agent_id in list(self._ephemeral):
                 self._remove(agent_id)
@@ -433,7 +435,7 @@ class Agents:
         self._disk.index.unpin_others(map(agent_owner, ids))
 
     def _known(self) -> Iterator[Agent]:
-        """The same but ephemeral ones."""
+        """Those of `in_use` that are recorded."""
         for path, found in self._each():
             _refuse_newer(path, found)
             if isinstance(found, OSError):

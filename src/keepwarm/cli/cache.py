@@ -98,7 +98,7 @@ def stats(as_json: AsJson = False) -> None:
 
 @app.command()
 def gc(as_json: AsJson = False) -> None:
-    """Delete expired and empty agents, and quarantined records."""
+    """Delete expired and empty agents, what is left of deleted ones, and quarantined records."""
     from keepwarm.store.disk.maintenance import clear_quarantine
 
     with open_store() as store, shown("cleaning up") as line:

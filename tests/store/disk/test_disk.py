@@ -19,6 +19,7 @@ from keepwarm.records.record import Header, Part, check_identity
 from keepwarm.store.atomic import Files
 from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
 from keepwarm.store.disk.maintenance import verify
+from keepwarm.store.index import database
 from keepwarm.store.index.index import note_damage
 from keepwarm.store.names import path_of
 from tests.store.kit import (
@@ -336,6 +337,44 @@ def test_an_index_that_another_process_rebuilds_is_shared_with_it(open_tier, sto
     assert again.index.lookups.n_bytes() == disk_use(store / "blocks")
     tier.close()
     assert_all_read(again, [three])
+
+
+def replace_index(store, version):
+    for path in store.glob("index.sqlite*"):
+        path.unlink()
+    with closing(sqlite3.connect(store / "index.sqlite")) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute(f"PRAGMA user_version = {version}")
+
+
+def test_an_index_that_a_newer_keepwarm_makes_is_an_outage_for_who_is_at_work(open_tier, store):
+    tier, made = open_tier(), chain_of(2)
+    put_all(tier, made)
+    replace_index(store, 99)
+    assert not tier.have(keys_of(made))
+    assert not tier.put(record(first_block([7]))).stored
+    path_of(store, made[0].header.key, Part.DELTA).write_bytes(b"damaged")
+    assert tier.read(made[0].header.key, Part.DELTA) is None
+    assert content(tier.read(made[1].header.key, Part.DELTA)) == content(made[1])
+    tier.close()
+
+
+def test_an_index_that_could_not_be_opened_again_is_tried_once_more(open_tier, store, monkeypatch):
+    one, two = (chain_of(1, seed=seed)[0] for seed in range(2))
+    tier = open_tier()
+    note_damage(store)
+    again = open_tier()
+    assert again.put(one).stored
+
+    def fail(*_):
+        raise sqlite3.OperationalError("too many open files")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(database, "_connect", fail)
+        assert not tier.have(keys_of([one]))
+        assert not tier.put(two).stored
+    assert tier.have(keys_of([one]))
+    assert tier.put(two).stored
 
 
 def test_damage_that_is_noticed_late_is_mended_by_the_next_start(open_tier, store):

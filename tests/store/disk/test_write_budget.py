@@ -1,6 +1,8 @@
 """What may be written a day: counted and refused in one step, by all processes together."""
 
+import errno
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +40,18 @@ def test_without_a_budget_all_is_counted_and_nothing_refused(root):
     wear = WriteBudget(root, None, lambda: "2026-11-15")
     assert [wear.take(1 << 40), wear.take(1)] == [True, True]
     assert wear.by_day() == {"2026-11-15": (1 << 40) + 1}
+
+
+def test_a_count_that_cannot_be_read_stops_no_block_where_none_is_refused(root, monkeypatch):
+    def fail(_):
+        raise OSError(errno.EACCES, "not ours")
+
+    monkeypatch.setattr(Path, "read_text", fail)
+    free = WriteBudget(root)
+    assert free.take(60)
+    free.give_back(60)
+    with pytest.raises(OSError, match="not ours"):
+        WriteBudget(root, 100).take(60)
 
 
 def test_what_is_given_back_after_midnight_is_not_owed(root):

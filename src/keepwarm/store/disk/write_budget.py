@@ -4,6 +4,7 @@ other users."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -35,16 +36,22 @@ class WriteBudget:
 
         Atomic among all processes, so that together they stay within it.
         """
-        with self._file.lock.hold():
-            written = self.by_day().get(self._day(), 0) + n_bytes
-            fits = self._max_bytes_per_day is None or written <= self._max_bytes_per_day
-            if fits:
-                self._write(written)
-            return fits
+        limit = self._max_bytes_per_day
+        try:
+            with self._file.lock.hold():
+                written = self.by_day().get(self._day(), 0) + n_bytes
+                fits = limit is None or written <= limit
+                if fits:
+                    self._write(written)
+                return fits
+        except OSError:
+            if limit is None:
+                return True  # blocks are worth more than their count
+            raise
 
     def give_back(self, n_bytes: int) -> None:
         """Uncount bytes that were taken but not written."""
-        with self._file.lock.hold():
+        with suppress(OSError), self._file.lock.hold():
             self._write(max(0, self.by_day().get(self._day(), 0) - n_bytes))
 
     def _write(self, written: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +146,9 @@ class Database:
             raise
 
     def _open_reader(self) -> None:
-        self._read_file = _file_at(self._path)
+        file = _file_at(self._path)
         self._reader = _connect(self._path, READ_WAIT_S)
+        self._read_file = file
 
     def _prepare(self) -> None:
         for name, n_arguments, function in self._functions:
@@ -210,7 +211,10 @@ class Database:
         try:
             if self._file != _file_at(self._path, self._file):
                 self._db.close()
-                self._open()
+                try:
+                    self._open()
+                except NewerFormat as error:  # an outage, for whoever is at work
+                    raise sqlite3.OperationalError(str(error)) from error
             yield wait_s
         finally:
             self.lock.release()
@@ -235,8 +239,8 @@ class Database:
             return self.execute(query, arguments).fetchall()
         with self._reading:
             if self._read_file != _file_at(self._path, self._read_file):
-                self._reader.close()
-                self._open_reader()
+                with closing(self._reader):
+                    self._open_reader()
             return self._reader.execute(query, tuple(arguments)).fetchall()
 
     def checkpoint(self) -> None:
