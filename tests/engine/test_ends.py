@@ -63,6 +63,8 @@ def test_an_answer_ends_though_its_end_cannot_be_recorded(
     with engine_on(models.of("llama"), tmp_path) as engine:
         monkeypatch.delattr(*step)
         assert engine.submit(ask(prompt_of(20))).result().choices[0].tokens
+        if step == (Job, "_final"):
+            assert engine.stats().counters["finished"] == 1
     assert "the end of a request could not be recorded" in caplog.text
 
 

@@ -792,6 +792,8 @@ def test_wrong_field_is_refused_by_its_path(api, fields, param):
 def test_field_of_several_types_is_wrong_as_that_which_it_is():
     assert "at most 16 items" in CHAT.refusal({"stop": ["a"] * 17}).message
     assert "should be a valid string" in CHAT.refusal({"stop": 5}).message
+    assert CHAT.refusal({"temperature": "x", "top_p": 5}).kind == "temperature"
+    assert "'none'" not in MESSAGES.refusal({"thinking": 5}).message
 
 
 def test_wrong_tokens_of_a_logit_bias_are_listed():

@@ -441,12 +441,15 @@ class Job:
 
     def _complete(self, error: KeepwarmError | None) -> None:
         """The receipt and the callback; if one fails, the answer ends all the same."""
-        try:
-            if error is None and self.receipt is not None:
-                self.receipt = self._final(self.receipt)
-            self.on_end(self, error)
-        except Exception:
-            LOG.exception("the end of a request could not be recorded")
+        for step in (self._finish_receipt, partial(self.on_end, self)):
+            try:
+                step(error)
+            except Exception:
+                LOG.exception("the end of a request could not be recorded")
+
+    def _finish_receipt(self, error: KeepwarmError | None) -> None:
+        if error is None and self.receipt is not None:
+            self.receipt = self._final(self.receipt)
 
     def send_heartbeat(self) -> None:
         """Send progress every HEARTBEAT_S while the request waits."""

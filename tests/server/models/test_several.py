@@ -236,8 +236,12 @@ def test_operators_see_both(both):
     assert {"of-big", "of-small"} <= {entry["agent"] for entry in ended}
     numbers = [entry["number"] for entry in ended]
     assert len(numbers) == len(set(numbers))
-    agents = both.get("/v1/agents").json()["data"]
-    assert {agent["model"] for agent in agents if agent["id"].startswith("of-")} == {"big", "small"}
+
+    def seen():
+        agents = both.get("/v1/agents").json()["data"]
+        return {agent["model"] for agent in agents if agent["id"].startswith("of-")}
+
+    wait_until(lambda: seen() == {"big", "small"})  # recorded after their answers
     assert both.get("/health/ready").status_code == 200
     assert both.post("/v1/cache/clear", {}).status_code == 200
     assert all(engine.live.stats.n_bytes == 0 for engine in both.models.engines)

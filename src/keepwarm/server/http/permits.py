@@ -81,12 +81,14 @@ class FairSemaphore:
         """For `async with`, which waits for it."""
         return Permit(self, owner)
 
-    async def acquire(self, owner: str) -> None:
+    async def acquire(self, owner: str, *, first: bool = False) -> None:
+        """`first` of those of its key."""
         if owner not in self._waiting and self._may_start(owner):
             self._held[owner] += 1
             return
         dealt = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append(dealt)
+        line = self._waiting.setdefault(owner, deque())
+        (line.appendleft if first else line.append)(dealt)
         try:
             await dealt
         except asyncio.CancelledError:
@@ -144,13 +146,15 @@ class FairSemaphore:
 
 
 class Permit:
-    """One permit of a key, held inside `async with` unless it is released early or paused."""
+    """One permit of a key, held inside `async with` unless it is released early or paused. Who has
+    had it before is first in its line: the engine may wait for the rest of a request.
+    """
 
     def __init__(self, semaphore: FairSemaphore, owner: str) -> None:
         self._semaphore = semaphore
         self.owner = owner
         self.worked_s = 0.0  # since it was acquired: of the interpreter's time
-        self._is_held = False
+        self._is_held = self._was_held = False
 
     async def __aenter__(self) -> Self:
         await self._acquire()
@@ -160,8 +164,8 @@ class Permit:
         self.release()
 
     async def _acquire(self) -> None:
-        await self._semaphore.acquire(self.owner)
-        self._is_held = True
+        await self._semaphore.acquire(self.owner, first=self._was_held)
+        self._is_held = self._was_held = True
 
     def release(self) -> None:
         if self._is_held:
@@ -317,11 +321,13 @@ class PrepareLimiter:
         self._short = FairSemaphore(at_once, each)
         self._long = FairSemaphore(at_once, each, rests=self._is_beside_others)
         self._managing = FairSemaphore(MANAGEMENT_THREADS, MANAGEMENT_OF_ONE_KEY)
+        self._saving = FairSemaphore(MANAGEMENT_THREADS // 2, 1)  # leaves a key's others free
 
     @property
     def n_held(self) -> int:
         """Permits in use."""
-        return self._short.n_held + self._long.n_held + self._managing.n_held
+        kinds = self._short, self._long, self._managing, self._saving
+        return sum(each.n_held for each in kinds)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not is_prepared(scope):
@@ -364,7 +370,7 @@ class PrepareLimiter:
                 return
             deadline = PrepareDeadline(self._timeout_s)
             watcher.add_done_callback(lambda task: None if task.cancelled() else deadline.cancel())
-            managing = self._managing.permit(owner)
+            managing = self._saving.permit(owner)
             slot = PrepareSlot(deadline, self._threads, permit, managing, watcher, is_long=is_long)
             scope["state"] |= {"slot": slot, "release": slot.end}
             with slot.held:

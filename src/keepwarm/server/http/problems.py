@@ -221,10 +221,15 @@ def _headers(problem: Problem) -> dict[str, str]:
     return {"WWW-Authenticate": "Bearer"} if problem.status == 401 else {}
 
 
+OTHER_TYPE = ("_type", "literal_error", "missing")
+
+
 def validation_problem(reasons: Sequence[Mapping[str, Any]], body: object) -> Problem:
     """A validation error of pydantic, as one sentence that names the field."""
+    field = max(reasons, key=_depth)["loc"][:2]
+    of_field = [each for each in reasons if each["loc"][:2] == field]
     # Of a field that may be of several types, why it is wrong as that which it is.
-    first = max(reasons, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")))
+    first = max(of_field, key=lambda each: (_depth(each), not each["type"].endswith(OTHER_TYPE)))
     if first["type"] == "json_invalid":
         why = first.get("ctx", {}).get("error", "it cannot be parsed")
         return Problem(400, f"The body is not valid JSON ({why}).")
@@ -233,6 +238,10 @@ def validation_problem(reasons: Sequence[Mapping[str, Any]], body: object) -> Pr
         return Problem(400, f"The {source} is not a JSON object; send one as application/json.")
     param = _param(parts, body, first["type"] == "missing") if source == "body" else str(parts[-1])
     return Problem(400, f"The field {param} is invalid: {_reason(first)}.", None, param)
+
+
+def _depth(reason: Mapping[str, Any]) -> int:
+    return len(reason["loc"])
 
 
 def _reason(first: Mapping[str, Any]) -> str:
