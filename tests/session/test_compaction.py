@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from dataclasses import replace
 
 import pytest
@@ -18,6 +20,7 @@ from tests.kit.scripted import call, write_scripted
 
 SYSTEM = "You answer in one sentence, in the words of the question. " * 4
 FEW = Sampling(max_tokens=8, temperature=0)
+MANY = Sampling(max_tokens=200, temperature=0)
 
 
 @pytest.fixture
@@ -136,7 +139,53 @@ def test_a_turn_that_ends_during_a_compaction_is_not_lost(engine):
     assert question in engine.store.on_disk.latest_turn("ops").turn.messages
 
 
-def test_turns_of_another_session_are_not_lost(engine):
+def drop(session):
+    stream = session.stream("Why?", sampling=MANY)
+    for _ in range(4):
+        next(stream)
+    del stream
+    gc.collect()
+
+
+def adrop(session):
+    async def talk():
+        stream = session.stream("Why?", sampling=MANY)
+        for _ in range(4):
+            await anext(stream)
+        del stream
+        gc.collect()
+        await asyncio.sleep(0)
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize("leave", [drop, adrop])
+def test_what_a_dropped_stream_left_with_the_agent_is_discarded_at_the_next_use(
+    models, tmp_path, leave
+):
+    """Unless another session has gone on from there."""
+    with engine_on(models.of("llama", endless=True), tmp_path) as engine:
+        session = Session(engine, id="ops", sampling=FEW)
+        session.respond("Who?")
+        leave(session)
+        engine.wait_until_saved()
+        assert len(Session(engine, id="ops").messages) == 4, "the collector may not wait"
+        session.compact(max_tokens=4)
+        assert Session(engine, id="ops").messages == session.messages
+        leave(session)
+        session.rewind(0)
+        assert Session(engine, id="ops").messages == session.messages == []
+
+        session.respond("Who?")
+        leave(session)
+        other = Session(engine, id="ops", sampling=FEW)
+        other.respond("Where?")
+        with pytest.raises(Busy, match="in another session"):
+            session.compact(max_tokens=4)
+        assert Session(engine, id="ops").messages == other.messages
+
+
+def test_turns_of_another_session_are_not_lost(engine, monkeypatch):
     """Which has opened the same agent; where nothing is stored, nothing is lost."""
     first = Session(engine, id="ops", sampling=FEW)
     first.respond("What is the quick brown fox?")
@@ -145,8 +194,10 @@ def test_turns_of_another_session_are_not_lost(engine):
     Session(engine, id="ops", sampling=FEW).respond("And the lazy dog?")
     engine.wait_until_saved()
     before = engine.store.on_disk.latest_turn("ops").turn
-    with pytest.raises(Busy, match="in another session"):
-        first.compact(max_tokens=12)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "submit", lambda _: pytest.fail("it costs nothing"))
+        with pytest.raises(Busy, match="in another session"):
+            first.compact(max_tokens=12)
     assert first.n_turns == 1
     private.compact(max_tokens=12)
     assert engine.store.on_disk.latest_turn("ops").turn == before

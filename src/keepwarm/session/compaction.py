@@ -94,6 +94,14 @@ class Compaction:
 
         return cls(engine, request, messages, instruction, max_tokens, is_stale=is_stale)
 
+    def check(self) -> None:
+        """Raises if the agent has gone on: the summary would lose that."""
+        if self._has_agent and self._is_stale():
+            raise Busy(
+                "The conversation has gone on while it was summed up, or in another session; read "
+                "it again, then try again."
+            )
+
     def warm(self, result: Result) -> Answer:
         """Prefill what the next turn begins with, after all that clients wait for.
 
@@ -112,26 +120,23 @@ class Compaction:
 
     def finish(self, result: Result) -> Compacted:
         """Have the agent go on from its summary, which is prefilled. Raises if it has gone on
-        meanwhile: the summary would lose that.
+        meanwhile.
         """
         self._engine.wait_until_saved()
-        if self._is_recorded and self._engine.knows_agent(str(self._plain.agent)):
+        self.check()
+        if self._has_agent:
             self._restart_agent()
         summary = str(self.messages[-1]["content"])
         return Compacted(summary, result.usage.prompt_tokens, len(self._tokens), result.receipt)
 
     @property
-    def _is_recorded(self) -> bool:
+    def _has_agent(self) -> bool:
         """Whether the conversation's turns are its agent's, as the recorder decides of each."""
         agent = str(self._plain.agent)
-        return self._policy.to_disk or self._engine.store.is_ephemeral(agent)
+        is_recorded = self._policy.to_disk or self._engine.store.is_ephemeral(agent)
+        return is_recorded and self._engine.knows_agent(agent)
 
     def _restart_agent(self) -> None:
-        if self._is_stale():
-            raise Busy(
-                "The conversation has gone on while it was summed up, or in another session; read "
-                "it again, then try again."
-            )
         _, lane = self._engine.resolve(self._plain)
         namespace = lane.for_prompt(len(self._tokens)).restorer.namespace
         agents, agent_id = self._engine.store.on_disk.agents, str(self._plain.agent)

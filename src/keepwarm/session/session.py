@@ -395,6 +395,7 @@ class Session:
         if id is not None and not messages:
             self._open(KnownConversation.of_agent(engine, self._defaults).history)
         self._turn_ends = _turn_ends(self._messages)  # in messages
+        self._dropped: SessionTurn | None = None  # by the collector; to be discarded
         self._finalizer = weakref.finalize(self, _free, engine, self.id)
         self._finalizer.atexit = False
 
@@ -425,6 +426,7 @@ class Session:
                 raise BadInput(f"The session has {self.n_turns} turns; there is no turn {turn}.")
             self._check_kept()
             n_kept = self._turn_ends[turn - 1] if turn else 0
+            self._discard_dropped()
             self._rewind_agent(self._messages, n_kept)
             self._turn_ends = self._turn_ends[:turn]
             self._messages = self._messages[:n_kept]
@@ -457,8 +459,14 @@ class Session:
         with suppress(KeepwarmError, RuntimeError):  # the engine is closed, or the store fails
             self._rewind_agent(turn.messages, len(self._messages))
 
+    def _discard_dropped(self) -> None:
+        dropped, self._dropped = self._dropped, None
+        if dropped is not None:
+            self._discard(dropped)
+
     def _is_stale(self) -> bool:
         """Whether another session has gone on with its agent, whose turns are not to be lost."""
+        self._discard_dropped()
         store = self.engine.store
         try:
             if self._defaults.nameless or not store.knows_agent(self.id):
@@ -474,8 +482,10 @@ class Session:
         try:
             yield
         except BaseException as error:
-            if _may_wait(error) and not is_stale:
-                self._discard(turn)
+            if not is_stale:
+                self._dropped = turn
+            if _may_wait(error):
+                self._discard_dropped()
             raise
 
     @asynccontextmanager
@@ -484,8 +494,10 @@ class Session:
         try:
             yield
         except BaseException as error:
-            if _may_wait(error) and not is_stale:
-                await asyncio.to_thread(self._discard, turn)
+            if not is_stale:
+                self._dropped = turn
+            if _may_wait(error):
+                await asyncio.to_thread(self._discard_dropped)
             raise
 
     def fork(self, id: str | None = None) -> Session:  # noqa: A002
@@ -529,6 +541,7 @@ class Session:
             messages = [*system, *self._messages]
             options = asked, messages, instruction, max_tokens
             work = Compaction(self.engine, *options, is_stale=self._is_stale)
+            work.check()
             result = self.engine.submit(work.request).result()
             work.warm(result).result()
             made = work.finish(result)
