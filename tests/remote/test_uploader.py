@@ -6,8 +6,9 @@ from contextlib import closing
 import pytest
 
 from keepwarm.concurrency import CallError
-from keepwarm.prefix.blocks import chain
+from keepwarm.prefix.blocks import BLOCK_TOKENS, chain
 from keepwarm.records.at_rest import at_rest
+from keepwarm.records.record import Part
 from keepwarm.remote import directory
 from keepwarm.remote.compression import count_bytes
 from keepwarm.remote.directory import DirectoryBackend
@@ -166,6 +167,51 @@ def test_a_late_put_counts_as_written_and_nothing_that_follows_is_sent(
     assert list(budget.by_day().values()) == [2 * record(REFS[0]).n_bytes]
     share(tier, memory, budget)
     assert place.keys == [ref.key for ref in REFS]
+
+
+def lose(monkeypatch, memory, lost, part):
+    """A record that is listed and cannot be read, as one that is deleted at that moment."""
+    read = memory.read
+    monkeypatch.setattr(
+        memory,
+        "read",
+        lambda key, *what: None if (key, what[0]) == (lost, part) else read(key, *what),
+    )
+
+
+@pytest.mark.parametrize("part", [Part.DELTA, Part.WINDOW])
+def test_nothing_follows_a_block_that_cannot_be_read(tier, place, memory, monkeypatch, part):
+    memory.put(record(REFS[1], Part.WINDOW))
+    lose(monkeypatch, memory, REFS[1].key, part)
+    share(tier, memory)
+    assert REFS[0].key in place.keys
+    assert REFS[2].key not in place.keys
+
+
+@pytest.mark.parametrize("n_inside", [100, BLOCK_TOKENS])
+def test_a_state_that_cannot_be_read_holds_nothing_up(tier, place, memory, monkeypatch, n_inside):
+    """Inside of a block or at its end: it is nobody's ancestor."""
+    end = refs_of(2, n_last=n_inside)[-1]
+    memory.put(record(end, Part.STATE))
+    lose(monkeypatch, memory, end.key, Part.STATE)
+    share(tier, memory)
+    assert place.keys == [ref.key for ref in REFS]
+
+
+@pytest.mark.parametrize("n_lost", [3, 4, 5])
+def test_blocks_at_the_end_do_not_hold_each_other_up(tier, place, memory, monkeypatch, n_lost):
+    """The last tokens, the block that they lie in, and what else was read for the prompt."""
+    refs = refs_of(4, n_last=100)
+    others = [refs_of(1, seed)[0] for seed in (1, 2)]
+    for ref in (refs[-1], *others):
+        memory.put(record(ref))
+    keys = [ref.key for ref in (*refs, REFS[3], *others)]
+    lost = keys.pop(n_lost)
+    lose(monkeypatch, memory, lost, Part.DELTA)
+    uploader = Uploader([tier], Tiers([("memory", memory)]), memory.have)
+    uploader.offer(NAMESPACE, refs, [other.key for other in others])
+    uploader.close()
+    assert place.keys == keys
 
 
 def test_what_another_machine_puts_first_holds_nothing_up(tier, memory, tmp_path, monkeypatch):

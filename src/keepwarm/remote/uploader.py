@@ -138,7 +138,7 @@ class Uploader:
         while (offered := self._next()) is not None:
             use, tried = offered
             try:
-                self._share(list(dict.fromkeys(self._blocks_of(use))))
+                self._share(use)
             except Exception:  # one bad record must not stop the thread
                 LOG.exception("blocks could not be shared")
             with self._changed:
@@ -169,14 +169,17 @@ class Uploader:
             yield from (child.key for child in around if child.n_common == last.n_tokens)
         yield from use.others
 
-    def _share(self, keys: Sequence[BlockKey]) -> None:
+    def _share(self, use: Use) -> None:
+        keys = list(dict.fromkeys(self._blocks_of(use)))
         kept = self._kept(keys)
+        whole = {ref.key for ref in use.refs if ref.n_tokens == BLOCK_TOKENS}
         for tier in self._shared:
             for key in keys:
                 if self._closing or tier.is_open or not tier.is_writable:
                     break
                 parts = sorted(kept[key].parts) if key in kept else ()
-                if not all(self._share_record(tier, key, part) for part in parts):
+                fails = (part for part in parts if not self._share_record(tier, key, part))
+                if any(key in whole and part is not Part.STATE for part in fails):
                     break  # what follows could not be reached
             tier.note_use(keys)
 
