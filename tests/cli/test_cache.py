@@ -370,13 +370,17 @@ def test_what_is_no_regular_file_is_neither_replaced_nor_waited_for(
     os.mkfifo(pipe)
     linked.symlink_to(pipe)
     dangling.symlink_to(tmp_path / "nothing")
-    before = {path: path.lstat() for path in tmp_path.iterdir()}
+
+    def there():
+        return {path: (path.lstat().st_ino, path.lstat().st_mtime) for path in tmp_path.iterdir()}
+
+    before = there()
     for file in (pipe, linked, dangling):
         asked = "cache", "export", "coder", file, "--force", "--format", form
         code, out, err = main_here(*asked, home=home)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert "is no regular file; choose another name" in err
-    assert {path: path.lstat() for path in tmp_path.iterdir()} == before
+    assert there() == before
     code, out, err = main_here("cache", "import", pipe, home=home)
     assert (code, out, err) == (2, "", f"{pipe} is no regular file; name one.\n")
 

@@ -133,7 +133,7 @@ class Agents:
         with suppress(FileNotFoundError), os.scandir(self._directory) as files:
             for file in files:
                 agent_id = file.name.removesuffix(".json")
-                if file.is_dir():
+                if file.is_dir(follow_symlinks=False):
                     continue
                 if agent_id != file.name and agent_id.startswith(prefix) and agent_id > after:
                     yield agent_id

@@ -42,6 +42,7 @@ def watched(browser: Any, url: str, allowed: str = "", **options: Any) -> Iterat
     page.on("request", lambda request: asked.append(request.url))
     page.set_default_timeout(30_000)
     yield page
+    page.unroute_all(behavior="ignoreErrors")  # one that is under way would fail the next test
     context.close()
     unexpected = [error for error in errors if not allowed or allowed not in error]
     assert unexpected == [], unexpected
