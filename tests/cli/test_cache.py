@@ -379,10 +379,10 @@ def test_what_is_no_regular_file_is_neither_replaced_nor_waited_for(
         asked = "cache", "export", "coder", file, "--force", "--format", form
         code, out, err = main_here(*asked, home=home)
         assert (code, out, err.count("\n")) == (2, "", 1)
-        assert "is no regular file; choose another name" in err
+        assert "is not a regular file; choose another name" in err
     assert there() == before
     code, out, err = main_here("cache", "import", pipe, home=home)
-    assert (code, out, err) == (2, "", f"{pipe} is no regular file; name one.\n")
+    assert (code, out, err) == (2, "", f"{pipe} is not a regular file; name one.\n")
 
 
 def test_an_export_that_is_stopped_leaves_nothing(main_here, monkeypatch, home, tmp_path):

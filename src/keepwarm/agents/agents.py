@@ -133,9 +133,8 @@ class Agents:
         with suppress(FileNotFoundError), os.scandir(self._directory) as files:
             for file in files:
                 agent_id = file.name.removesuffix(".json")
-                if file.is_dir(follow_symlinks=False):
-                    continue
-                if agent_id != file.name and agent_id.startswith(prefix) and agent_id > after:
+                is_agent = agent_id != file.name and not file.is_dir(follow_symlinks=False)
+                if is_agent and agent_id.startswith(prefix) and agent_id > after:
                     yield agent_id
 
     def version(self, agent_id: str) -> tuple[int, int] | None:

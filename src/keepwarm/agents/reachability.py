@@ -61,7 +61,7 @@ def used_by(disk: DiskTier, agents: Iterable[Agent]) -> set[BlockKey]:
     """Their blocks; for a tail that is missing, the longer blocks that replaced it."""
     branches = [branch for agent in agents for branch in agent.branches if branch.blocks]
     tails = [branch.sized_blocks[-1] for branch in branches]
-    known = disk.index.lookups.have([tail.key for tail in tails])  # the same
+    known = disk.index.lookups.have([tail.key for tail in tails])  # as above
     missing = (tail for tail in tails if tail.key not in known)
     keys = {key for branch in branches for key in branch.blocks}
     return keys | {found.header.key for found in find_extensions(disk, missing)}

@@ -209,9 +209,9 @@ class AttachedModel:
             on_disk.agents.show(agent_id)
             raise BadInput(f"Agent {agent_id!r} already exists; choose another id.")
         name = on_disk.register(replace(self.identity, origin=secrets.token_hex(16)))
-        self._store.flush()  # else what is queued would make room for it
+        self._store.flush()  # so that nothing queued is dropped to make room
         if not self._save(self.restorer.in_namespace(name), tokens, cache, Policy.DURABLE):
-            on_disk.agents.advance(agent_id, name, tokens, is_wanted=lambda: False)  # its blocks go
+            on_disk.agents.advance(agent_id, name, tokens, is_wanted=lambda: False)  # is deleted
             raise InsufficientResources(
                 "The cache was not imported, because not all of it could be saved; look at the "
                 "disk, raise disk_bytes or disk_writes_per_day, then import it again."
@@ -569,7 +569,7 @@ class Store:
         """Write the queue to disk and close all files."""
         self.is_closed = True
         self._rates.save()
-        self.saver.close()  # first: machines may be late, and whoever stops this process impatient
+        self.saver.close()  # first: shared tiers may be slow, and the process may be killed
         if self._shared is not None:
             self._shared.stop()
         if self._on_disk is not None:

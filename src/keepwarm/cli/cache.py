@@ -344,13 +344,13 @@ def _check_source(file: Path) -> None:
         if not file.exists():
             raise BadInput(f"There is no file {file}.")
         if not file.is_file():  # a pipe would be waited for
-            raise BadInput(f"{file} is no regular file; name one.")
+            raise BadInput(f"{file} is not a regular file; name one.")
 
 
 def _check_target(file: Path, force: bool) -> None:
     """Fail before anything is read, which may take minutes."""
     check_parents(file)
-    if file.is_symlink() or (file.exists() and not file.is_file()):  # and would be one afterwards
-        raise BadInput(f"{file} is no regular file; choose another name.")
+    if file.is_symlink() or (file.exists() and not file.is_file()):  # it would be replaced by one
+        raise BadInput(f"{file} is not a regular file; choose another name.")
     if file.exists() and not force:
         raise BadInput(f"{file} exists; choose another name, or replace it with --force.")

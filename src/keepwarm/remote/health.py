@@ -126,7 +126,7 @@ class Health:
             LOG.log(level, "%s could not be %s: %s", self.name, what, error, exc_info=is_own)
             self._counts.add(errors=1)
             self.last_error = str(error)
-            if n_recoveries == self._n_recoveries:  # else it tells of an outage that is over
+            if n_recoveries == self._n_recoveries:  # else that outage is over
                 self.failed()
             return None
         self.succeeded()

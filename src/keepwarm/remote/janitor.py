@@ -87,8 +87,8 @@ class Janitor:
         return len(doomed)
 
     def _hold_lease(self) -> bool:
-        """Take or renew the lease; False if another machine has it. A full place takes none, and
-        needs a sweep most: whoever could have it does without.
+        """Take or renew the lease; False if another machine has it. A full place cannot store one,
+        and needs a sweep most, so whoever could take the lease sweeps without it.
         """
         found = self._read_lease()
         if found is not None and not found.startswith(self._holder):
@@ -98,7 +98,7 @@ class Janitor:
                 return False
         own = self._holder + b" %d" % next(self._numbers)
         if not self._backend.put(LEASE, [own], CALL_S, replace=found is not None):
-            self._backend.touch([LEASE], CALL_S)  # it tells the time
+            self._backend.touch([LEASE], CALL_S)  # its time is the clock of the place
         return self._read_lease() in (own, found)
 
     def _leftovers(self, now: float) -> Iterator[Listed]:

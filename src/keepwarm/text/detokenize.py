@@ -76,7 +76,7 @@ class Piece(NamedTuple):
 
 
 class Pieces:
-    """Text and bytes of one model's tokens, each computed once, or by two threads at once twice."""
+    """Text and bytes of one model's tokens, each computed once (two threads may race)."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -2,7 +2,6 @@
 
 import json
 import re
-import threading
 from dataclasses import replace
 
 import openai
@@ -37,6 +36,7 @@ from keepwarm.text.request import (
 )
 from keepwarm.text.template import write
 from tests.kit.checkpoints import make_tokenizer, write_checkpoint
+from tests.kit.threads import threads_of
 from tests.server.apis import events_of
 from tests.server.conftest import serve
 
@@ -153,13 +153,7 @@ class Wrapped:
 
 
 def test_logprobs_are_written_off_the_event_loop(client, monkeypatch):
-    names, write = [], chat.chat_logprobs
-
-    def noted(*given):
-        names.append(threading.current_thread().name)
-        return write(*given)
-
-    monkeypatch.setattr(chat, "chat_logprobs", noted)
+    names = threads_of(monkeypatch, chat, "chat_logprobs")
     monkeypatch.setattr(sse, "MANY_LOGPROBS", 0)
     ask(client, logprobs=True, top_logprobs=1)
     (name,) = names

@@ -1,7 +1,5 @@
 """What is special to text completions: several prompts, tokens, echo, scores, a suffix."""
 
-import threading
-
 import mlx.core as mx
 import openai
 import pytest
@@ -15,6 +13,7 @@ from keepwarm.server.http import sse
 from keepwarm.server.openai import completions
 from keepwarm.text.request import Request, Sampling
 from tests.kit.checkpoints import SPECIALS, make_tokenizer, write_checkpoint
+from tests.kit.threads import threads_of
 from tests.server.conftest import serve
 
 PROMPTS = ["The quick brown fox", "In 1984 there were"]
@@ -219,13 +218,7 @@ def test_stream_of_a_scored_prompt_says_the_same(client, prompt):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_scores_are_written_off_the_event_loop(client, monkeypatch, stream):
-    names, write = [], completions.prompt_logprobs
-
-    def noted(*given):
-        names.append(threading.current_thread().name)
-        return write(*given)
-
-    monkeypatch.setattr(completions, "prompt_logprobs", noted)
+    names = threads_of(monkeypatch, completions, "prompt_logprobs")
     monkeypatch.setattr(sse, "MANY_LOGPROBS", 0)
     list(score(client, stream=stream))
     (name,) = names

@@ -82,7 +82,7 @@ class FairSemaphore:
         return Permit(self, owner)
 
     async def acquire(self, owner: str, *, first: bool = False) -> None:
-        """`first` of those of its key."""
+        """With `first`, ahead of the others of its key."""
         if owner not in self._waiting and self._may_start(owner):
             self._held[owner] += 1
             return
@@ -146,8 +146,8 @@ class FairSemaphore:
 
 
 class Permit:
-    """One permit of a key, held inside `async with` unless it is released early or paused. Who has
-    had it before is first in its line: the engine may wait for the rest of a request.
+    """One permit of a key, held inside `async with` unless it is released early or paused. One that
+    was held before goes to the front of its key's line: the engine may be waiting for the request.
     """
 
     def __init__(self, semaphore: FairSemaphore, owner: str) -> None:
@@ -225,16 +225,16 @@ class PrepareSlot:
         deadline: PrepareDeadline,
         threads: ThreadPoolExecutor,
         permit: Permit,
-        managing: Permit,
+        saving: Permit,
         watcher: asyncio.Task[None],
         *,
         is_long: bool,
     ) -> None:
-        """`managing` is for a thread of management; `watcher` ends when the client goes away."""
+        """`saving` is for work that waits for the disk; `watcher` ends with the client."""
         self._deadline = deadline
         self._threads = threads
         self._permit = permit
-        self._managing = managing
+        self._saving = saving
         self._watcher = watcher
         self._is_long = is_long
         self.held = ExitStack()
@@ -270,7 +270,7 @@ class PrepareSlot:
 
     async def manage(self, work: Callable[..., T], *arguments: Any) -> T:
         """`work(*arguments)`, which may wait for the disk, on a thread of management."""
-        async with self._managing:
+        async with self._saving:
             return await run_in_threadpool(work, *arguments)
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
@@ -321,7 +321,7 @@ class PrepareLimiter:
         self._short = FairSemaphore(at_once, each)
         self._long = FairSemaphore(at_once, each, rests=self._is_beside_others)
         self._managing = FairSemaphore(MANAGEMENT_THREADS, MANAGEMENT_OF_ONE_KEY)
-        self._saving = FairSemaphore(MANAGEMENT_THREADS // 2, 1)  # leaves a key's others free
+        self._saving = FairSemaphore(MANAGEMENT_THREADS // 2, 1)  # lists keep the other permits
 
     @property
     def n_held(self) -> int:
@@ -370,8 +370,8 @@ class PrepareLimiter:
                 return
             deadline = PrepareDeadline(self._timeout_s)
             watcher.add_done_callback(lambda task: None if task.cancelled() else deadline.cancel())
-            managing = self._saving.permit(owner)
-            slot = PrepareSlot(deadline, self._threads, permit, managing, watcher, is_long=is_long)
+            saving = self._saving.permit(owner)
+            slot = PrepareSlot(deadline, self._threads, permit, saving, watcher, is_long=is_long)
             scope["state"] |= {"slot": slot, "release": slot.end}
             with slot.held:
                 await slot.build(partial(check_structure, body))

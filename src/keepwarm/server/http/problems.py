@@ -16,6 +16,7 @@ from typing_extensions import TypedDict
 
 from keepwarm import errors
 
+OTHER_TYPE = ("_type", "literal_error", "missing")  # ends of pydantic's types of errors
 OLLAMA_PATH = "/api/"
 CLAUDE_HEADER = "anthropic-version"  # that all of its clients send
 ANTHROPIC_PATH = re.compile(r"/v1(/agents/[^/]+(/v1)?)?/messages(/.*)?")
@@ -221,14 +222,11 @@ def _headers(problem: Problem) -> dict[str, str]:
     return {"WWW-Authenticate": "Bearer"} if problem.status == 401 else {}
 
 
-OTHER_TYPE = ("_type", "literal_error", "missing")
-
-
 def validation_problem(reasons: Sequence[Mapping[str, Any]], body: object) -> Problem:
     """A validation error of pydantic, as one sentence that names the field."""
     field = max(reasons, key=_depth)["loc"][:2]
     of_field = [each for each in reasons if each["loc"][:2] == field]
-    # Of a field that may be of several types, why it is wrong as that which it is.
+    # For a field of several types, report the error of the type that was sent.
     first = max(of_field, key=lambda each: (_depth(each), not each["type"].endswith(OTHER_TYPE)))
     if first["type"] == "json_invalid":
         why = first.get("ctx", {}).get("error", "it cannot be parsed")

@@ -92,7 +92,7 @@ def receipt_headers(receipt: Receipt, **more: object) -> dict[str, str]:
 
 
 KEEP_ALIVE_S = 1.0
-LINE_ENDS = "\x85\u2028\u2029"
+LINE_ENDS = {end.encode(): b"\\u%04x" % ord(end) for end in "\x85\u2028\u2029"}
 MANY_LOGPROBS = 4096  # written in some 10 ms
 PLAN_S = 3.0  # some clients give up after five seconds
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -157,8 +157,8 @@ def line(fields: Mapping[str, Any]) -> bytes:
 def _one_line(fields: Mapping[str, Any]) -> bytes:
     """JSON without what clients that read texts, as httpx does, take for the end of a line."""
     written = to_json(fields)
-    for end in LINE_ENDS:
-        written = written.replace(end.encode(), b"\\u%04x" % ord(end))
+    for end, escaped in LINE_ENDS.items():
+        written = written.replace(end, escaped)
     return written
 
 

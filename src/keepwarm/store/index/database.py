@@ -117,8 +117,8 @@ READ_WAIT_S = 0.1  # only while another process opens, repairs or closes the ind
 
 
 class Database:
-    """A file that several processes may share. One that another process has replaced, because it
-    was damaged, is left for the new one.
+    """A file that several processes may share. If another process replaces it, because it was
+    damaged, the new one is opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -213,7 +213,7 @@ class Database:
                 self._db.close()
                 try:
                     self._open()
-                except NewerFormat as error:  # an outage, for whoever is at work
+                except NewerFormat as error:  # to running requests, an outage
                     raise sqlite3.OperationalError(str(error)) from error
             yield wait_s
         finally:

@@ -7,14 +7,14 @@ const SVG = "http://www.w3.org/2000/svg";
 export const byId = (id) => document.getElementById(id);
 
 export function h(tag, properties = {}, ...children) {
-  return equip(document.createElement(tag), properties, children);
+  return build(document.createElement(tag), properties, children);
 }
 
 export function svg(tag, properties = {}, ...children) {
-  return equip(document.createElementNS(SVG, tag), properties, children);
+  return build(document.createElementNS(SVG, tag), properties, children);
 }
 
-function equip(element, properties, children) {
+function build(element, properties, children) {
   for (const [name, value] of Object.entries(properties)) {
     if (value === undefined || value === null || value === false) continue;
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
