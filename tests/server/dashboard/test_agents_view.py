@@ -191,6 +191,47 @@ def test_an_agent_is_tried_in_a_chat(page, own):
     page.get_by_text("No such name.").wait_for()
 
 
+def test_an_agent_is_continued_by_its_own_model(page, own):
+    """Not by the server's default; a new one by that."""
+
+    def of_another_model(route):
+        found = route.fetch().json()
+        found["data"] = [agent | {"model": "another"} for agent in found["data"]]
+        route.fulfill(json=found)
+
+    page.route("**/v1/dashboard/agents", of_another_model)
+    page.reload()
+    page.get_by_role("button", name="Chat first").click()
+    page.route("**/chat/completions", lambda route: route.fulfill(body="data: [DONE]\n\n"))
+    sent = {}
+    for agent in ("first", "unheard-of"):
+        page.get_by_label("Agent", exact=True).fill(agent)
+        page.get_by_label("Message").fill("Go on.")
+        with page.expect_request("**/chat/completions") as asked:
+            page.get_by_label("Message").press("Enter")
+        sent[agent] = asked.value.post_data_json.get("model")
+        page.locator("#chat-send:enabled").wait_for()
+    assert sent == {"first": "another", "unheard-of": None}
+
+
+COMPOSED = """(init) => {
+  const place = document.getElementById("chat-text");
+  place.dispatchEvent(new KeyboardEvent("keydown", { key: "Enter", bubbles: true, ...init }));
+  return place.value;
+}"""
+
+
+def test_enter_that_chooses_a_word_sends_nothing(page):
+    """As with an input method for Japanese. Then Enter sends."""
+    page.route("**/chat/completions", lambda route: route.fulfill(body="data: [DONE]\n\n"))
+    page.get_by_label("Agent", exact=True).fill("fox")
+    page.get_by_label("Message").fill("きつね")
+    assert page.evaluate(COMPOSED, {"isComposing": True}) == "きつね"
+    assert page.evaluate(COMPOSED, {"keyCode": 229}) == "きつね"
+    assert page.evaluate(COMPOSED, {}) == ""
+    page.locator("#chat-send:enabled").wait_for()
+
+
 def test_an_old_list_does_not_make_an_agent_new_again(page, own):
     """It was asked for before the agent's first turn, and arrives after it."""
     held = []
@@ -209,6 +250,7 @@ def test_an_old_list_does_not_make_an_agent_new_again(page, own):
     with page.expect_request("**/chat/completions") as sent:
         page.get_by_label("Message").press("Enter")
     assert sent.value.url == f"{own.url}/v1/agents/late/chat/completions"
+    assert sent.value.post_data_json["model"] == "tiny"
     page.locator("#chat-send:enabled").wait_for()
 
 

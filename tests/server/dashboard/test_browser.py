@@ -257,6 +257,19 @@ def test_ages_are_written_anew_on_an_idle_page(browser, own):
         assert set(asked) == {"/v1/dashboard/now"}
 
 
+def test_a_view_that_cannot_be_drawn_does_not_stop_the_page(browser, own):
+    """Its ages are written anew after half a minute, and it is asked for after a whole one."""
+    own.host.engine.wait_until_saved()
+    with settled(browser, own, "overview", allowed="firstElementChild") as (page, asked):
+        page.evaluate("document.getElementById('disk').remove()")
+        for _ in range(12):
+            beat(page, 6)
+        assert {path.split("?")[0] for path in asked} == {
+            "/v1/dashboard/now",
+            "/v1/dashboard/saved",
+        }
+
+
 @contextmanager
 def settled(browser, live, view, script="() => {}", **options):
     """A page whose clock only `beat` moves, and what it asks for once speeds and lists rest; the
@@ -341,6 +354,28 @@ def test_a_server_that_is_gone_is_reported(browser, own):
         page.get_by_text("Live", exact=True).wait_for()
 
 
+FETCHES = """() => {
+  const fetched = window.fetch;
+  window.fetches = 0;
+  window.fetch = (...given) => { window.fetches += 1; return fetched(...given); };
+}"""
+
+
+def test_a_page_shown_again_while_the_server_is_gone_asks_once_in_a_while(browser, own):
+    own.host.engine.wait_until_saved()
+    with settled(browser, own, "overview", FETCHES, allowed="ERR_") as (page, _):
+        page.context.set_offline(True)
+        before = page.evaluate("window.fetches")
+        hide(page, True)
+        hide(page, False)
+        page.get_by_text("The server is not responding.").wait_for()
+        page.clock.run_for(2000)
+        assert page.evaluate("window.fetches") == before + 1
+        page.context.set_offline(False)
+        beat(page, 6)
+        page.get_by_text("Live", exact=True).wait_for()
+
+
 def test_nothing_of_the_server_before_is_shown_after_a_restart(browser, own):
     """Its numbers begin at one again, and it may have other models. Before, ages grow."""
 
@@ -404,6 +439,25 @@ def test_a_miss_shows_what_changed(browser, missed):
         assert "nine" in item.locator("pre del").first.inner_text()
         assert "ten" in item.locator("pre ins").first.inner_text()
         assert "tokens recomputed" in item.inner_text()
+
+
+def test_a_miss_is_drawn_again_when_its_texts_can_be_read(browser, missed):
+    """As once its model is loaded, or with another key."""
+
+    def unread(route):
+        found = route.fetch().json()
+        route.fulfill(json=found | {"data": [one | {"text": None} for one in found["data"]]})
+
+    with settled(browser, missed, "requests") as (page, _):
+        page.route("**/v1/dashboard/misses", unread)
+        page.evaluate("location.hash = 'misses'")
+        item = page.locator("#missed li", has_text="clock").first
+        item.wait_for()
+        assert item.locator("details").count() == 0
+        page.unroute_all()
+        hide(page, True)
+        hide(page, False)
+        item.get_by_text("Show the difference").wait_for()
 
 
 # Keys.

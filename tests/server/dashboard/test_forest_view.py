@@ -78,6 +78,20 @@ def test_the_pointer_is_told_what_a_block_is(page):
     tip.wait_for(state="hidden")
 
 
+def test_a_drag_that_has_ended_ends_once(page):
+    """Nothing is chosen when a later touch is taken away."""
+    canvas = page.locator("#trees")
+    box = canvas.bounding_box()
+    page.mouse.click(box["x"] + 18, box["y"] + 27)  # the first block of the first row
+    chosen = page.locator("#selected")
+    first = chosen.inner_text()
+    assert first.startswith("Run ")
+    page.keyboard.press("ArrowDown")
+    wait_until(lambda: chosen.inner_text() != first)
+    canvas.dispatch_event("pointercancel")
+    assert chosen.inner_text() != first
+
+
 def test_colour_shows_sharing_first_and_every_agent_has_its_name(page):
     legend = page.locator("#forest-legend").inner_text()
     assert "one agent" in legend

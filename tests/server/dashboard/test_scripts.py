@@ -114,6 +114,25 @@ def test_unchanged_rows_are_kept(page):
     assert page.evaluate(ROWS) == [[-1, 0, 2], ["new0", "a1", "c4"], True]
 
 
+COLUMNS = """async () => {
+  const { h, put, table } = await import('/dashboard/dom.js');
+  const place = h("div");
+  const show = (...names) => {
+    const columns = names.map((name) => ({ name }));
+    put(place, table("Any", columns, [names.map((_, index) => `${index}`)]));
+    const texts = ({ cells }) => [...cells].map((cell) => cell.textContent);
+    return [...place.querySelectorAll("tr")].map(texts);
+  };
+  return [show("Time", "disk"), show("Time", "shared", "disk"), show("Time", "disk")];
+}"""
+
+
+def test_a_table_whose_columns_come_and_go_is_drawn_anew(page):
+    """Every figure stands under its own heading."""
+    few, more = [["Time", "disk"], ["0", "1"]], [["Time", "shared", "disk"], ["0", "1", "2"]]
+    assert page.evaluate(COLUMNS) == [few, more, few]
+
+
 DRAFTS = """async () => {
   const { show } = await import('/dashboard/now.js?alone');
   const at = (time, generated, accepted) => show({ time, models: [{ name: 'm', loaded: true }],

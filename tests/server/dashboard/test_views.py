@@ -172,6 +172,13 @@ def test_a_request_that_fails_in_the_engine_is_booked_once(serving, monkeypatch)
             "The tier shared 1 is not used (open): gone",
         ),
         ({"tiers": {"shared 1": SharedStats(state="half-open")}}, "green", None),
+        ({"tiers": {"shared 1": SharedStats(errors=3)}}, "green", None),
+        ({"tiers": {"disk": TierStats(errors=3)}}, "amber", "3 records could not be read."),
+        (
+            {"tiers": {"shared 1": SharedStats(quarantined=1)}},
+            "amber",
+            "1 record of a shared tier was damaged.",
+        ),
     ],
 )
 def test_damage_and_lost_saves_turn_the_status(change, level, reason):

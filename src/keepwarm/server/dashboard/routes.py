@@ -80,6 +80,7 @@ RED = {
 }
 AMBER = {
     "read_errors": ("record", "records", "could not be read"),
+    "bad_shared": ("record of a shared tier was", "records of shared tiers were", "damaged"),
     "disk_full": ("save was", "saves were", "dropped: the store is full; raise disk_bytes"),
     "daily_budget": ("save was", "saves were", "dropped; raise disk_writes_per_day"),
     "queue_full": ("save was", "saves were", "dropped: the disk is slower than the model"),
@@ -382,9 +383,12 @@ def store_totals_out(amounts: Amounts, counts: PromptCounts) -> JsonObject:
 def health_out(stats: Stats) -> dict[str, int]:
     """Faults since the start; none of them has failed a request."""
     tiers, writes = stats.tiers.values(), stats.writes
+    shared = [tier for tier in tiers if isinstance(tier, SharedStats)]  # its state tells of errors
+    own = [tier for tier in tiers if not isinstance(tier, SharedStats)]
     return {
-        "quarantined": sum(tier.quarantined for tier in tiers),
-        "read_errors": sum(tier.errors for tier in tiers),
+        "quarantined": sum(tier.quarantined for tier in own),
+        "read_errors": sum(tier.errors for tier in own),
+        "bad_shared": sum(tier.quarantined for tier in shared),
         "dropped_saves": sum(writes.lost.values()) - writes.failed,
         "failed_saves": writes.failed + stats.counters["failed_saves"],
         "failed_restores": sum(stats.failed_restores.values()),

@@ -5,7 +5,7 @@ import { byId, h, put, say } from "./dom.js";
 import { count, percent, spared } from "./format.js";
 
 const MAX_TOKENS = 2048; // of thoughts and answer
-let known = new Set();
+let known = new Map(); // models of agents, by id
 let controller = null;
 let changed = () => {};
 
@@ -16,7 +16,8 @@ export function start(onChange) {
     send();
   });
   byId("chat-text").addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" || event.shiftKey) return;
+    const chooses = event.isComposing || event.keyCode === 229; // a word of an input method; Safari has only the code
+    if (event.key !== "Enter" || event.shiftKey || chooses) return;
     event.preventDefault();
     send();
   });
@@ -25,7 +26,7 @@ export function start(onChange) {
 }
 
 export function offer(agents) {
-  known = new Set(agents.map((agent) => agent.id));
+  known = new Map(agents.map(({ id, model }) => [id, model]));
   put("chat-agents", agents.map((agent) => h("option", { value: agent.id })));
 }
 
@@ -62,15 +63,17 @@ async function send() {
 // A known agent gets only the new message; the server has the rest.
 async function read(agent, text, answer) {
   const path = known.has(agent) ? `/v1/agents/${encodeURIComponent(agent)}/chat/completions` : "/v1/chat/completions";
-  const body = { messages: [{ role: "user", content: text }], max_tokens: MAX_TOKENS, stream: true, keepwarm: { agent } };
+  let model = known.get(agent) || undefined; // else the default
+  const body = { model, messages: [{ role: "user", content: text }], max_tokens: MAX_TOKENS, stream: true, keepwarm: { agent } };
   for await (const event of stream(path, body, controller.signal)) {
     if (event.error) throw new Error(event.error.message);
+    model = event.model ?? model;
     const delta = event.choices?.[0]?.delta;
     answer.thought.append(delta?.reasoning ?? "");
     answer.text.append(delta?.content ?? "");
     if (event.keepwarm) receipt(event.keepwarm);
   }
-  known.add(agent);
+  known.set(agent, model);
 }
 
 function receipt({ prompt_tokens: whole, recomputed, saved_ms: ms }) {

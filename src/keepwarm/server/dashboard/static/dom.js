@@ -31,14 +31,15 @@ export function fill(kind, share) {
   return bar;
 }
 
-// Replace the content of an element, unless it is the same. A table of the same name is updated row
-// by row, so that focus and scroll position stay.
+// Replace the content of an element, unless it is the same. A table of the same name and columns is
+// updated row by row, so that focus and scroll position stay.
 export function put(target, ...children) {
   const element = typeof target === "string" ? byId(target) : target;
   const flat = children.flat();
   const [old, now] = [element.firstElementChild, flat[0]];
   const body = flat.length === 1 && now.querySelector?.("tbody");
-  if (body && old?.ariaLabel === now.ariaLabel) renew(old.querySelector("tbody"), [...body.rows]);
+  const columns = (table) => table.querySelector("thead").textContent;
+  if (body && old?.ariaLabel === now.ariaLabel && columns(old) === columns(now)) renew(old.querySelector("tbody"), [...body.rows]);
   else if (!isSame(element, flat)) element.replaceChildren(...flat);
 }
 

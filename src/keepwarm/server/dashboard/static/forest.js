@@ -19,6 +19,7 @@ const state = {
   data: null,
   tree: arrange([]),
   folded: new Set(), // ids of runs
+  several: false, // models
   chosen: false, // whether the reader has decided about runs of no agent
   found: null,
   selected: null,
@@ -205,19 +206,18 @@ function words(run) {
 const names = (indexes, most = Infinity) => indexes.map((index) => {
   const { id, title, key, model } = state.data.agents[index];
   const name = isShort(id) || !title ? middle(id, 32) : `${cut(title, most)} (${middle(id)})`;
-  const more = [key && `key ${key}`, severalModels() && modelName(model)].filter(Boolean);
+  const more = [key && `key ${key}`, state.several && modelName(model)].filter(Boolean);
   return more.length ? `${name} (${more.join(", ")})` : name;
 });
 
 function showModels() {
   const models = [...new Set(state.data.agents.map(({ model }) => model))].sort();
   const [choice, chosen] = [byId("forest-model"), byId("forest-model").value];
-  hide(choice.parentElement, models.length < 2);
+  state.several = models.length > 1;
+  hide(choice.parentElement, !state.several);
   put(choice, h("option", { value: "" }, "any"), models.map((model) => h("option", { value: model }, modelName(model))));
-  choice.value = models.length > 1 && models.includes(chosen) ? chosen : "";
+  choice.value = state.several && models.includes(chosen) ? chosen : "";
 }
-
-const severalModels = () => new Set(state.data.agents.map(({ model }) => model)).size > 1;
 
 function listed(all) {
   return all.length > 6 ? `${all.slice(0, 5).join(", ")} and ${all.length - 5} more` : all.join(", ");
@@ -306,19 +306,21 @@ function onWheel(event) {
 
 function onDrag(start) {
   let moved = 0;
+  const over = new AbortController();
+  const until = { signal: over.signal };
   const onMove = (event) => {
     moved += Math.abs(event.movementX) + Math.abs(event.movementY);
     move(event.movementX, event.movementY);
   };
   const onEnd = () => {
-    canvas.removeEventListener("pointermove", onMove);
+    over.abort();
     const hit = moved < 4 && at(start.offsetX, start.offsetY);
     if (hit) select(hit.index);
   };
   canvas.setPointerCapture(start.pointerId);
-  canvas.addEventListener("pointermove", onMove);
-  canvas.addEventListener("pointerup", onEnd, { once: true });
-  canvas.addEventListener("pointercancel", onEnd, { once: true });
+  canvas.addEventListener("pointermove", onMove, until);
+  canvas.addEventListener("pointerup", onEnd, until);
+  canvas.addEventListener("pointercancel", onEnd, until);
 }
 
 function onMap(start) {

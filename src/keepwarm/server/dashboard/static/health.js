@@ -6,6 +6,7 @@ import { bytes, count, percent } from "./format.js";
 
 const HEALTH = {
   quarantined: "damaged records quarantined",
+  bad_shared: "damaged records in shared tiers",
   read_errors: "records that could not be read",
   dropped_saves: "saves dropped",
   failed_saves: "saves failed",

@@ -129,11 +129,16 @@ async function beat() {
   clearTimeout(timer);
   if (document.hidden || byId("key-dialog").open || beating) return;
   beating = true;
-  if (await load(first) && !document.hidden) await Promise.all(VIEWS[view].filter(isDue).map(load));
-  for (const each of VIEWS[view]) if (each.data !== null && isOld(each)) draw(each);
-  beating = false;
-  timer = setTimeout(beat, refused ? PAUSE : view === "forest" && forest.isGrowing() ? GROWING : busy || (view === "models" && models.isBusy()) ? BUSY : unchanged < MANY ? IDLE : LONG_IDLE);
-  if (VIEWS[view].some((each) => each.revision === null && (sums || !each.sums))) setTimeout(beat, 0);
+  let isUp = false;
+  try {
+    isUp = await load(first);
+    if (isUp && !document.hidden) await Promise.all(VIEWS[view].filter(isDue).map(load));
+    for (const each of VIEWS[view]) if (each.data !== null && isOld(each)) draw(each);
+  } finally { // a view that cannot be drawn stops no other
+    beating = false;
+    timer = setTimeout(beat, refused ? PAUSE : view === "forest" && forest.isGrowing() ? GROWING : busy || (view === "models" && models.isBusy()) ? BUSY : unchanged < MANY ? IDLE : LONG_IDLE);
+  }
+  if (isUp && VIEWS[view].some((each) => each.revision === null && (sums || !each.sums))) setTimeout(beat, 0);
 }
 
 function isDue(each) {

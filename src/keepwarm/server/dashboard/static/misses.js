@@ -9,7 +9,7 @@ const BEFORE = 24; // tokens shown before the difference
 let shown = "";
 
 export function show({ data }) {
-  const now = JSON.stringify(data.map(({ number, when }) => [number, when]));
+  const now = JSON.stringify(data.map(({ number, when, text }) => [number, when, Boolean(text)]));
   if (now === shown && data.length) return renew(data); // keep what the reader has opened
   shown = now;
   put("missed", data.length ? list(data) : empty("No misses: only new tokens were computed."));
