@@ -122,6 +122,12 @@ def test_a_home_that_cannot_be_looked_into_is_one_sentence(tmp_path):
         config.load({"KEEPWARM_HOME": str(tmp_path / ("x" * 300))})
 
 
+@pytest.mark.parametrize("name", ["encryption_key", "admin_key", "fleet_key", "api_keys"])
+def test_a_secret_in_the_home_of_nobody_is_one_sentence(name):
+    with pytest.raises(BadInput, match="'~no-such-user-here/key' names no home directory"):
+        config.load({}, **{name: "@~no-such-user-here/key"}).read_secret(name)
+
+
 def test_a_secret_is_not_repeated():
     with pytest.raises(BadInput, match="--admin-key is not valid") as refused:
         config.load({}, admin_key="hidden\0key")

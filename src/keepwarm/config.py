@@ -240,7 +240,15 @@ def _from_file(path: Path) -> dict[str, Any]:
 def secret_file(value: str) -> Path | None:
     """The file that a secret's setting names."""
     is_file = value.startswith(FROM_FILE)
-    return Path(value.removeprefix(FROM_FILE)).expanduser() if is_file else None
+    return user_path(value.removeprefix(FROM_FILE)) if is_file else None
+
+
+def user_path(text: str) -> Path:
+    """With the home directory for `~`."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise BadInput(f"The path {text!r} names no home directory; write it in full.") from error
 
 
 def read_secret_file(path: Path) -> str:

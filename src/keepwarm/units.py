@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -39,4 +40,7 @@ def parse_bytes(text: str) -> int:
     if prefix is None:
         return int(number)
     base = 1000 if (unit or "").lower() == "b" else 1024
-    return int(float(number) * base ** (1 + "kmgt".index(prefix.lower())))
+    n_bytes = float(number) * base ** (1 + "kmgt".index(prefix.lower()))
+    if n_bytes == math.inf:
+        raise ValueError(text)
+    return int(n_bytes)

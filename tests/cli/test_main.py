@@ -204,3 +204,12 @@ def test_a_closed_standard_stream_is_an_empty_one(tmp_path, arguments, closed, s
     done = subprocess.run(shell, capture_output=True, env=environment(tmp_path), check=False)
     assert done.returncode == status, done.stderr
     assert len(done.stderr.splitlines()) == (status == 2)
+
+
+@pytest.mark.parametrize("arguments", [("models",), ("models", "--fit"), ("--help",)])
+def test_output_that_cannot_be_written_is_one_sentence(tmp_path, arguments):
+    shell = ["sh", "-c", 'ulimit -f 0; exec "$@" >out', "sh", *command(*arguments)]
+    environ = {**environment(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(shell, capture_output=True, cwd=tmp_path, env=environ, check=False)
+    assert done.stderr.splitlines() == [b"The output cannot be written (File too large)."]
+    assert done.returncode == 2

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from keepwarm.config import Settings, read_secret_file
+from keepwarm.config import Settings, read_secret_file, user_path
 from keepwarm.errors import BadInput, BadRecord
 
 PURPOSE = b"keepwarm bundle 1\n"  # so that a signature for anything else is none for a bundle
@@ -110,11 +110,11 @@ NO_KEYS = BundleKeys()
 
 
 def _path(text: str) -> Path | None:
-    return Path(text).expanduser() if text else None
+    return user_path(text) if text else None
 
 
 def _paths(texts: str) -> Iterable[Path]:
-    return (Path(text.strip()).expanduser() for text in texts.split(",") if text.strip())
+    return (user_path(text.strip()) for text in texts.split(",") if text.strip())
 
 
 def _load(path: Path, load: Callable[[], T]) -> T:

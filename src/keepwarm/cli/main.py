@@ -6,6 +6,7 @@ imported alone.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -82,6 +83,7 @@ HABITS = {  # commands of other programs
     "show": "`keepwarm models` shows models, `keepwarm cache show` an agent",
     "help": "use `keepwarm --help`",
 }
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 UsageError: Any = typer.BadParameter.__base__  # typer exports only its subclasses
 
 
@@ -100,12 +102,19 @@ def main() -> None:
             code = app(prog_name="keepwarm", standalone_mode=False)
         if code == INTERRUPTED:
             typer.echo("Stopped.", err=True)
+        sys.stdout.flush()
         sys.exit(code)
     except KeepwarmError as error:
         typer.echo(str(error), err=True)
         sys.exit(2)
     except UsageError as error:
         typer.echo(_sentence(error), err=True)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in UNWRITABLE or error.filename:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes there
+        typer.echo(f"The output cannot be written ({error.strerror}).", err=True)
         sys.exit(2)
     except typer.Abort:
         typer.echo("Stopped.", err=True)

@@ -127,7 +127,7 @@ def _print_fitting(memory: str | None, as_json: bool) -> None:
 def _parsed(memory: str) -> int:
     try:
         return parse_bytes(memory)
-    except (ValueError, OverflowError) as error:
+    except ValueError as error:
         raise BadInput(f"--memory is {memory!r}; it must be a size, such as 32G.") from error
 
 
