@@ -198,12 +198,24 @@ def test_side_branches_age_out(disk_store, ask):
         ask(tokens_of(50, seed=20 + n))
     agent = disk_store.agents.show("a")
     numbers = [branch.number for branch in agent.sides]
-    assert (len(numbers), 2 in numbers, 3 in numbers) == (MAX_SIDES, True, False)
+    assert (len(numbers), 2 in numbers, 3 in numbers) == (MAX_SIDES + 1, True, False)
     assert disk_store.tokens_of(agent.on(2)) == kept
     assert disk_store.tokens_of(agent) == first
     assert holds_tokens(disk_store.disk.root, dropped)
     disk_store.agents.delete("a")
     assert not list(disk_store.disk.walk())
+
+
+def test_pinned_branches_are_kept_beside_those_used_last(disk_store, ask):
+    """However many they are; what is asked next is not dropped for them."""
+    ask([*SYSTEM, *said(1)])
+    for n in range(MAX_SIDES + 2):
+        ask(tokens_of(50, seed=20 + n))
+        disk_store.agents.pin("a", branch=n + 2)
+    latest = ask(tokens_of(50, seed=90))
+    agent = disk_store.agents.show("a")
+    assert [branch.pinned for branch in agent.sides] == [True] * (MAX_SIDES + 2) + [False]
+    assert disk_store.tokens_of(agent.on(MAX_SIDES + 4)) == latest
 
 
 def test_a_named_branch_is_forked_rewound_exported_and_pinned(disk_store, ask, tmp_path):

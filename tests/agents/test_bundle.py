@@ -112,11 +112,20 @@ def test_a_block_of_which_no_row_is_left_travels_as_its_tokens(disk_store):
     assert (left.header.tokens, left.header.w_rows, left.tensors) == (packed, 0, ())
 
 
+def test_window_rows_are_left_out_where_none_of_a_narrower_window_are_left():
+    (ref,) = chain(NAME, tokens_of(200))
+    made = record(ref, Part.WINDOW, n_bytes=400, namespace=NAME)
+    extra = {"first_rows": {"0": 0, "1": 168}, "w_rows": 200}
+    made = replace(made, header=replace(made.header, extra=extra))
+    assert trimmed(made, 168) is None
+    assert trimmed(made, 200) is made
+
+
 def test_a_block_that_goes_while_it_is_exported_is_missed(disk_store):
     """The only one of its agent: no bundle without it is called whole."""
     agent = turn(disk_store, "a", tokens_of(200))
     export = disk_store.export(agent)
-    disk_store.disk.delete(agent.blocks[0])
+    disk_store.disk.delete_all([agent.blocks[0]])
     with pytest.raises(BadCacheFile, match="evicted or deleted meanwhile"):
         list(export.pieces)
 
@@ -127,7 +136,7 @@ def test_an_agent_of_which_blocks_were_evicted_is_not_exported_in_part(
 ):
     agent = turn(disk_store, "a", tokens_of(700))
     for key in agent.blocks[first_gone:]:
-        disk_store.disk.delete(key)
+        disk_store.disk.delete_all([key])
     with pytest.raises(BadCacheFile, match="so nothing was exported"):
         disk_store.export_agent("a", tmp_path / "a.kw")
     assert not (tmp_path / "a.kw").exists()

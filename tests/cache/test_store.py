@@ -5,6 +5,7 @@ import runpy
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import keepwarm
 from keepwarm.cache.store import Budgets
 from keepwarm.concurrency import CallDeadline
 from keepwarm.errors import BadInput, CacheError, InsufficientResources, StoreFailed
+from keepwarm.prefix.policy import Policy
 from keepwarm.records.record import Part
 from keepwarm.store.tier import NamedBlock
 from tests.kit.checkpoints import write_checkpoint
@@ -155,6 +157,22 @@ def test_a_cache_that_does_not_fit_is_not_imported(model, tmp_path):
             kw.import_agent("old", tokens, cache)
         assert not store.knows_agent("old")
         assert not list(store.on_disk.disk.walk())
+
+
+def test_a_bound_beside_a_narrow_window_is_restored_from_one_commit(models, tmp_path):
+    """The blocks before the last have no rows of the narrow window, and none are needed."""
+    model, tokens = models.of("gpt_oss", sliding_window=32), prompt_of(700)
+    module, options = model.module.model, {"max_kv_size": 1024}
+    with keepwarm.Store(tmp_path / "store") as store:
+        kw = store.attach(module, source=model.path, **options)
+        cache = prefill(module, keepwarm.kv.make_caches(module, **options), tokens, step=256)
+        kw.commit(tokens, cache)
+        assert kw.restore([*tokens, 1]).rest == [1]
+        store.flush()
+        before = len(list(store.on_disk.disk.walk()))
+        assert kw.restore(tokens[:400]).rest == tokens[:400], "their rows are gone"
+        assert kw.restore([*tokens, 1]).rest == [1]
+        assert len(list(store.on_disk.disk.walk())) == before, "sound records are set aside"
 
 
 @pytest.mark.parametrize("end", [512, 600])
@@ -374,8 +392,31 @@ def test_that_blocks_of_other_classes_may_be_here_outlives_the_index(tmp_path):
             home=tmp_path, store=root, remote=shared.as_uri(), share_numerics=numerics
         )
         with keepwarm.Store(settings=settings) as store:
-            return store._is_mixed
+            return store._mixed.are_here
 
     assert [is_mixed("own"), is_mixed("any"), is_mixed("own")] == [False, True, True]
     (root / "index.sqlite").unlink()
     assert is_mixed("own")
+
+
+def test_that_another_process_brings_blocks_of_other_classes_is_learnt(model, tmp_path):
+    """From then on this one shares no block as of its own class."""
+    root, place = tmp_path / "store", tmp_path / "shared"
+    place.mkdir()
+    own = keepwarm.Settings(home=tmp_path, store=root, remote=place.as_uri())
+    first, second = prompt_of(300), prompt_of(300, seed=1)
+    with keepwarm.Store(settings=own) as store:
+        restorer = store.attach(model.module, source=model.path).restorer
+
+        def learns_and_shares(tokens):
+            caches = prefill(model.module, make_prompt_cache(model.module), tokens)
+            restorer.open(tokens).finish(tokens, caches)
+            store.flush()
+            assert restorer.look_up(tokens, Policy.READ_WRITE).is_on_disk(tokens)
+            learns, before = restorer.mixed.are_here, set(place.rglob("*"))
+            restorer.share(tokens).result()
+            return learns, set(place.rglob("*")) != before
+
+        assert learns_and_shares(first) == (False, True)
+        keepwarm.Store(settings=replace(own, share_numerics="any")).close()
+        assert learns_and_shares(second) == (True, False)

@@ -162,6 +162,17 @@ def test_an_agent_goes_on_where_the_last_chat_ended(main_here, checkpoint):
     assert cleared[2] < before[2]
 
 
+def test_clear_keeps_the_system_prompt_of_an_agent(main_here, checkpoint, tmp_path):
+    """That of its last chat, which is not named again."""
+    system = tmp_path / "system.txt"
+    system.write_text("Answer the fox.")
+    options = ("--model", checkpoint, "--max-tokens", 4, "--agent", "fox")
+    _, _, before = main_here("chat", *options, "--system", system, stdin=b"the fox\n")
+    _, _, after = main_here("chat", *options, stdin=b"the dog\n/clear\nthe fox\n")
+    (first,), (_, cleared) = (re.findall(SUMMARY, notes) for notes in (before, after))
+    assert cleared[2] == first[2]
+
+
 def test_the_end_of_input_leaves(checkpoint, tmp_path):
     options = ("--model", checkpoint, "--max-tokens", 2)
     done = keepwarm_here("chat", *options, home=tmp_path, stdin=b"no newline at the end")

@@ -205,6 +205,18 @@ def test_turns_of_another_session_are_not_lost(engine, monkeypatch):
     Session(engine, id="ops", sampling=FEW).compact(max_tokens=12)
 
 
+def test_nor_are_those_with_an_agent_whose_first_request_had_answers(engine):
+    first = Session(engine, sampling=FEW)
+    first.respond("What is the quick brown fox?")
+    fork = first.fork("eve")
+    fork.respond("Why?")
+    other = Session(engine, id="eve", sampling=FEW)
+    other.respond("And the lazy dog?")
+    with pytest.raises(Busy, match="in another session"):
+        fork.compact(max_tokens=12)
+    assert Session(engine, id="eve").messages == other.messages
+
+
 def test_who_cannot_be_compacted_stays_as_he_is(engine):
     session = Session(engine, id="ops", sampling=FEW)
     session.respond("Who?")

@@ -180,6 +180,65 @@ def test_a_discarded_turn_is_not_the_agents(tmp_path, fail, tool, answers, n_bef
         assert Session(engine, id="ops", tools=[tool]).messages == session.messages == []
 
 
+def forked(session):
+    return session.fork("eve")
+
+
+def of_messages(session):
+    return Session(session.engine, id="eve", system=session.system, messages=session.messages)
+
+
+@pytest.mark.parametrize("turn", [0, 1, 2])
+@pytest.mark.parametrize("made", [forked, of_messages])
+def test_rewound_past_its_first_request(tmp_path, made, turn):
+    """Which had answers already: they are of no turn of its agent's."""
+    with scripted_engine(tmp_path, ["Zero.", "One.", "Two.", "Three."]) as engine:
+        first = Session(engine, system="Be brief.")
+        for question in ("Who?", "Why?"):
+            first.respond(question)
+        session = made(first)
+        session.respond("Where?")
+        session.rewind(turn)
+        opened = Session(engine, id="eve")
+        assert opened.messages == session.messages == first.messages[: 2 * turn]
+        assert opened.respond("When?").text == session.respond("When?").text
+        assert Session(engine, id="eve").messages == session.messages
+
+
+def test_of_a_first_request_that_had_answers_a_discarded_turn_goes_alone(tmp_path):
+    with scripted_engine(tmp_path, ["Zero.", LONG]) as engine:
+        first = Session(engine, id="ops")
+        first.respond("Who?")
+        fork = first.fork("eve")
+        close_early(fork)
+        assert Session(engine, id="eve").messages == fork.messages == first.messages
+
+
+@pytest.mark.parametrize("leave", [lambda session: session.rewind(1), close_early])
+def test_an_answer_that_was_cut_stays_when_what_follows_is_dropped(tmp_path, leave):
+    """It was other tokens, so its turn is no more the agent's."""
+    with scripted_engine(tmp_path, ["Zero.", LONG]) as engine:
+        session = Session(engine, id="ops")
+        assert session.respond("Who?", sampling=Sampling(stop=("ero",))).text == "Z"
+        before = session.messages
+        if leave is not close_early:
+            session.respond("Why?")
+            engine.wait_until_saved()
+            assert len(engine.store.on_disk.agents.show("ops").turns) == 1
+        leave(session)
+        opened = Session(engine, id="ops")
+        assert opened.messages == session.messages == before
+        assert opened.respond("Why?").text == LONG
+
+
+def test_a_session_that_is_closed_discards_what_a_dropped_stream_left(tmp_path):
+    with scripted_engine(tmp_path, [LONG]) as engine:
+        with Session(engine, id="ops") as session:
+            for _ in session.stream("Look!"):
+                break
+        assert Session(engine, id="ops").messages == []
+
+
 def test_a_discarded_turn_takes_no_other_sessions_along(model, tmp_path):
     with engine_on(model, tmp_path) as engine:
         first = Session(engine, id="ops", sampling=FEW)

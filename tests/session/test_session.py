@@ -22,6 +22,7 @@ from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput, Busy, Cancelled, UnknownAgent
 from keepwarm.models.load import Model
+from keepwarm.prefix.policy import Policy
 from keepwarm.session.gate import Gate
 from keepwarm.session.session import Reply, Session, forget
 from keepwarm.text.request import Delta, Request, Sampling
@@ -125,6 +126,52 @@ def test_a_turn_that_fails_leaves_no_messages(engine):
     assert session.respond("Hi").text == "This is answer 0."
 
 
+def test_a_stream_is_read_once(engine):
+    """In one of the two ways."""
+    session = Session(engine)
+    stream = session.stream("Hi")
+    assert list(stream)
+    said = session.messages
+
+    async def read_again() -> None:
+        async for _ in stream:
+            pytest.fail("it was read")
+
+    with pytest.raises(BadInput, match="read once"):
+        asyncio.run(read_again())
+    assert (session.messages, session.n_turns) == (said, 1)
+    assert session.respond("And?").text == "This is answer 1."
+
+
+@pytest.mark.parametrize("results", [{}, {"call": "sun"}])
+def test_results_that_no_call_waits_for_are_refused(engine, results):
+    session = Session(engine)
+    with pytest.raises(BadInput, match="No tool call waits"):
+        session.respond(results)
+    assert session.messages == []
+
+
+def test_without_tokens_there_is_no_answer(engine):
+    session = Session(engine, sampling=Sampling(max_tokens=0))
+    with pytest.raises(BadInput, match="use `prewarm`"):
+        session.respond("Hi")
+    assert session.respond("Hi", sampling=SHORT).text
+
+
+HALF = "\udcff"  # of a character
+
+
+def test_half_a_character_is_refused(engine):
+    with pytest.raises(BadInput, match="lone surrogate"):
+        Session(engine, system=HALF)
+    with pytest.raises(BadInput, match="lone surrogate"):
+        Session(engine, messages=[{"role": "user", "content": HALF}])
+    session = Session(engine)
+    with pytest.raises(BadInput, match="lone surrogate"):
+        session.respond(HALF)
+    assert session.respond("Hi").text == "This is answer 0."
+
+
 def test_an_abandoned_stream_frees_the_session(engine):
     session = Session(engine, busy="refuse")
     next(session.stream("Hi"))
@@ -169,6 +216,24 @@ def test_a_fork_of_nothing_is_nothing_whatever_its_id_held(engine):
     assert (fork.messages, fork.n_turns, fork.system) == ([], 0, None)
     fork.respond("And a dog?")
     assert (len(fork.messages), fork.n_turns) == (2, 1)
+
+
+def test_of_an_imported_agent_only_forks_with_a_name_are_written(engine, tmp_path):
+    """All find its blocks."""
+    first = Session(engine, id="ops", system=SYSTEM, sampling=SHORT)
+    first.respond("What is a fox?")
+    engine.wait_until_saved()
+    on_disk, bundle = engine.store.on_disk, tmp_path / "ops.bundle"
+    on_disk.export_agent("ops", bundle)
+    on_disk.import_agent(bundle, engine.lane_of().identity, "guest")
+    session = Session(engine, id="guest", sampling=SHORT)
+    forks = [session.fork(), *session.forks(["eve", None], ephemeral=True), session.fork("bob")]
+    durable = Session(engine, id="guest", policy=Policy.DURABLE, sampling=SHORT).fork()
+    for fork in (*forks, durable):
+        assert "imported" in fork.respond("And a dog?").receipt.inexact
+    engine.wait_until_saved()
+    written = {path.stem for path in (tmp_path / "store" / "agents").iterdir()}
+    assert written == {"ops", "guest", "bob", durable.id}
 
 
 # Before the first question.
@@ -300,6 +365,19 @@ def test_forget_of_one_conversation_keeps_all_others(engine):
     assert [agent.id for agent in agents.all()] == ["conv10"]
     forget(engine, "conv1", on_disk=True)
     assert sessions["conv10"].respond("And?").receipt.reused.keys() == {"live"}
+
+
+def test_forget_takes_what_only_memory_has(engine):
+    """Of an agent that has no file."""
+    memory = engine.store.memory
+    Session(engine, system=SYSTEM, id="ada", policy=Policy.EPHEMERAL).respond("Hi")
+    engine.wait_until_saved()
+    n_blocks = memory.stats().blocks
+    forget(engine, "ada")
+    assert (n_live(engine), memory.stats().blocks) == (0, n_blocks)
+    assert n_blocks > 0
+    forget(engine, "ada", on_disk=True)
+    assert memory.stats().blocks == 0
 
 
 # One at a time.

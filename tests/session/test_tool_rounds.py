@@ -198,6 +198,14 @@ def test_errors_in_a_tool_are_reported_to_the_model(session_with):
         assert session.messages[2]["content"] == wet
 
 
+def test_half_a_character_in_an_error_is_spelled_for_the_model():
+    def burn() -> str:
+        raise OSError("\udcff is wet")
+
+    made = Toolbox([burn]).run(ToolCall("1", "burn", "{}"))
+    assert made.result == "Error: OSError: \\udcff is wet"
+
+
 def test_async_tools_run_on_the_loop(session_with):
     seen: list[object] = []
 
@@ -249,7 +257,13 @@ def _within_itself() -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("made", "why"), [({(0, 1): "grau"}, "TypeError"), (_within_itself(), "ValueError")]
+    ("made", "why"),
+    [
+        ({(0, 1): "grau"}, "TypeError"),
+        (_within_itself(), "ValueError"),
+        ("half \udcff", "UnicodeEncodeError"),
+        ({"half": "\udcff"}, "UnicodeEncodeError"),
+    ],
 )
 def test_a_result_that_is_no_json_is_an_error_for_the_model(session_with, made, why):
     def look() -> Any:

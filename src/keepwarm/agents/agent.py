@@ -128,6 +128,7 @@ class Agent:
     metadata: Mapping[str, str] = field(default_factory=dict)  # its user's labels and notes
     opening: str = ""  # its client, and the first words of its user
     left: tuple[NamedBlock, ...] = ()  # of no branch any more, while they exist
+    namespaces: tuple[Namespace, ...] = ()  # that its branches had before the latest turn
     ephemeral: bool = False  # of this process; it has no file, and nothing of it is written
 
     @property
@@ -188,7 +189,7 @@ class Agent:
             used=now,
             forked_from=self.id,
             metadata=self.metadata,
-            opening=self.opening,
+            opening=self.opening if branch.n_tokens else "",
             ephemeral=ephemeral,
         )
 
@@ -199,6 +200,7 @@ class Agent:
             "branches": [branch.to_json() for branch in self.branches],
             "opening": self.opening,
             "left": [[key.hex(), parent.hex(), n] for key, parent, n in self.left],
+            "namespaces": [name.hex() for name in self.namespaces],
         }
         return json.dumps(fields, indent=1)
 
@@ -215,6 +217,7 @@ class Agent:
             sides=tuple(sides),
             opening=fields.get("opening", ""),
             left=tuple(_agent_block(*block) for block in fields["left"]),
+            namespaces=tuple(Namespace(bytes.fromhex(n)) for n in fields.get("namespaces", ())),
             **{name: fields[name] for name in OWN},
         )
 

@@ -30,7 +30,7 @@ from keepwarm.agents.bundle import (
     export_bundle,
     import_bundle,
 )
-from keepwarm.agents.reachability import used_by
+from keepwarm.agents.reachability import named_blocks, namespaces_of, used_by
 from keepwarm.agents.shares import AgentLimits, TtlPins
 from keepwarm.agents.signing import NO_KEYS, BundleKeys, SigningKey
 from keepwarm.agents.texts import AgentTurn
@@ -194,7 +194,7 @@ class AgentStore:
         if not agent.n_tokens:
             return AgentTurn(agent.namespace, (), KeptTurn(()))
         if len(tokens) < agent.n_tokens:  # blocks of it were evicted
-            found = self.agents.turns.find_by_end(agent_id, agent.blocks[-1])
+            (found,) = self.agents.turns.find_by_ends(agent_id, agent.blocks[-1:])
             return AgentTurn(agent.namespace, (), found)
         return AgentTurn(agent.namespace, tokens, self.agents.turns.find(agent_id, tokens))
 
@@ -306,10 +306,16 @@ class AgentStore:
     def clear(self, progress: Progress = no_progress) -> Cleared:
         """Delete every agent and every block, also from the memory of all processes."""
         self.disk.forget_all()
+        with as_store_errors(self.disk, "look for the blocks of agents"):
+            agents = list(self.agents.all()) if self.tombstones.read_places() else []
         n_agents = self.agents.delete_all()
         stored = list(self.disk.walk())
         names, keys = {one.namespace for one in stored}, [one.key for one in stored]
-        return Cleared(n_agents, delete_everywhere(self.disk, names, keys, progress=progress))
+        names.update(*map(namespaces_of, agents))
+        gone = (block for agent in agents for block in named_blocks(agent))
+        return Cleared(
+            n_agents, delete_everywhere(self.disk, names, keys, gone=gone, progress=progress)
+        )
 
     def blocks_of_agents(self) -> set[BlockKey]:
         """The blocks of all agents: shared tiers keep them when others are deleted."""

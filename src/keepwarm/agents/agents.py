@@ -34,6 +34,7 @@ from keepwarm.agents.reachability import (
     delete_blocks,
     dropped_ends,
     existing,
+    namespaces_of,
     protection,
     used_by,
 )
@@ -54,7 +55,7 @@ from keepwarm.store.disk.maintenance import (
 from keepwarm.store.eviction import CLOCK_TOLERANCE_S
 from keepwarm.store.tier import agent_owner, as_store_errors
 
-MAX_SIDES = 8  # branches beside the head; then the least recently used is dropped
+MAX_SIDES = 8  # branches beside the head and those that are pinned
 MAX_RESPONSE_BYTES = 64 << 20  # on disk, of all agents
 UNRECORDED = "turn"  # owner of blocks of turns that ended after their agent was deleted
 TENANT = r"[0-9a-f]{16}\."  # before the names of its agents
@@ -149,7 +150,7 @@ class Agents:
         if (ephemeral := self._ephemeral.get(agent_id)) is not None:
             return ephemeral
         try:
-            return self._read(path)
+            agent = self._read(path)
         except FileNotFoundError as error:
             raise UnknownAgent(
                 f"There is no agent {agent_id!r}; list the agents to see their ids."
@@ -164,6 +165,12 @@ class Agents:
             raise BadInput(
                 f"The file of agent {agent_id!r} is damaged ({error}); delete {path}."
             ) from error
+        if agent.id != agent_id:  # on a file system that takes ids of other case for the same
+            raise BadInput(
+                f"The file of agent {agent_id!r} is that of {agent.id!r}; use this id, or one "
+                "that differs in more than case."
+            )
+        return agent
 
     def _read(self, path: Path) -> Agent:
         return Agent.from_json(read_file(self._disk, path).decode())
@@ -233,19 +240,23 @@ class Agents:
         return self._save(replace(self._with_branch(agent, matched), used=now))
 
     def _with_branch(self, agent: Agent, matched: MatchedBranch) -> Agent:
-        """The agent with a new or continued branch; the least recently used branches go."""
+        """The agent with a new or continued branch; the least recently used ones go, but for those
+        that are pinned.
+        """
         branch, head = matched.branch, matched.branch if matched.is_head else agent.head
         others = [each for each in agent.branches if each.number != branch.number]
         sides = [each for each in (*others, branch) if each.number != head.number]
         sides.sort(key=lambda each: (not each.pinned, -each.used))
+        n_kept = MAX_SIDES + sum(each.pinned for each in sides)
         left = [*agent.left, *abandoned(matched)]
-        for old in sides[MAX_SIDES:]:
+        for old in sides[n_kept:]:
             left += [*old.sized_blocks, *old.turn_ends()]
         return replace(
             agent,
             head=head,
-            sides=tuple(sides[:MAX_SIDES]),
+            sides=tuple(sides[:n_kept]),
             left=existing(self._disk, tuple(dict.fromkeys(left))),
+            namespaces=tuple(namespaces_of(agent)),
         )
 
     def _check_number(self, agent_id: str, n_new: int = 1) -> None:
@@ -297,7 +308,7 @@ class Agents:
             child = old.forked(branch, now, self._retention_s, ephemeral=ephemeral)
             try:
                 for new_id in () if ephemeral else new_ids:
-                    self.turns.copy(agent_id, new_id)
+                    self.turns.copy(agent_id, new_id, (*child.head.ends, *child.blocks[-1:]))
                 return [self._save(replace(child, id=new_id)) for new_id in new_ids]
             except BaseException:
                 for new_id in new_ids:
@@ -476,7 +487,8 @@ class Agents:
         return [agent.id for agent in agents if self._is_expired(agent, grace_s)]
 
     def _is_expired(self, agent: Agent, grace_s: float = 0.0) -> bool:
-        if agent.retention_s is None or agent.pinned:
+        is_pinned = agent.pinned or any(branch.pinned for branch in agent.branches)
+        if agent.retention_s is None or is_pinned:
             return False
         return self._clock() - grace_s - agent.used > agent.retention_s
 

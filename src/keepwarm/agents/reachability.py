@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from keepwarm.agents.agent import Agent, Branch, MatchedBranch
 from keepwarm.agents.block_refs import find_extensions
-from keepwarm.prefix.blocks import BlockKey
+from keepwarm.prefix.blocks import BlockKey, Namespace
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.disk.maintenance import Progress, no_progress
 from keepwarm.store.disk.tombstones import Tombstones, delete_everywhere
@@ -42,8 +42,8 @@ def dropped_by_rewind(before: Agent, after: Agent) -> list[NamedBlock]:
 def existing(disk: DiskTier, left: tuple[NamedBlock, ...]) -> tuple[NamedBlock, ...]:
     """Of abandoned blocks those still on disk; checked only when there are many.
 
-    One that was replaced by a longer block is listed as that block from then on. Open ones stay
-    listed while there are shared tiers, which may have answers that end there.
+    One that was replaced by a longer block is listed as that block from then on. All stay listed
+    while there are shared tiers, which may have them, and answers that end there.
     """
     if len(left) <= MAX_UNCHECKED_LEFT:
         return left
@@ -51,7 +51,7 @@ def existing(disk: DiskTier, left: tuple[NamedBlock, ...]) -> tuple[NamedBlock, 
     gone = [block for block in left if block.key not in known]
     kept = [block for block in left if block.key in known]
     if Tombstones(disk).read_places():
-        kept += [block for block in gone if block.is_open]
+        kept += gone
     longer = (found.header for found in find_extensions(disk, gone))
     kept += [NamedBlock(it.key, it.parent, len(it.tokens) // 4) for it in longer]
     return tuple(dict.fromkeys(kept))
@@ -74,9 +74,8 @@ def delete_blocks(
     progress: Progress = no_progress,
 ) -> int:
     """Delete what an agent has or had, here and from shared tiers; how many blocks were here."""
-    namespaces = [branch.namespace for branch in agent.branches]
     keys, gone = _blocks_to_delete(disk, agent, keep), blocks_to_forget(disk, agent, keep)
-    return delete_everywhere(disk, namespaces, keys, keep, gone=gone, progress=progress)
+    return delete_everywhere(disk, namespaces_of(agent), keys, keep, gone=gone, progress=progress)
 
 
 def _blocks_to_delete(disk: DiskTier, agent: Agent, keep: Collection[BlockKey]) -> list[BlockKey]:
@@ -92,10 +91,21 @@ def _blocks_to_delete(disk: DiskTier, agent: Agent, keep: Collection[BlockKey]) 
 
 def blocks_to_forget(disk: DiskTier, agent: Agent, keep: Collection[BlockKey]) -> list[NamedBlock]:
     """The same for other processes, which find what continues these blocks in their memory."""
-    blocks = list(dict.fromkeys((*_own_blocks(agent), *_turn_ends(agent))))
+    blocks = named_blocks(agent)
     found = find_extensions(disk, blocks)
     shared = {one.block for one in found if one.header.key in keep}
     return [block for block in blocks if block.key not in keep and block not in shared]
+
+
+def named_blocks(agent: Agent) -> list[NamedBlock]:
+    """What it has or had, and the ends of its turns."""
+    return list(dict.fromkeys((*_own_blocks(agent), *_turn_ends(agent))))
+
+
+def namespaces_of(agent: Agent) -> dict[Namespace, None]:
+    """Those of all that it has or had."""
+    names = (*agent.namespaces, *(branch.namespace for branch in agent.branches))
+    return dict.fromkeys(names)
 
 
 def _own_blocks(agent: Agent) -> list[NamedBlock]:

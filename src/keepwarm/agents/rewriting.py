@@ -83,8 +83,10 @@ def trimmed(record: Record, n_tokens: int) -> Record | None:
     n_held = len(header.tokens) // 4
     if n_held <= n_tokens:
         return record
+    firsts = header.extra.get("first_rows", {}).values()
     w_rows = header.w_rows - (n_held - n_tokens)
-    if header.part is Part.STATE or (header.part is Part.WINDOW and w_rows <= 0):
+    is_cut_off = w_rows <= 0 or max(firsts, default=0) >= n_tokens
+    if header.part is Part.STATE or (header.part is Part.WINDOW and is_cut_off):
         return None
     extra = dict(header.extra) | ({"w_rows": w_rows} if header.part is Part.WINDOW else {})
     whole = first_rows_of(record, n_tokens)

@@ -78,15 +78,17 @@ class TurnFiles:
         entry = (self._read(agent_id) or {}).get(_digest(tokens))
         return None if entry is None else entry.turn
 
-    def find_by_end(self, agent_id: str, end: BlockKey) -> KeptTurn | None:
-        """The same where the tokens are lost, because their blocks were evicted."""
-        entries = (self._read(agent_id) or {}).values()
-        return next((entry.turn for entry in entries if entry.end == end.hex()), None)
+    def find_by_ends(self, agent_id: str, ends: Iterable[BlockKey]) -> list[KeptTurn | None]:
+        """The same by last blocks; also where the tokens are lost, because these were evicted."""
+        by_end = {entry.end: entry.turn for entry in (self._read(agent_id) or {}).values()}
+        return [by_end.get(end.hex()) for end in ends]
 
-    def copy(self, agent_id: str, new_id: str) -> None:
-        """Give a fork the turns of its parent."""
-        if turns := self._read(agent_id):
-            self._write(new_id, turns)
+    def copy(self, agent_id: str, new_id: str, ends: Iterable[BlockKey]) -> None:
+        """Give a fork those turns of its parent that ended with these blocks."""
+        wanted = {end.hex() for end in ends}
+        turns = (self._read(agent_id) or {}).items()
+        if kept := {name: entry for name, entry in turns if entry.end in wanted}:
+            self._write(new_id, kept)
 
     def remove(self, agent_id: str) -> None:
         self._disk.files.remove(file_path(self._disk, MESSAGES, agent_id))

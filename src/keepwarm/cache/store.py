@@ -28,7 +28,7 @@ from keepwarm.cache.restore.forgetting import Forget, Forgetting
 from keepwarm.cache.restore.loading import Reader, RestoreFailures
 from keepwarm.cache.restore.rates import RatesFile
 from keepwarm.cache.restore.records import block_of
-from keepwarm.cache.restore.restorer import Restorer, UnverifiedBlocks
+from keepwarm.cache.restore.restorer import MixedBlocks, Restorer, UnverifiedBlocks
 from keepwarm.cache.restore.writing import MemorySaver, Writer, WriteStats
 from keepwarm.device.machine import speed_class
 from keepwarm.device.memory import MemoryConfig
@@ -299,14 +299,17 @@ class Store:
             if self._on_disk is not None:
                 opened.callback(self._on_disk.close)
             opened.callback(self.saver.close)
-            self._is_mixed = self._note_mixed()
+            self._mixed = self._note_mixed()
             self._unverified = UnverifiedBlocks(self._on_disk)
             self._shared = self._open_shared()
             opened.pop_all()
         self._lookups = Tiers(lookups, () if self._shared is None else self._shared.tiers)
         if self._shared is not None and self._on_disk is not None:
-            keep = self._on_disk.blocks_of_agents
-            self._shared.start(self._lookups.local, self.saver.kept, keep)
+            keep, was_mixed = self._on_disk.blocks_of_agents, self._mixed.are_here
+            self._shared.start(
+                *(self._lookups.local, self.saver.kept, keep),
+                may_share=lambda: was_mixed or not self._mixed.learn(),
+            )
             self.add_forget(self._shared.notice_deletion)
         self._reader = Reader(self._lookups, SlabPool.if_cuda(), self.memory)
         self._resize(_memory_bytes(budgets))
@@ -338,23 +341,23 @@ class Store:
         from keepwarm.remote.opening import SharedTiers  # only fleets need it
 
         disk, note = self._on_disk.disk, self._unverified.note
-        shared = SharedTiers(self.settings, self.memory, disk, self._is_mixed, note)
+        shared = SharedTiers(self.settings, self.memory, disk, self._mixed.are_here, note)
         if self._forgetting is not None:
             for tier in shared.tiers:
                 tier.unless_forgotten = self._forgetting.unless_forgotten
         return shared
 
-    def _note_mixed(self) -> bool:
-        """Whether blocks of other classes may be here: since the setting allowed them, for good."""
+    def _note_mixed(self) -> MixedBlocks:
+        """Whether blocks of other classes may be here; noted if the setting allows them."""
         if self._on_disk is None:
-            return False
+            return MixedBlocks()
         is_now = bool(self.settings.remotes) and self.settings.share_numerics == "any"
         disk = self._on_disk.disk
         with as_store_errors(disk, "note where its blocks come from"):
             path = file_path(disk, "models", MIXED)
             if is_now:
                 write_file(disk, path, b"")
-            return path.exists()
+            return MixedBlocks(path, are_here=path.exists())
 
     @property
     def on_disk(self) -> AgentStore:
@@ -383,7 +386,7 @@ class Store:
         `adapter` is the directory of its adapter, `kv_options` are those of
         `keepwarm.kv.make_caches`. These and the salt are part of the model's identity: blocks saved
         with others are not found. Without `layout`, which `keepwarm.kv.probe` finds, the model is
-        run once.
+        run once. Files that were replaced since the model was loaded are taken for those it has.
         """
         blas.start(self.settings.home)  # the probe runs the model
         layout = layout or kv.probe(model, kv.make_caches(model, **kv_options))
@@ -398,8 +401,6 @@ class Store:
             **kv_options,
         )
         restorer = self.make_restorer(identity, layout, revision_of(path))
-        everyones = namespace(replace(identity, salt="", origin=""))
-        restorer.rates = self._rates.of(everyones)
         return AttachedModel(model, identity, restorer, kv_options, self)
 
     def make_restorer(self, identity: Identity, layout: kv.Layout, revision: str = "") -> Restorer:
@@ -408,16 +409,18 @@ class Store:
         name = namespace(identity) if on_disk is None else on_disk.register(identity, revision)
         if self._reader.slabs is not None:
             self._reader.slabs.expect(kv.slab_sizes(layout))
+        everyones = namespace(replace(identity, salt="", origin=""))
         return Restorer(
             name,
             layout,
             self._lookups,
             self._reader,
             self.saver,
+            self._rates.of(everyones),
             failures=self.restore_failures,
             forgetting=self._forgetting,
             uploader=None if self._shared is None else self._shared.uploader,
-            is_mixed=self._is_mixed,
+            mixed=self._mixed,
             unverified=self._unverified,
             machine=speed_class(),
             at_rest=identity.kv_options.get("at_rest"),
@@ -458,14 +461,14 @@ class Store:
         except BadInput:  # new, or its file is damaged
             return ""
 
-    def fork_import(self, agent_id: str, fork_id: str) -> None:
+    def fork_import(self, agent_id: str, fork_id: str, *, ephemeral: bool = False) -> None:
         """Record a fork of an imported agent, unless it is known: by its name it finds the blocks.
 
         Blocks that were computed here are found without a name.
         """
         if self.origin_of(agent_id):
             with suppress(BadInput):
-                self.on_disk.agents.fork(agent_id, fork_id)
+                self.on_disk.agents.fork_all(agent_id, [fork_id], ephemeral=ephemeral)
 
     def check_agent(self, agent_id: str | None, *, exists: bool = False) -> None:
         """Raise if this cannot be an agent's id, or with `exists` is none; None is no agent."""
@@ -641,7 +644,7 @@ def _whole_blocks(layers: Mapping[int, Sequence[Block]]) -> list[Block]:
         for block in blocks:
             parts[block.index].append(block)
 
-    def merged(own: list[Block], field: str) -> dict[str, Any]:
+    def merged(own: list[Block], field: str) -> Any:
         return {name: value for block in own for name, value in getattr(block, field).items()}
 
     fields = ("delta", "window", "first_rows", "state")

@@ -75,6 +75,15 @@ def _n_turns(engine: Engine, agent: str | None) -> int:
     return len(engine.store.on_disk.agents.show(agent).turns)
 
 
+def _stored_system(engine: Engine, template: Request) -> list[dict[str, str]]:
+    """The system prompt with which an agent's conversation begins."""
+    from keepwarm.text.request import SYSTEM_ROLES
+
+    turn = engine.store.on_disk.latest_turn(str(template.agent)).turn
+    first = turn.messages[:1] if turn else ()
+    return [dict(each) for each in first if each["role"] in SYSTEM_ROLES]
+
+
 def _handle_line(history: ChatHistory, line: str) -> None:
     """Run a command, or answer a prompt."""
     if line == "/clear":
@@ -143,7 +152,7 @@ class ChatHistory:
         """Raises what would make the engine refuse every prompt, such as a long system prompt."""
         self._engine = engine
         self._template = replace(template, continues=continues)
-        self._system = system
+        self._system = system or (_stored_system(engine, template) if continues else [])
         self.messages = list(system)
         engine.prepare(self._request("?"))
 

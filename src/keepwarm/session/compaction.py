@@ -125,7 +125,7 @@ class Compaction:
         self._engine.wait_until_saved()
         self.check()
         if self._has_agent:
-            self._restart_agent()
+            restart_agent(self._engine, self._plain, self.messages, self._tokens)
         summary = str(self.messages[-1]["content"])
         return Compacted(summary, result.usage.prompt_tokens, len(self._tokens), result.receipt)
 
@@ -135,15 +135,6 @@ class Compaction:
         agent = str(self._plain.agent)
         is_recorded = self._policy.to_disk or self._engine.store.is_ephemeral(agent)
         return is_recorded and self._engine.knows_agent(agent)
-
-    def _restart_agent(self) -> None:
-        _, lane = self._engine.resolve(self._plain)
-        namespace = lane.for_prompt(len(self._tokens)).restorer.namespace
-        agents, agent_id = self._engine.store.on_disk.agents, str(self._plain.agent)
-        agents.advance(agent_id, namespace, self._tokens, model=lane.model.name, continues=True)
-        if not agents.is_ephemeral(agent_id):
-            *_, end = chain(namespace, self._tokens)
-            agents.turns.keep(agent_id, self._tokens, end.key, self._turn)
 
     @property
     def _plain(self) -> Request:
@@ -162,12 +153,21 @@ class Compaction:
             timeout_s=asked.timeout_s,
         )
 
-    @property
-    def _turn(self) -> KeptTurn:
-        """Not by its tokens: they end before the next question, not behind an answer."""
-        plain = self._plain
-        options = (plain.tools, plain.thinking, plain.template_options)
-        return KeptTurn(self.messages, *options, verbatim=False)
+
+def restart_agent(
+    engine: Engine, options: Request, messages: Sequence[Message], tokens: Sequence[int]
+) -> None:
+    """Have an agent go on from these messages, with which the next prompt begins as `tokens`."""
+    _, lane = engine.resolve(options)
+    namespace = lane.for_prompt(len(tokens)).restorer.namespace
+    agents, agent_id = engine.store.on_disk.agents, str(options.agent)
+    agents.advance(agent_id, namespace, tokens, model=lane.model.name, continues=True)
+    if not agents.is_ephemeral(agent_id):
+        *_, end = chain(namespace, tokens)
+        rendered = (options.tools, options.thinking, options.template_options)
+        # Not by its tokens: they end before the next question, not behind an answer.
+        turn = KeptTurn(messages, *rendered, verbatim=False)
+        agents.turns.keep(agent_id, tokens, end.key, turn)
 
 
 def before_question(engine: Engine, options: Request, messages: Sequence[Message]) -> list[int]:

@@ -37,8 +37,9 @@ from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput, KeepwarmError, RepeatedToolCall, Stopping, UnknownAgent
 from keepwarm.prefix.policy import Policy
 from keepwarm.prefix.turn import KeptTurn
-from keepwarm.session.compaction import Compacted, Compaction, before_question
+from keepwarm.session.compaction import Compacted, Compaction, before_question, restart_agent
 from keepwarm.session.gate import Gate, Rule, acting_for_task
+from keepwarm.store.tier import agent_owner
 from keepwarm.text.prepare import PreparedRequest
 from keepwarm.text.request import (
     Delta,
@@ -168,13 +169,24 @@ def _failed(call: ToolCall, error: Exception) -> ToolResult:
     if isinstance(error, ValidationError):
         wrong = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         return ToolResult(call, f"Error: {'; '.join(wrong)}", failed=True)
-    return ToolResult(call, f"Error: {type(error).__name__}: {error}", failed=True)
+    text = f"Error: {type(error).__name__}: {error}"
+    return ToolResult(call, text.encode(errors="backslashreplace").decode(), failed=True)
 
 
 def _text(result: Any) -> str:
-    return (
-        result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-    )
+    is_text = isinstance(result, str)
+    text: str = result if is_text else json.dumps(result, ensure_ascii=False, default=str)
+    text.encode()  # raises on a lone surrogate
+    return text
+
+
+def _check_characters(messages: Any) -> None:
+    try:
+        json.dumps(messages, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise BadInput(
+            "The messages contain a lone surrogate (half a character); pass valid Unicode."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -214,7 +226,11 @@ class SessionTurn:
 
     def begin(self, messages: Sequence[Message]) -> None:
         """Append the question to the conversation so far."""
-        self.messages = [*messages, *_as_messages(self.question, messages)]
+        if self.messages:
+            raise BadInput("A stream is read once; ask again.")
+        asked = _as_messages(self.question, messages)
+        _check_characters(asked)
+        self.messages = [*messages, *asked]
 
     def add_answer(self, result: Result) -> list[ToolCall]:
         """Add an answer; returns its calls that are to be run now."""
@@ -287,6 +303,8 @@ def _as_messages(question: Question, messages: Sequence[Message]) -> list[Messag
                 "send the results by call id, or rewind."
             )
         return [{"role": "user", "content": question}]
+    if not waiting:
+        raise BadInput("No tool call waits for a result; ask a question instead.")
     if waiting.keys() != question.keys():
         raise BadInput(
             f"Results were sent for {sorted(question)}, but the pending calls are "
@@ -346,6 +364,13 @@ class KnownConversation:
         return KnownConversation(KnownHistory(tokens, turn), len(messages))
 
 
+class DroppedTurn(NamedTuple):
+    """A turn that ended early, and whether another session had gone on with its agent before."""
+
+    turn: SessionTurn
+    is_stale: Callable[[], bool]
+
+
 class Session:
     """One conversation. Closing it frees its caches in memory; its blocks on disk stay.
 
@@ -390,12 +415,13 @@ class Session:
         )
         self._gate = Gate(busy)
         engine.store.check_agent(self.id)
+        _check_characters([system, *messages])
         self._messages: list[Message] = [dict(message) for message in messages]
         self._known = KnownConversation()
         if id is not None and not messages:
             self._open(KnownConversation.of_agent(engine, self._defaults).history)
         self._turn_ends = _turn_ends(self._messages)  # in messages
-        self._dropped: SessionTurn | None = None  # by the collector; to be discarded
+        self._dropped: DroppedTurn | None = None  # to be discarded
         self._finalizer = weakref.finalize(self, _free, engine, self.id)
         self._finalizer.atexit = False
 
@@ -442,60 +468,81 @@ class Session:
             )
 
     def _rewind_agent(self, messages: Sequence[Message], n_kept: int) -> None:
-        """To the first of these messages, if it has said them, with an answer more at most: each
-        answer is a turn of its own. Another session may have gone on with it.
+        """To the first of these messages, if it has said them, with an answer more at most.
+        Another session may have gone on with it.
         """
         is_kept = self._defaults.policy.to_disk or self.engine.store.is_ephemeral(self.id)
         if is_kept and not self._defaults.nameless and self.engine.knows_agent(self.id):
-            agents = self.engine.store.on_disk.agents
             _, said = _split(self.engine.store.on_disk.latest_turn(self.id).turn)
-            n_said, n_turns = len(said), _n_answers(messages[:n_kept])
+            n_said, kept = len(said), list(messages[:n_kept])
             is_same = n_said <= len(messages) + 1 and said[: len(messages)] == messages[:n_said]
-            if is_same and len(agents.show(self.id).turns) == _n_answers(said) > n_turns:
-                agents.rewind(self.id, n_turns)
+            if is_same and _n_answers(said) > _n_answers(kept):
+                self._rewind_to(kept)
 
-    def _discard(self, turn: SessionTurn) -> None:
-        """From its agent, what was recorded of a turn that ended early."""
-        with suppress(KeepwarmError, RuntimeError):  # the engine is closed, or the store fails
-            self._rewind_agent(turn.messages, len(self._messages))
+    def _rewind_to(self, kept: list[Message]) -> None:
+        """To its turn that ended with these messages. It may have none: a fork's first request has
+        messages already, and an answer that was cut is other tokens in the next prompt.
+        """
+        agents = self.engine.store.on_disk.agents
+        turns = agents.turns.find_by_ends(self.id, agents.show(self.id).head.ends)
+        said = [messages for _, messages in map(_split, turns)]
+        is_turn = bool(kept) and kept in said
+        agents.rewind(self.id, said.index(kept) + 1 if is_turn else 0)
+        if kept and not is_turn:
+            system = [{"role": "system", "content": self.system}] if self.system else []
+            whole = [*system, *kept]
+            tokens = before_question(self.engine, self._defaults, whole)
+            restart_agent(self.engine, self._defaults, whole, tokens)
 
     def _discard_dropped(self) -> None:
+        """From its agent, what was recorded of a turn that ended early."""
         dropped, self._dropped = self._dropped, None
-        if dropped is not None:
-            self._discard(dropped)
+        with suppress(KeepwarmError, RuntimeError):  # the engine is closed, or the store fails
+            if dropped is not None and not dropped.is_stale():
+                self._rewind_agent(dropped.turn.messages, len(self._messages))
 
-    def _is_stale(self) -> bool:
-        """Whether another session has gone on with its agent, whose turns are not to be lost."""
+    def _staleness(self) -> Callable[[], bool]:
+        """A function that tells, also later, whether another session has gone on with its agent by
+        now: its turns are not to be lost. Only that function reads messages, which may be many.
+        """
         self._discard_dropped()
         store = self.engine.store
         try:
             if self._defaults.nameless or not store.knows_agent(self.id):
-                return False
-            return len(store.on_disk.agents.show(self.id).turns) > _n_answers(self._messages)
+                return lambda: False
+            agent = store.on_disk.agents.show(self.id)
         except KeepwarmError:  # its file cannot be read
-            return True
+            return lambda: True
+
+        def is_stale() -> bool:
+            (turn,) = store.on_disk.agents.turns.find_by_ends(self.id, agent.blocks[-1:])
+            n_said = len(agent.turns) if turn is None else _n_answers(turn.messages)
+            return n_said > _n_answers(self._messages)
+
+        return is_stale
+
+    def _is_stale(self) -> bool:
+        return self._staleness()()
 
     @contextmanager
     def _whole(self, turn: SessionTurn) -> Iterator[None]:
         """Inside, a turn that ends early is discarded."""
-        is_stale = self._is_stale()
+        is_stale = self._staleness()
         try:
             yield
         except BaseException as error:
-            if not is_stale:
-                self._dropped = turn
+            self._dropped = DroppedTurn(turn, is_stale)
             if _may_wait(error):
                 self._discard_dropped()
             raise
 
     @asynccontextmanager
     async def _awhole(self, turn: SessionTurn) -> AsyncIterator[None]:
-        is_stale = await asyncio.to_thread(self._is_stale)
+        is_stale = await asyncio.to_thread(self._staleness)
         try:
             yield
         except BaseException as error:
-            if not is_stale:
-                self._dropped = turn
+            self._dropped = DroppedTurn(turn, is_stale)
             if _may_wait(error):
                 await asyncio.to_thread(self._discard_dropped)
             raise
@@ -526,7 +573,9 @@ class Session:
         # NOTE: without messages a session opens the agent of its id; a fork is what it was made of.
         forked.system, forked._messages = self.system, self.messages
         forked._known, forked._turn_ends = self._known, list(self._turn_ends)
-        self.engine.store.fork_import(self.id, forked.id)
+        policy = forked._defaults.policy
+        is_written = policy is Policy.DURABLE or (policy.to_disk and id is not None)
+        self.engine.store.fork_import(self.id, forked.id, ephemeral=not is_written)
         return forked
 
     def compact(self, instruction: str | None = None, max_tokens: int | None = None) -> Compacted:
@@ -560,6 +609,7 @@ class Session:
 
     def close(self) -> None:
         """Free its caches in memory. It cannot be used afterwards."""
+        self._discard_dropped()
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -608,6 +658,8 @@ class Session:
         options = replace(
             self._defaults, sampling=sampling or self._defaults.sampling, format=format
         )
+        if options.sampling.max_tokens == 0:
+            raise BadInput("With max_tokens 0 there is no answer; raise it, or use `prewarm`.")
         turn = SessionTurn(question, self._toolbox, self._repeated_calls)
         return Stream(turn, self._run(turn, options), self._arun(turn, options))
 
@@ -754,14 +806,17 @@ class Stream(Iterator[StreamEvent], AsyncIterator[StreamEvent]):
 
 
 def forget(engine: Engine, conversation: str, *, on_disk: bool = False) -> None:
-    """Delete a conversation's caches in memory, and with `on_disk` its blocks on disk too.
+    """Free a conversation's live caches; with `on_disk` delete its agent and its blocks too.
 
     What other conversations share with it stays.
     """
     engine.call(lambda: engine.live.release_owned(conversation)).result()
     if on_disk:
-        with suppress(UnknownAgent):
+        try:
             engine.forget(conversation)
+        except UnknownAgent:  # it may have blocks in memory
+            engine.store.on_disk.disk.forget(agent_owner(conversation), ())
+            engine.store.catch_up()
 
 
 def _free(engine: Engine, conversation: str) -> None:
