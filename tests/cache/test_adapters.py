@@ -99,10 +99,13 @@ def test_an_adapter_of_nothing_but_weights_may_be_named(path, tmp_path):
     assert names[0] != names[1] == names[2]
 
 
-def test_an_adapter_that_is_not_there_is_refused(path, tmp_path):
+@pytest.mark.parametrize("named", ["nowhere", "adapter/adapters.safetensors"])
+def test_an_adapter_that_is_no_directory_is_refused(path, tmp_path, named):
+    """Its rank and scale are in another file than its weights."""
+    write_adapter(path, tmp_path / "adapter")
     model, _ = load(str(path))
     with (
         keepwarm.Store(tmp_path / "store") as store,
         pytest.raises(BadInput, match="no adapter"),
     ):
-        store.attach(model, source=path, adapter=tmp_path / "nowhere")
+        store.attach(model, source=path, adapter=tmp_path / named)

@@ -1,5 +1,6 @@
 """Two models share blocks only if nothing that changes the numbers differs."""
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -104,6 +105,24 @@ def test_weights_are_read_once(source, tmp_path):
     assert DigestsFile(tmp_path / "memo").of(path) == first, "it was read again"
     (tmp_path / "memo" / "machine.json").write_text("not JSON")
     assert DigestsFile(tmp_path / "memo").of(path) != first
+
+
+def test_digest_of_a_file_that_changes_while_it_is_read_is_not_kept(source, tmp_path, monkeypatch):
+    """Half of it would be that of another."""
+    path, memo = source / "model.safetensors", tmp_path / "memo"
+    read = hashlib.file_digest
+
+    def read_while_it_changes(*given):
+        found = read(*given)
+        change_middle(path)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hashlib, "file_digest", read_while_it_changes)
+        with pytest.raises(BadInput, match="was changed while it was read"):
+            DigestsFile(memo).of(path)
+    expected = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert DigestsFile(memo).of(path) == expected
 
 
 def test_digests_are_kept_in_directories_that_are_not_there_yet(source, tmp_path):

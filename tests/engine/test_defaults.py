@@ -2,6 +2,7 @@
 
 import math
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from keepwarm.device.memory import MemoryConfig
 from keepwarm.engine.admission import EngineConfig
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.lane import MAX_CHOICES, Lane
-from keepwarm.errors import BadInput, UnsupportedCache
+from keepwarm.errors import BadInput, BadModelFile, UnsupportedCache
 from keepwarm.models.load import load
 from keepwarm.text.request import KVOptions, Request
 from tests.kit.checkpoints import write_checkpoint
@@ -149,6 +150,35 @@ def test_a_lane_of_the_default_options_needs_no_run_of_the_model(models, tmp_pat
         assert len(model.module.shapes) == n_runs
         engine.prepare(ask([1, 2], kv=KVOptions(max_kv_size=64)))
         assert len(model.module.shapes) == n_runs + 1
+
+
+def test_lane_belongs_to_the_weights_that_were_loaded(tmp_path):
+    """Whoever replaces their files meanwhile: what is computed is the old model's."""
+    path, chosen = write_checkpoint(tmp_path / "model"), settings(tmp_path)
+    with Engine(load(str(path), chosen), settings=chosen) as engine:
+        first = engine.lane_of("first").identity
+        write_checkpoint(path, seed=1)
+        assert engine.lane_of("second").identity == replace(first, salt="second")
+        bounded = engine.lane_of(kv=KVOptions(max_kv_size=64)).identity
+    with Engine(load(str(path), chosen), settings=chosen) as engine:
+        assert engine.lane_of("second").identity.weights != first.weights
+        again = engine.lane_of(kv=KVOptions(max_kv_size=64)).identity
+    assert replace(bounded, weights=again.weights) == again != bounded
+
+
+@pytest.mark.parametrize("replaced", ["overwritten", "another directory"])
+def test_engine_refuses_requests_if_its_files_were_replaced_before_the_first(replaced, tmp_path):
+    """Nobody knows any more what their digests were."""
+    path, chosen = tmp_path / "current", settings(tmp_path)
+    path.symlink_to(write_checkpoint(tmp_path / "old"))
+    with Engine(load(str(path), chosen), settings=chosen) as engine:
+        if replaced == "overwritten":
+            write_checkpoint(path, seed=1)
+        else:
+            path.unlink()
+            path.symlink_to(write_checkpoint(tmp_path / "new", seed=1))
+        with pytest.raises(BadModelFile, match="were replaced since it was loaded; load it again"):
+            engine.submit(ask([1, 2]))
 
 
 def test_a_tenant_may_choose_a_bounded_number_of_kv_options(models, tmp_path):

@@ -10,7 +10,7 @@ from keepwarm.models.load import Model
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.prefix.policy import Policy
 from keepwarm.records.record import Header, Part
-from keepwarm.text.request import Message, Request, Sampling
+from keepwarm.text.request import KVOptions, Message, Request, Sampling
 from tests.kit.engines import Exam, Models, ask, engine_on, tokens_of
 from tests.kit.runs import prompt_of
 
@@ -112,6 +112,20 @@ def test_a_place_after_rows_that_were_in_memory_only(made, tmp_path, n_common):
         assert result.receipt.reused == {"disk": len(parted) - 1}
         exam.add(parted, result.choices[0])
     exam.check()
+
+
+def test_a_bound_beside_a_narrower_window_loses_nothing(made, tmp_path):
+    """Windows of two sizes: a block that fills the one may lack rows of the other."""
+    kv, prompt, exam = KVOptions(max_kv_size=1024), prompt_of(300), Exam(made.module.model)
+    with engine_on(made, tmp_path) as engine:
+        answer = tokens_of(engine.submit(ask(prompt, 300, kv=kv)).result().choices[0])
+    with engine_on(made, tmp_path) as engine:
+        for asked, n_known in ((prompt, 299), ([*prompt, *answer, 5], 600)):
+            result = engine.submit(ask(asked, 2, kv=kv, policy=Policy.READ_ONLY)).result()
+            assert result.receipt.reused == {"disk": n_known}
+            exam.add(asked, result.choices[0])
+    exam.check()
+    assert not list((tmp_path / "store" / "quarantine").glob("**/*.safetensors"))
 
 
 @wide

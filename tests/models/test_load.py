@@ -315,6 +315,17 @@ def test_an_index_of_other_files_is_ignored(directory):
     load(str(directory))
 
 
+def test_files_that_are_replaced_while_they_are_read_are_refused(directory):
+    """Weights of the one and a tokenizer of the other would be no model's."""
+
+    def replace(said):
+        if said == "reading weights, 0 %":
+            write_checkpoint(directory, seed=1)
+
+    with pytest.raises(BadModelFile, match="changed while they were read; load it again"):
+        load(str(directory), report=replace)
+
+
 def test_progress_is_told(tmp_path):
     """Embedding and head are a piece each, the layers between them are the rest of one."""
     n_vocab = PIECE_BYTES // (4 * make_config(make_tokenizer())["hidden_size"])

@@ -11,7 +11,7 @@ from keepwarm.agents.agent import Branch
 from keepwarm.agents.agent_store import AgentStore
 from keepwarm.concurrency import CallDeadline
 from keepwarm.errors import StoreFailed
-from keepwarm.prefix.blocks import BLOCK_TOKENS, pack, unpack
+from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, pack, unpack
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.deleter import DeleterThread, RemoteDeleter, erase_at_once, erase_from
 from keepwarm.remote.records import RemoteNames, RemoteRecord
@@ -234,8 +234,24 @@ def test_what_another_agent_has_by_then_stays(store, place):
 
 
 def test_blocks_that_were_evicted_here_are_deleted_there(store, place):
-    store.disk.delete(REFS[2].key)
+    store.disk.delete_all([REFS[2].key])
     assert store.agents.delete("coder") == 2
+    assert at_once(store) == []
+    assert shared(place) == [False] * 3
+
+
+def test_blocks_of_a_model_that_an_agent_had_before_are_deleted_there(store, place):
+    store.agents.rewind("coder", 0)
+    store.agents.advance("coder", Namespace(bytes(32)), tokens_of(90))
+    assert NAMESPACE not in {each.namespace for each in store.agents.show("coder").branches}
+    store.agents.delete("coder")
+    assert at_once(store) == []
+    assert shared(place) == [False] * 3
+
+
+def test_clearing_a_store_deletes_there_what_agents_had_that_was_evicted_here(store, place):
+    store.disk.delete_all([REFS[2].key])
+    store.clear()
     assert at_once(store) == []
     assert shared(place) == [False] * 3
 

@@ -107,7 +107,7 @@ def test_a_budget_counts_the_bytes_that_are_sent(tier, place, memory, tmp_path):
     tier.speed.bytes_per_s = tier.speed.put_bytes_per_s = 1e4  # so slow that they are coded
     made = [numbers(ref) for ref in REFS]
     for one in made:
-        memory.delete(one.header.key)
+        memory.delete_all([one.header.key])
         memory.put(one)
     share(tier, memory, budget)
     n_headers = sum(len(encode(one)) - one.n_bytes for one in made)
@@ -131,7 +131,7 @@ def test_a_budget_counts_rounded_rows_as_they_are_sent(tier, place, tmp_path):
 
 
 def test_what_is_deleted_while_it_is_put_is_withdrawn(tier, place, memory):
-    place.on_put = lambda: memory.delete(place.keys[-1]) if len(place.keys) == 4 else None
+    place.on_put = lambda: memory.delete_all([place.keys[-1]]) if len(place.keys) == 4 else None
     share(tier, memory)
     sizes = [tier.has(record(ref).header) for ref in REFS]
     assert sizes == [True, True, True, False]
@@ -142,7 +142,7 @@ def test_what_is_deleted_while_a_put_is_late_is_withdrawn_too(tier, place, memor
 
     def come_late():
         if len(place.keys) == 4:
-            memory.delete(place.keys[-1])
+            memory.delete_all([place.keys[-1]])
             raise CallError("no answer in time")
 
     place.on_put = come_late
@@ -230,7 +230,7 @@ def test_what_cannot_be_withdrawn_is_deleted_later(tier, place, memory, monkeypa
         raise CallError("gone")
 
     later = []
-    place.on_put = lambda: memory.delete(place.keys[-1]) if len(place.keys) == 4 else None
+    place.on_put = lambda: memory.delete_all([place.keys[-1]]) if len(place.keys) == 4 else None
     monkeypatch.setattr(place, "delete", fail)
     share(tier, memory, delete_later=lambda *block: later.append(block))
     assert later == [(NAMESPACE, NamedBlock(REFS[3].key, REFS[3].parent, REFS[3].n_tokens))]

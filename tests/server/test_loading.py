@@ -21,12 +21,12 @@ ASKED = {"model": "m", "messages": [{"role": "user", "content": "the fox"}], "ma
 
 
 class Loading:
-    """A server process that reads its model's config.json from a pipe, and waits for it."""
+    """A server process that reads a file of its model from a pipe, and waits for it."""
 
-    def __init__(self, process, url, config, text):
+    def __init__(self, process, url, file, text):
         self.process = process
         self.url = url
-        self._config = config
+        self._file = file
         self._text = text
 
     def get(self, path):
@@ -38,24 +38,24 @@ class Loading:
         except httpx.TransportError:
             return False
 
-    def give_config(self, text=None):
-        with self._config.open("w") as pipe:  # waits for the reader
-            self._config.unlink()
-            self._config.write_text(self._text)
+    def give_file(self, text=None):
+        with self._file.open("w") as pipe:  # waits for the reader
+            self._file.unlink()
+            self._file.write_text(self._text)
             pipe.write(self._text if text is None else text)
 
 
 @pytest.fixture
-def loading(checkpoint, tmp_path):
+def loading(checkpoint, tmp_path, request):
     model = tmp_path / "model"
     shutil.copytree(checkpoint, model)
-    config = model / "config.json"
-    text = config.read_text()
-    config.unlink()
-    os.mkfifo(config)
+    file = model / getattr(request, "param", "config.json")
+    text = file.read_text() if file.exists() else "{}"
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
     port = free_port()
     with running(model, tmp_path / "home", port) as process:
-        server = Loading(process, f"http://127.0.0.1:{port}", config, text)
+        server = Loading(process, f"http://127.0.0.1:{port}", file, text)
         wait_until(server.lives)
         yield server
 
@@ -76,6 +76,7 @@ def running(model, home, port):
         process.communicate()
 
 
+@pytest.mark.parametrize("loading", ["generation_config.json"], indirect=True)
 def test_server_while_loading_answers_503_with_its_progress(loading):
     wait_until(lambda: "opening its files" in loading.get("/health/ready").text)
     for path in ("/health/ready", "/health", "/v1/models"):
@@ -88,7 +89,7 @@ def test_server_while_loading_answers_503_with_its_progress(loading):
     assert refused.json()["error"]["code"] == "model_loading"
     assert loading.get("/docs").status_code == 200
     assert loading.process.poll() is None
-    loading.give_config()
+    loading.give_file()
     assert loading.process.stdout.readline().startswith("Serving ")
     assert loading.get("/health/ready").json() == {"status": "ok"}
     assert httpx.post(f"{loading.url}{CHAT}", json=ASKED, timeout=60).status_code == 200
@@ -177,7 +178,7 @@ def test_a_server_ends_also_where_it_is_refused_or_signals_are_ignored(
 
 
 def test_model_that_cannot_be_loaded_ends_the_server_with_one_sentence(loading):
-    loading.give_config("{}")
+    loading.give_file("{}")
     printed, said = loading.process.communicate(timeout=60)
     assert loading.process.returncode == 2
     assert printed == ""

@@ -17,15 +17,12 @@ from keepwarm.config import Settings
 from keepwarm.errors import BadInput
 from keepwarm.kv import make_caches, probe
 from keepwarm.kv.layout import LayerSpec, Layout
-from keepwarm.models.catalog import locate, read_config
+from keepwarm.models.catalog import TOKENIZER, WEIGHTS, locate, read_config
 from keepwarm.models.published import rope_changes
 from keepwarm.prefix.fingerprint import Identity, digest
 from keepwarm.records.at_rest import EXACT
 from keepwarm.state_file import MACHINE, StateFile
 
-WEIGHTS = ("*.safetensors", "*.gguf", "*.npz")
-TOKENIZER = ("tokenizer*", "*.tiktoken", "vocab*", "merges.txt", "special_tokens_map.json",
-             "added_tokens.json")  # fmt: skip
 MAKE_OPTIONS = frozenset({"max_kv_size", "kv_bits", "kv_group_size", "at_rest"})
 DEFAULT_AT_REST = ("at_rest", EXACT)
 
@@ -80,14 +77,21 @@ class DigestsFile:
         self._known = self._file.read()
 
     def of(self, path: Path) -> str:
-        status = path.stat()
-        label = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ino}"
+        label = _label(path)
         if label not in self._known:
             with path.open("rb") as file:
-                self._known[label] = hashlib.file_digest(file, "sha256").hexdigest()
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if _label(path) != label:
+                raise BadInput(f"{path} was changed while it was read; try again.")
+            self._known[label] = found
             with suppress(OSError):  # the next start reads it again
                 self._file.change(lambda kept: {**kept, **self._known})
         return self._known[label]
+
+
+def _label(path: Path) -> str:
+    status = path.stat()
+    return f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ino}"
 
 
 def _known_digests(kept: Mapping[str, str]) -> dict[str, str]:
@@ -107,19 +111,26 @@ def identify(
     weights = _digests(source, WEIGHTS, digests)
     if not weights:
         raise BadInput(f"There are no weights in {source}, so its blocks could not be identified.")
-    adapter_files = _digests(adapter, ("*",), digests) if adapter else {}
+    adapter_files = _digests(adapter, ("*",), digests) if adapter and adapter.is_dir() else {}
     if adapter and not adapter_files:
         raise BadInput(f"There is no adapter in {adapter}; name its directory.")
     config = source / "config.json"
-    return Identity(
+    found = Identity(
         weights=weights,
         config=digests.of(config) if config.is_file() else "",
         tokenizer=digest(_digests(source, TOKENIZER, digests)) if source.is_dir() else "",
-        layout=digest([_layer_json(layer) for layer in layout.layers]),
+        layout="",
         adapter=digest(adapter_files) if adapter else "",
-        kv_options=_without_exact(kv_options or {}),
-        salt=salt,
     )
+    return with_options(found, layout, kv_options or {}, salt)
+
+
+def with_options(
+    identity: Identity, layout: Layout, kv_options: Mapping[str, Any], salt: str
+) -> Identity:
+    """That of the same files with these options."""
+    layers = digest([_layer_json(layer) for layer in layout.layers])
+    return replace(identity, layout=layers, kv_options=_without_exact(kv_options), salt=salt)
 
 
 def _without_exact(kv_options: Mapping[str, Any]) -> dict[str, Any]:

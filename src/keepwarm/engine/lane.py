@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from keepwarm import kv
+from keepwarm.cache.identity import identity_of, with_options
 from keepwarm.cache.restore.loading import EMPTY, Fault, Loading
 from keepwarm.cache.restore.rates import PrefillTimes
 from keepwarm.cache.restore.restorer import SMALL_LOAD_S, Plan, Restorer
@@ -22,9 +22,11 @@ from keepwarm.engine.admission import kv_bytes
 from keepwarm.engine.drafts import DraftGate
 from keepwarm.engine.live import Live, copy_without
 from keepwarm.engine.padding import RowSharing, VerdictsFile
-from keepwarm.errors import BadInput
+from keepwarm.errors import BadInput, BadModelFile
+from keepwarm.models.catalog import file_stamps
+from keepwarm.models.hub import revision_of
 from keepwarm.models.load import Model, may_drift
-from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace
+from keepwarm.prefix.blocks import BlockKey, Namespace
 from keepwarm.prefix.fingerprint import Identity, salt_of
 from keepwarm.prefix.policy import Policy
 from keepwarm.prefix.recent import RecentPrompts
@@ -78,7 +80,7 @@ class Lane:
             "quantised": self.options.kv_bits is not None,
             "bounded": limit is not None and limit in windows and n_tokens > limit,
             "imported": bool(self.identity.origin and n_reused),
-            "numerics": bool(self.restorer.is_mixed and n_reused),
+            "numerics": bool(self.restorer.mixed.are_here and n_reused),
             "unverified": bool(n_reused and self.restorer.is_unverified),
             "drifts": bool(self.may_drift and n_reused),
             "q8": bool(self.options.at_rest == "q8" and n_reused),
@@ -289,26 +291,16 @@ def look_up(lane: Lane, tokens: list[int]) -> Lookup:
     rest_s = lane.restorer.rates.prefill_s(max(plan.n_tokens, n_live), len(tokens))
     load_s = plan.load_s if plan.n_tokens > n_live else 0.0
     first_ms = 1000 * (load_s + rest_s)
-    return Lookup(len(tokens), {k: n for k, n in warm.items() if n}, round(first_ms, 1))
+    return Lookup(len(tokens), {k: n for k, n in warm.items() if k and n}, round(first_ms, 1))
 
 
 def _by_tier(plan: Plan, tiers: TierLookups) -> dict[str, int]:
-    """Tokens by the tier they would come from; blocks that no layer reads count with the last."""
+    """Tokens by the tier they would come from; "" is none."""
     tier_of: dict[BlockKey, str] = {}
     keys = [read.key for read in plan.point.reads]
-    for name, tier in reversed(tiers.looked_up):
+    for name, tier in reversed(tiers.named):
         tier_of |= dict.fromkeys(tier.have(keys), name)
-    counts: Counter[str] = Counter()
-    seen: set[int] = set()
-    for read in plan.point.reads:
-        if read.number not in seen and read.key in tier_of:
-            seen.add(read.number)
-            counts[tier_of[read.key]] += min(
-                BLOCK_TOKENS, plan.n_tokens - read.number * BLOCK_TOKENS
-            )
-    if keys and keys[-1] in tier_of:
-        counts[tier_of[keys[-1]]] += plan.n_tokens - counts.total()
-    return dict(counts)
+    return plan.point.tokens_by_tier([tier_of.get(key, "") for key in keys])
 
 
 @dataclass
@@ -323,6 +315,7 @@ class Lanes:
     padding: VerdictsFile
     call: Call  # runs work on the engine's thread
     recent: RecentPrompts | None  # whose texts are drafts, too; None: sequences get no drafts
+    _loaded: Identity | None = None
     _made: dict[tuple[KVOptions, str], Lane] = field(default_factory=dict)
     _gates: dict[KVOptions, DraftGate] = field(default_factory=dict)
     _making: threading.RLock = field(default_factory=threading.RLock)
@@ -361,24 +354,35 @@ class Lanes:
         module, layout = self.model.module, self.layout
         if given:
             layout = self.call(lambda: kv.probe(module, kv.make_caches(module, **given))).result()
-        attached = self.store.attach(
-            module, self.model.path, salt=salt_of(tenant, start), layout=layout, **given
-        )
+        identity = with_options(self._identity(), layout, given, salt_of(tenant, start))
         gate = self._gate(options, layout)
         return Lane(
             self.model,
             options,
-            attached.identity,
-            attached.restorer,
+            identity,
+            self.store.make_restorer(identity, layout, revision_of(self.model.path)),
             self.live,
             RowSharing(
-                *(self.model.module, given, attached.identity, self.model.path, self.padding),
+                *(self.model.module, given, identity, self.model.path, self.padding),
                 own_ends=gate is not None and _takes_back(layout),
             ),
             gate=gate,
             exact_lane=None if is_exact or not start else self.get(exact_options(options), tenant),
             may_drift=may_drift(module, layout.dtypes),
         )
+
+    def _identity(self) -> Identity:
+        """Of the files that were loaded, with the default options; those that replace them later
+        are another model's."""
+        if self._loaded is None:
+            model = self.model
+            found = identity_of(model.module, model.path, self.store.settings, layout=self.layout)
+            if model.stamps and file_stamps(model.path) != model.stamps:
+                raise BadModelFile(
+                    f"The files of {model.path} were replaced since it was loaded; load it again."
+                )
+            self._loaded = found
+        return self._loaded
 
     def _gate(self, options: KVOptions, layout: kv.Layout) -> DraftGate | None:
         """One for all tenants: costs and hit rates are the model's."""

@@ -79,7 +79,8 @@ class Block:
     """The cache content of tokens `start … end`, by kind of layer.
 
     `window` holds the rows that were still in the window when the block was cut; `first_rows` is,
-    by path of the window layer, the first such row of the block. `state` is as of `end`.
+    by path of the window layer, the first such row of the block. In an uneven block some layers
+    have fewer than others. `state` is as of `end`.
     """
 
     index: int
@@ -88,6 +89,7 @@ class Block:
     window: Mapping[str, Rows] = field(default_factory=dict)
     first_rows: Mapping[str, int] = field(default_factory=dict)
     state: Mapping[str, Rows] = field(default_factory=dict)
+    is_uneven: bool = False
 
     @property
     def start(self) -> int:
@@ -250,7 +252,9 @@ def offload_blocks(
         delta, window, state = (
             parts.get((kind, number), {}) for kind in (Kind.DELTA, Kind.WINDOW, Kind.STATE)
         )
-        yield Block(number, end - start, delta, window, _first_rows(rows, start, end), state)
+        first_rows = _first_rows(rows, start, end)
+        is_uneven = _is_uneven(rows, first_rows)
+        yield Block(number, end - start, delta, window, first_rows, state, is_uneven)
 
 
 def _delta_cuts(rows: _RowsByPath, numbers: range, n_tokens: int) -> Iterator[_Cut]:
@@ -281,6 +285,11 @@ def _first_rows(rows: _RowsByPath, start: int, end: int) -> dict[str, int]:
         path: max(start, held.first) for path, (kind, held) in rows.items() if kind is Kind.WINDOW
     }
     return {path: row - start for path, row in first.items() if row < end}
+
+
+def _is_uneven(rows: _RowsByPath, first_rows: Mapping[str, int]) -> bool:
+    n_windows = sum(kind is Kind.WINDOW for kind, _ in rows.values())
+    return len({*first_rows.values()}) > 1 or 0 < len(first_rows) < n_windows
 
 
 def _bounds(number: int, n_tokens: int) -> tuple[int, int]:
@@ -326,7 +335,9 @@ def _cut_one(index: int, n_tokens: int, rows: _RowsByPath) -> Block:
         first = start + first_rows.get(path, 0)
         for name, array in held.cut(first, end).items():
             parts[kind][tensor_name(path, index, name)] = array
-    return Block(index, n_tokens, parts[Kind.DELTA], parts[Kind.WINDOW], first_rows)
+    is_uneven = _is_uneven(rows, first_rows)
+    delta, window = parts[Kind.DELTA], parts[Kind.WINDOW]
+    return Block(index, n_tokens, delta, window, first_rows, is_uneven=is_uneven)
 
 
 def _name_states(index: int, states: Mapping[str, Tensors]) -> Tensors:

@@ -7,13 +7,16 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from keepwarm.config import Settings
 from keepwarm.errors import BadModelFile, UnknownModel
 from keepwarm.models import builtin, hub, lmstudio
 
 LOG = logging.getLogger(__name__)
+WEIGHTS = ("*.safetensors", "*.gguf", "*.npz")
+TOKENIZER = ("tokenizer*", "*.tiktoken", "vocab*", "merges.txt", "special_tokens_map.json",
+             "added_tokens.json")  # fmt: skip
 CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 KINDS = {"model_type": str, "text_config": dict | None}
 CONTEXTS = {"gemma3": 131_072}  # of types that are published without: the default of transformers
@@ -82,6 +85,29 @@ def find_local(name: str) -> Path | None:
         return path.absolute() if name and path.exists() else None
     except (OSError, RuntimeError, ValueError):  # too long, unknown user, or not a path at all
         return None
+
+
+class FileStamp(NamedTuple):
+    """Another one once the file is changed. Without its inode, of which some network file systems
+    make a new number at any time.
+    """
+
+    path: Path  # what its name leads to
+    n_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+def file_stamps(path: Path) -> frozenset[FileStamp]:
+    """Those of the files that a model is identified by."""
+    patterns = (*WEIGHTS, *TOKENIZER, "config.json")
+    found = [file for pattern in patterns for file in path.glob(pattern) if file.is_file()]
+    return frozenset(map(_stamp, [path] if path.is_file() else found))
+
+
+def _stamp(file: Path) -> FileStamp:
+    status = file.stat()
+    return FileStamp(file.resolve(), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -25,7 +25,14 @@ from keepwarm.device import kernels
 from keepwarm.device.space import require_memory
 from keepwarm.errors import BadModelFile, KeepwarmError, UnsupportedModel
 from keepwarm.models import row_products
-from keepwarm.models.catalog import locate, n_context, read_config, read_generation_config
+from keepwarm.models.catalog import (
+    FileStamp,
+    file_stamps,
+    locate,
+    n_context,
+    read_config,
+    read_generation_config,
+)
 from keepwarm.models.embedder import Embedder, read_embedder
 from keepwarm.models.gguf import model as gguf
 from keepwarm.models.gguf.tokenizer import write_tokenizer
@@ -66,6 +73,7 @@ class Model:
     generation_config: dict[str, Any] = field(default_factory=dict)  # the makers' sampling
     embedder: Embedder = field(default_factory=Embedder)  # what its files say about vectors
     trials: ProductTrials | None = None  # of faster products, which the engine runs while idle
+    stamps: frozenset[FileStamp] = frozenset()  # of its files, as they were read
 
     @property
     def backbone(self) -> Any:
@@ -119,6 +127,7 @@ def read_model(
 ) -> Model:
     """The model in a directory or .gguf file, which a stranger may have made."""
     report("opening its files")
+    stamps = file_stamps(path)
     # Reading the tokenizer keeps Python busy, reading weights MLX and the disk.
     with ThreadPoolExecutor(1, thread_name_prefix="keepwarm-tokenizer") as beside:
         is_file = path.is_file()
@@ -129,7 +138,10 @@ def read_model(
         tokenizer = parts.tokenizer.result()
     config, generation = parts.config, read_generation_config(path)
     module, size, embedder = parts.module, n_context(config), read_embedder(path, config)
-    return Model(name, path, module, tokenizer, config, size, n_bytes, generation, embedder)
+    if file_stamps(path) != stamps:
+        raise BadModelFile(f"The files of {path} were changed while they were read; load it again.")
+    found = Model(name, path, module, tokenizer, config, size, n_bytes, generation, embedder)
+    return replace(found, stamps=stamps)
 
 
 def _weights_bytes(module: Any) -> int:

@@ -77,21 +77,55 @@ class SharedTiers:
         """
         self._settings = settings
         self._disk = disk
-        self.tiers = open_remotes(settings, memory, disk, is_mixed, on_unverified)
+        self.tiers = self._opened(memory, is_mixed, on_unverified)
         self.uploader: Uploader | None = None
         self._deleter: DeleterThread | None = None
         limits = RemoteLimits(settings.remote_bytes, settings.remote_age_s)
         for tier in self.tiers:
             tier.keep_within(limits)
 
+    def _opened(
+        self, memory: MemoryTier, is_mixed: bool, on_unverified: Callable[[Namespace], None]
+    ) -> list[RemoteTier]:
+        """In order. One that does not answer is tried again.
+
+        A mixed machine may hold blocks of other classes, so that what it computes has its own.
+        """
+        settings, disk = self._settings, self._disk
+        password = settings.read_secret("remote_password")
+        mark = b"" if disk.cipher is None else (disk.root / SEALED).read_bytes()
+        numerics = compute_class(settings.home)
+        fleet_key = FleetKey.parse(settings.read_secret("fleet_key"))
+        tiers = [
+            RemoteTier(
+                open_backend(address, password),
+                f"mixed-{numerics}" if is_mixed else numerics,
+                disk.cipher,
+                memory,
+                address=address,
+                mark=mark,
+                fleet_key=fleet_key,
+                any_class=settings.share_numerics == "any",
+                on_unverified=on_unverified,
+                flags=disk.index.database,
+            )
+            for address in settings.remotes
+        ]
+        until = time.monotonic() + START_S
+        for tier in tiers:
+            tier.health.wait_until_tried(max(0.0, until - time.monotonic()))
+        return tiers
+
     def start(
         self,
         here: Tiers,
         kept: Callable[[Collection[BlockKey]], dict[BlockKey, BlockInfo]],
         keep: Callable[[], Collection[BlockKey]],
+        *,
+        may_share: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Share what is `kept` on disk and used again; delete what was deleted there, but for what
-        agents `keep`.
+        """Share what is `kept` on disk and used again, as long as its class is that of the tiers;
+        delete what was deleted there, but for what agents `keep`.
         """
         addresses, per_day = self._settings.remotes, self._settings.remote_writes_per_day or None
         budget = WriteBudget(self._disk.root, per_day, name="uploaded")
@@ -102,7 +136,8 @@ class SharedTiers:
             tombstones.add([namespace], [block])
             self.notice_deletion(block)
 
-        self.uploader = Uploader(self.tiers, here, kept, budget, delete_later)
+        sharing = self.tiers, here, kept, budget, delete_later
+        self.uploader = Uploader(*sharing, may_share=may_share)
         tiers = dict(zip(addresses, self.tiers, strict=True))
         self._deleter = DeleterThread(RemoteDeleter(tombstones, keep, erase_from(tiers)))
 
@@ -125,42 +160,6 @@ class SharedTiers:
     def close(self) -> None:
         for tier in self.tiers:
             tier.close()
-
-
-def open_remotes(
-    settings: Settings,
-    memory: MemoryTier,
-    disk: DiskTier,
-    mixed: bool,
-    on_unverified: Callable[[Namespace], None],
-) -> list[RemoteTier]:
-    """The shared tiers of the settings, in order. One that does not answer is tried again.
-
-    A `mixed` machine may hold blocks of other classes, so that what it computes has its own.
-    """
-    password = settings.read_secret("remote_password")
-    mark = b"" if disk.cipher is None else (disk.root / SEALED).read_bytes()
-    numerics = compute_class(settings.home)
-    fleet_key = FleetKey.parse(settings.read_secret("fleet_key"))
-    tiers = [
-        RemoteTier(
-            open_backend(address, password),
-            f"mixed-{numerics}" if mixed else numerics,
-            disk.cipher,
-            memory,
-            address=address,
-            mark=mark,
-            fleet_key=fleet_key,
-            any_class=settings.share_numerics == "any",
-            on_unverified=on_unverified,
-            flags=disk.index.database,
-        )
-        for address in settings.remotes
-    ]
-    until = time.monotonic() + START_S
-    for tier in tiers:
-        tier.health.wait_until_tried(max(0.0, until - time.monotonic()))
-    return tiers
 
 
 def measure_remotes(settings: Settings) -> list[RemoteReport]:

@@ -51,12 +51,15 @@ class Uploader:
         kept: Callable[[Collection[BlockKey]], dict[BlockKey, BlockInfo]],
         budget: WriteBudget | None = None,
         delete_later: Callable[[Namespace, NamedBlock], None] = lambda *_: None,
+        *,
+        may_share: Callable[[], bool] = lambda: True,
     ) -> None:
         """`kept` says which blocks are on disk or will be: others are not shared. `budget` is what
-        may be written in a day.
+        may be written in a day. `may_share` is False once blocks here may be of another class.
         """
         self._budget = budget
         self._delete_later = delete_later
+        self._may_share = may_share
         self._shared = shared
         self._here = here
         self._kept = kept
@@ -138,7 +141,8 @@ class Uploader:
         while (offered := self._next()) is not None:
             use, tried = offered
             try:
-                self._share(use)
+                if self._may_share():
+                    self._share(use)
             except Exception:  # one bad record must not stop the thread
                 LOG.exception("blocks could not be shared")
             with self._changed:

@@ -285,6 +285,23 @@ def test_a_disk_that_refuses_costs_a_counter_and_no_more(disk, records):
     writer.close()
 
 
+def test_deletions_that_cannot_be_followed_do_not_end_the_writer(disk, records, monkeypatch):
+    monkeypatch.setattr(writing, "CATCH_UP_S", 0.01)
+    tried = threading.Semaphore(0)
+
+    def fail():
+        tried.release()
+        raise RuntimeError("no such luck")
+
+    writer = Writer(None, disk, 64 * MIB, catch_up=fail)
+    assert tried.acquire(timeout=60)
+    assert tried.acquire(timeout=60)
+    writer.put(records[0], Policy.READ_WRITE)
+    writer.flush()
+    assert disk.have([records[0].header.key])
+    writer.close()
+
+
 def test_the_daily_budget_holds_over_processes_and_days(disk, records):
     day = ["2026-11-15"]
     size = records[0].n_bytes

@@ -7,7 +7,6 @@ system load the next files.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -24,6 +23,7 @@ from keepwarm.kv.assembly import Assembly
 from keepwarm.kv.kinds import Caches
 from keepwarm.kv.layout import Layout
 from keepwarm.kv.slabs import SlabPool
+from keepwarm.kv.slices import Block
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, pack
 from keepwarm.records.at_rest import CODEC, check_codec
 from keepwarm.records.record import Part, ReadBuffer, RecordView
@@ -274,7 +274,9 @@ class LoadResult(NamedTuple):
 
 
 class FewerRows(Exception):
-    """A sound record of a window has fewer rows than another one had, which is gone."""
+    """A sound record has fewer rows of a window than the plan was made for: another one had more,
+    and is gone, or the window is narrower than the widest.
+    """
 
 
 class Loading:
@@ -306,6 +308,8 @@ class Loading:
         self._first_read = self._last_read = 0.0
         self._at_rest = at_rest
         self._needs = Needs.of(layout)
+        most = self._needs.window
+        self._narrow = [leaf for leaf in layout.leaves() if leaf.window and leaf.window < most]
         self._lossy: set[int] = set()  # numbers of blocks that were rounded
 
         def prepared() -> Use:
@@ -351,8 +355,8 @@ class Loading:
             self._reader.discard(faulty, str(error))
             return LoadResult(None, {read.key for read in faulty} or set(self.keys), "layout")
         self.seconds = self._last_read - self._first_read + perf_counter() - began
-        n_lossy = sum(map(self._n_tokens, self._lossy))
-        by_tier = self._by_tier(outcome.tiers)
+        n_lossy = sum(map(self.point.n_in_block, self._lossy))
+        by_tier = self.point.tokens_by_tier(outcome.tiers)
         restored = RestoredPrefix(caches, self.point.n_tokens, by_tier, n_lossy=n_lossy)
         return LoadResult(restored, set())
 
@@ -367,31 +371,27 @@ class Loading:
         header = record.header
         if not header.tokens.startswith(self._packed[4 * start : 4 * end]):
             raise CorruptBlock("?", read.number, "its tokens differ from the prompt")
-        first = len(header.tokens) // 4 - header.w_rows
-        has_rows = self._needs.has_rows(first, read.number, self.point.n_tokens)
-        if read.part is Part.WINDOW and not has_rows:
-            raise FewerRows
         check_codec(header, self._at_rest)
+        block = block_of(record)
+        first = block.n_tokens - header.w_rows
+        has_rows = self._needs.has_rows(first, read.number, self.point.n_tokens)
+        if read.part is Part.WINDOW and not (has_rows and self._has_narrow_rows(block)):
+            raise FewerRows
         began = perf_counter()
         with self._saver.restoring():
-            self._assembly.add(block_of(record))
+            self._assembly.add(block)
         with self._lock:
             self._first_read = min(self._first_read or began, began)
             self._last_read = perf_counter()
             if CODEC in record.header.extra:
                 self._lossy.add(read.number)
 
-    def _by_tier(self, tiers: Sequence[str]) -> dict[str, int]:
-        """Each block counts for the tier of its last record, which has its rows, if any has."""
-        numbers = [read.number for read in self.point.reads]
-        by_number = dict(zip(numbers, tiers, strict=True))
-        counts: Counter[str] = Counter()
-        for number, tier in by_number.items():
-            counts[tier] += self._n_tokens(number)
-        # Blocks before a window or a state that no layer had to read count for the last tier.
-        counts[tiers[-1]] += self.point.n_tokens - counts.total()
-        return dict(counts)
-
-    def _n_tokens(self, number: int) -> int:
-        """Of one block, that are restored."""
-        return min(BLOCK_TOKENS, self.point.n_tokens - number * BLOCK_TOKENS)
+    def _has_narrow_rows(self, block: Block) -> bool:
+        """Whether it has what the narrower windows need; the plan knows of the widest alone."""
+        n_tokens = self.point.n_tokens
+        for leaf in self._narrow:
+            needed = max(block.start, leaf.first_row_needed(n_tokens))
+            held = block.start + block.first_rows.get(leaf.path, block.n_tokens)
+            if held > needed < n_tokens and needed < block.end:
+                return False
+        return True

@@ -9,6 +9,7 @@ Pure: takes what the tiers hold, returns what to read.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
@@ -29,6 +30,7 @@ class Needs:
     delta: bool
     window: int  # rows before the point; 0 where no layer has a window
     state: bool
+    narrow: int = 0  # rows of the narrowest window; a plan looks at those of the widest alone
 
     @property
     def points(self) -> bool:
@@ -45,7 +47,7 @@ class Needs:
     @property
     def whole_blocks(self) -> bool:
         """Whether a slice that ends inside a block loses the first rows of that block."""
-        return not self.state and 0 < self.window < BLOCK_TOKENS
+        return not self.state and 0 < (self.narrow or self.window) < BLOCK_TOKENS
 
     def window_blocks(self, n_tokens: int) -> range:
         """The blocks whose window rows are needed to continue from a point."""
@@ -65,8 +67,9 @@ class Needs:
 
     @classmethod
     def of(cls, layout: Layout) -> Needs:
-        windows = [leaf.window or 0 for leaf in layout.leaves()]
-        return cls(Kind.DELTA in layout.kinds, max(windows, default=0), Kind.STATE in layout.kinds)
+        windows = [leaf.window for leaf in layout.leaves() if leaf.window] or [0]
+        kinds = layout.kinds
+        return cls(Kind.DELTA in kinds, max(windows), Kind.STATE in kinds, min(windows))
 
 
 class Read(NamedTuple):
@@ -87,6 +90,22 @@ class Point(NamedTuple):
     @property
     def keys_by_part(self) -> list[tuple[BlockKey, Part]]:
         return [(read.key, read.part) for read in self.reads]
+
+    def n_in_block(self, number: int) -> int:
+        """Tokens of one block that are restored."""
+        return min(BLOCK_TOKENS, self.n_tokens - number * BLOCK_TOKENS)
+
+    def tokens_by_tier(self, tiers: Sequence[str]) -> dict[str, int]:
+        """From the tier of each record: a block counts for that of its last one, which has its
+        rows, if any has.
+        """
+        by_number = {read.number: tier for read, tier in zip(self.reads, tiers, strict=True)}
+        counts: Counter[str] = Counter()
+        for number, tier in by_number.items():
+            counts[tier] += self.n_in_block(number)
+        if tiers:  # blocks before a window or a state that no layer has to read count for the last
+            counts[tiers[-1]] += self.n_tokens - counts.total()
+        return dict(counts)
 
 
 NOTHING = Point(0, (), 0)

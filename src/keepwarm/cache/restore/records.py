@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from keepwarm.cache.restore.writing import UNEVEN
 from keepwarm.errors import CorruptBlock
 from keepwarm.kv.buffers import FileArray, HostArray, dtype_name, from_buffer, to_buffer
 from keepwarm.kv.layout import Layout
@@ -52,8 +53,8 @@ def check_record(layout: Layout, record: Record | RecordView) -> None:
     check_block(layout, block)
     if header.part is not Part.WINDOW and not record.tensors:
         raise CorruptBlock("?", header.number, "it has no tensors")
-    if header.w_rows != _n_window_rows(block):
-        raise CorruptBlock("?", header.number, "it has other window rows than it says")
+    if header.w_rows > _n_window_rows(block):
+        raise CorruptBlock("?", header.number, "it has fewer window rows than it says")
 
 
 def block_of(record: Record | RecordView) -> Block:
@@ -157,8 +158,10 @@ def _parts(block: Block) -> dict[Part, Mapping[str, Rows]]:
 def _extra(part: Part, block: Block) -> dict[str, object]:
     if part is not Part.WINDOW:
         return {}
-    return {"first_rows": dict(block.first_rows), "w_rows": _n_window_rows(block)}
+    extra = {"first_rows": dict(block.first_rows), "w_rows": _n_window_rows(block)}
+    return extra | ({UNEVEN: True} if block.is_uneven else {})
 
 
 def _n_window_rows(block: Block) -> int:
-    return block.n_tokens - max(block.first_rows.values(), default=block.n_tokens)
+    """Of the widest window, which holds most; narrower ones are looked at when it is read."""
+    return block.n_tokens - min(block.first_rows.values(), default=block.n_tokens)

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count, islice, pairwise, takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from keepwarm.cache.restore.forgetting import Forgetting, RequestClaim
@@ -239,6 +240,23 @@ class UnverifiedBlocks:
                 self._names.add(name)
 
 
+class MixedBlocks:
+    """Whether blocks may be of machines that compute other numbers: since the setting of any
+    process allowed them, for good.
+    """
+
+    def __init__(self, marker: Path | None = None, *, are_here: bool = False) -> None:
+        self._marker = marker
+        self.are_here = are_here
+
+    def learn(self) -> bool:
+        """What any process has noted; asks the disk."""
+        if not self.are_here and self._marker is not None:
+            with suppress(OSError):  # then nothing on disk is found either
+                self.are_here = self._marker.exists()
+        return self.are_here
+
+
 @dataclass
 class Restorer:
     namespace: Namespace
@@ -250,7 +268,7 @@ class Restorer:
     failures: RestoreFailures = field(default_factory=RestoreFailures)
     forgetting: Forgetting | None = None  # without a disk nobody else deletes
     uploader: Uploader | None = None  # without shared tiers nobody shares
-    is_mixed: bool = False  # blocks may be of machines that compute other numbers
+    mixed: MixedBlocks = field(default_factory=MixedBlocks)
     unverified: UnverifiedBlocks | None = None  # without shared tiers all are known
     at_rest: str | None = None  # the codec of rows on disk and in shared tiers; None: exact
     machine: str = ""  # the kind of this one: what was computed by another took another time
@@ -290,7 +308,8 @@ class Restorer:
         if self.needs.points:
             made.survives(tokens[:n_tokens])
         answers.close()
-        if self.unverified is not None:  # behind the look-up: it is noted before they are there
+        self.mixed.learn()  # behind the look-up: it is noted before they are there
+        if self.unverified is not None:
             self.unverified.learn(self.namespace)
         return made
 

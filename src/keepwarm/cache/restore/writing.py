@@ -27,6 +27,7 @@ from keepwarm.store.tiers import TierLookups
 LOG = logging.getLogger(__name__)
 MAX_DEFERRAL_S = 2.0  # how long a save waits for restores
 MAX_TRIES = 8  # to write a record while other processes delete
+UNEVEN = "uneven"  # of a record: it has fewer rows of some windows than of others
 CATCH_UP_S = 0.5  # how often an idle writer looks for deletions of other processes
 WRITE_BACKOFF_S = 60.0  # seconds without re-saves after a refusal
 MAX_WRITTEN = 1 << 14  # blocks, the latest, that requests which wait already are told of
@@ -258,7 +259,10 @@ class Writer(MemorySaver):
 
     def _next(self) -> tuple[BlockKey, Part] | None:
         while not self._wait_for_work():
-            self._catch_up()
+            try:
+                self._catch_up()
+            except Exception:  # of what is told of deletions: it must not stop the writer thread
+                LOG.exception("what was deleted could not be forgotten")
         with self._changed:
             if not self._order:
                 return None
@@ -357,7 +361,7 @@ def _nothing() -> None:
 
 def _put(tier: Tier, record: Record) -> PutResult:
     put = tier.put(record)
-    if put.stored:
+    if put.stored and not record.header.extra.get(UNEVEN):  # a shorter block may have more rows
         tier.delete_superseded(record.header.key)
     return put
 
