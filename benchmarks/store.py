@@ -297,7 +297,7 @@ def server_restorer(disk: DiskTier, prompt: Sequence[int]) -> Restorer:
 def _put_and_delete(disk: DiskTier) -> None:
     (ref,) = chain(NAMESPACE, [1, 2, 3])
     disk.put(_small_record(ref)).durable.result()
-    disk.delete(ref.key)
+    disk.delete_all([ref.key])
 
 
 def fill(root: Path, n_blocks: int) -> None:

@@ -40,8 +40,15 @@ class StateFile(Generic[T]):
 
     def read(self) -> T:
         try:
+            return self.read_to_change()
+        except OSError:
+            return self._parse({})
+
+    def read_to_change(self) -> T:
+        """The same, but raises OSError: what cannot be read now must not be written over."""
+        try:
             return self.read_strictly()
-        except (OSError, *DAMAGE):
+        except DAMAGE:
             return self._parse({})
 
     def read_strictly(self) -> T:
@@ -59,11 +66,7 @@ class StateFile(Generic[T]):
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.lock.hold(wait_s):
-            try:
-                before = self.read_strictly()
-            except DAMAGE:
-                before = self._parse({})
-            value = change(before)
+            value = change(self.read_to_change())
             self.write(value)
         return value
 

@@ -9,7 +9,7 @@ The exemptions below are tested: one that holds after all is a failure. They are
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,8 +53,8 @@ class SharedTier:
         self._put[header.key] = header.namespace, block
         return self._tier.put(record)
 
-    def delete(self, key: BlockKey) -> None:
-        if key in self._put:
+    def delete_all(self, keys: Collection[BlockKey]) -> None:
+        for key in self._put.keys() & keys:
             namespace, block = self._put[key]
             tries = (erase_from_tier(self._tier, [namespace], [block], ()) for _ in range(N_TRIES))
             assert any(tries)

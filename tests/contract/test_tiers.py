@@ -315,7 +315,7 @@ def test_the_nearest_child_is_the_first(tier, held, asked, name):
         assert child.n_common == common_tokens(pack(keys[child.key]), pack(asked))
     assert [c.n_common for c in found] == sorted((c.n_common for c in found), reverse=True)
     for ref in keys:
-        tier.delete(ref)
+        tier.delete_all([ref])
 
 
 def test_the_nearest_of_many_children(tier):
@@ -362,13 +362,13 @@ def test_delete_takes_every_part(tier):
     for part in Part:
         tier.put(record(one, part))
     tier.put(record(two))
-    tier.delete(one.key)
+    tier.delete_all([one.key])
     assert set(tier.have([one.key, two.key])) == {two.key}
     assert all(tier.read(one.key, part) is None for part in Part)
     assert tier.children(root(NAMESPACE), one.tokens) == []
     assert tier.states([root(NAMESPACE)]) == []
     assert [stored.key for stored in tier.walk()] == [two.key]
-    tier.delete(one.key)  # what is not there is no error
+    tier.delete_all([one.key])  # what is not there is no error
     assert tier.put(record(one)).stored
 
 
@@ -376,7 +376,7 @@ def test_what_follows_a_deleted_block_stays(tier):
     one, two = made = chain_of(2)
     for each in made:
         tier.put(each)
-    tier.delete(one.header.key)
+    tier.delete_all([one.header.key])
     assert set(tier.have(keys_of(made))) == {two.header.key}
     assert content(tier.read(two.header.key, Part.DELTA)) == content(two)
 
@@ -404,7 +404,7 @@ def test_walk_while_others_put_and_delete(tier):
     def come_and_go():
         one = random.choice(moves)
         tier.put(one)
-        tier.delete(one.header.key)
+        tier.delete_all([one.header.key])
 
     with busy(come_and_go, n_threads=2):
         for _ in range(15):
@@ -494,7 +494,7 @@ def test_a_reader_sees_a_whole_record_or_none(tier):
             for one in made.values():
                 tier.put(one)
                 time.sleep(0.0005)  # or readers never get Python's lock in between
-            tier.delete(ref.key)
+            tier.delete_all([ref.key])
         tier.put(made[1])
         wait_until(lambda: seen)
     assert tier.stats().quarantined == 0
@@ -520,7 +520,7 @@ def test_racing_puts_and_deletes_leave_all_or_nothing(tier):
             if pick.random() < 0.5:
                 tier.put(one)
             else:
-                tier.delete(one.header.key)
+                tier.delete_all([one.header.key])
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(work, range(4)))
@@ -528,7 +528,7 @@ def test_racing_puts_and_deletes_leave_all_or_nothing(tier):
         found = tier.read(one.header.key, Part.DELTA)
         assert (found is not None) == (one.header.key in tier.have(keys_of([one])))
         assert found is None or content(found) == content(one)
-        tier.delete(one.header.key)
+        tier.delete_all([one.header.key])
     assert list(tier.walk()) == []
     assert tier.stats().blocks == 0
 
@@ -544,7 +544,7 @@ def test_stats_add_up(tier):
         tier.read(one.header.key, Part.DELTA)
     for n in range(5):
         tier.read(first_block([n]).key, Part.DELTA)
-    tier.delete(made[2].header.key)
+    tier.delete_all([made[2].header.key])
     stats = tier.stats()
     assert (stats.puts, stats.hits, stats.misses) == (3, 4, 5)
     assert (stats.evicted, stats.quarantined, stats.errors) == (0, 0, 0)
@@ -554,7 +554,7 @@ def test_stats_tell_what_is_held(tier):
     made = chain_of(3)
     for one in made:
         tier.put(one)
-    tier.delete(made[2].header.key)
+    tier.delete_all([made[2].header.key])
     stats = tier.stats()
     assert stats.blocks == 2
     assert stats.n_bytes >= sum(sum(s.n_bytes.values()) for s in tier.walk()) >= 2 * 1024
@@ -597,7 +597,7 @@ def test_a_closed_tier_answers_nothing(make):
 @pytest.mark.parametrize(
     "do",
     [
-        lambda tier, key: tier.delete(key),
+        lambda tier, key: tier.delete_all([key]),
         lambda tier, _: list(tier.walk()),
     ],
     ids=["delete", "walk"],
@@ -714,7 +714,7 @@ def test_a_deletion_that_fails_is_said_and_finished_later(tmp_path):
         tier.put(record_)
     tier.files.break_(errno.EROFS, "remove")
     with pytest.raises(StoreFailed, match=r"delete blocks .*Read-only"):
-        tier.delete(two.header.key)
+        tier.delete_all([two.header.key])
     assert set(tier.have(keys_of(made))) == {one.header.key}
     tier.close()
     again = disk(tmp_path, ROOMY)

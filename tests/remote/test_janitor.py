@@ -125,6 +125,21 @@ def test_a_full_place_is_swept_without_a_renewed_lease(had_lease, place, clock, 
     assert janitor.found[1] >= 0
 
 
+def test_the_machine_that_swept_tells_what_it_has_left(place, clock):
+    """No other: sums over all machines count it once."""
+    (size,) = place.sizes([name_of(LONG[0])], SOON)
+    first, second = (Janitor(place, RemoteLimits(3 * size + 600), clock) for _ in range(2))
+    assert (first.sweep(), second.sweep()) == (3, 0)
+    kept = sum(place.sizes([name_of(ref) for ref in LONG[:3]], SOON))
+    assert (first.found[0], second.found) == (kept, (0, None))
+    oldest_s = first.found[1]
+    clock.now += LEASE_S
+    assert (second.sweep(), first.sweep()) == (0, 0)
+    assert (first.found, second.found[0]) == ((0, None), kept)
+    assert 0 < oldest_s < 1000, "the short prompt was used before"
+    assert second.found[1] >= oldest_s
+
+
 def test_what_is_old_goes_from_a_full_place_too(place, share, clock, monkeypatch):
     """The short prompt's end was used 500 seconds before the latest use, and 1,000 before now."""
     held, new = (Janitor(place, RemoteLimits(age_s=age_s), clock) for age_s in (950, 450))
@@ -204,13 +219,13 @@ def test_a_tier_sweeps_its_directory_now_and_then(share, clock, monkeypatch):
     monkeypatch.setattr("keepwarm.remote.tier.REFRESH_S", 0.02)
     with closing(RemoteTier(open_backend(share.as_uri()), CLASS, clock=clock)) as tier:
         assert tier.health.wait_until_tried(SOON)
-        assert tier.put(record(LONG[0])).stored
-        tier.keep_within(RemoteLimits(n_bytes=1))
+        assert all(tier.put(record(ref)).stored for ref in LONG[:2])
+        first, second = (share / name_of(ref) for ref in LONG[:2])
+        tier.keep_within(RemoteLimits(n_bytes=first.stat().st_size + 1))
         clock.now += SWEEP_S
-        wait_until(lambda: not (share / name_of(LONG[0])).exists())
-        found = tier.stats()
-        assert found.n_bytes >= record(LONG[0]).n_bytes
-        assert 0 <= found.oldest_s < SOON
+        wait_until(lambda: tier.stats().n_bytes == first.stat().st_size)
+        assert not second.exists()
+        assert 0 <= tier.stats().oldest_s < SOON
 
 
 def test_a_sweep_that_takes_long_delays_no_trial(share, clock, monkeypatch):

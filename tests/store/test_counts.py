@@ -1,7 +1,9 @@
 """The counts of a store: what all processes have asked of it, and what follows from that."""
 
+import errno
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -165,6 +167,33 @@ def test_what_cannot_be_saved_is_saved_later(tmp_path, caplog, monkeypatch):
     counts.add(FIRST)
     counts.save()
     assert CountsFile(tmp_path).total() == WARM.plus(FIRST) == counts.total()
+
+
+def test_counts_that_cannot_be_read_now_are_not_begun_anew(tmp_path, caplog, monkeypatch):
+    AgentStore(tmp_path).close()
+    counts = CountsFile(tmp_path)
+    counts.add(WARM)
+    counts.save()
+    counts.add(FIRST)
+    with monkeypatch.context() as failing:
+        fail_once(failing)
+        counts.save()
+    assert "could not be written: [Errno 5] the disk fails" in caplog.text
+    assert CountsFile(tmp_path).total() == WARM
+    counts.save()
+    assert CountsFile(tmp_path).total() == WARM.plus(FIRST) == counts.total()
+
+
+def fail_once(monkeypatch):
+    """The next file that is read."""
+    read_text, fails = Path.read_text, iter([True])
+
+    def read(path):
+        if next(fails, False):
+            raise OSError(errno.EIO, "the disk fails")
+        return read_text(path)
+
+    monkeypatch.setattr(Path, "read_text", read)
 
 
 def test_without_a_directory_they_last_as_long_as_the_process():

@@ -75,8 +75,8 @@ def test_when_none_is_left_blocks_are_evicted(memory):
 
 def test_a_deleted_block_is_not_counted_as_demoted(memory):
     refs = fill(memory)
-    memory.delete(refs[0].key)
-    memory.delete(refs[1].key)
+    memory.delete_all([refs[0].key])
+    memory.delete_all([refs[1].key])
     assert memory.release(KIB) == KIB
     assert parts(memory, refs) == ["", "", "d", "dw"]
 

@@ -129,7 +129,7 @@ def test_a_refused_chain_is_taken_when_there_is_room(tier, clock):
     tier.put(other := single(1))
     tier.touch([other.header.key])
     assert put_all(tier, made) == [True] * 15 + [False] * 5
-    tier.delete(other.header.key)
+    tier.delete_all([other.header.key])
     clock.now += 1
     assert put_all(tier, made)[15:17] == [True, False]
 

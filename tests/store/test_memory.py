@@ -78,7 +78,7 @@ def test_a_deleted_record_is_given_back_at_once(tier):
     tier.put(made)
     key = made.header.key
     del made
-    tier.delete(key)
+    tier.delete_all([key])
     gc.collect()
     assert array() is None
     assert tier.stats().n_bytes == 0

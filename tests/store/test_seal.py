@@ -131,7 +131,7 @@ def test_no_nonce_is_used_twice_even_for_the_same_record(sealed):
             assert sealed.put(each).stored
             seen += nonces_of(sealed.records.path_of(each.header.key, Part.DELTA))
         for each in made:
-            sealed.delete(each.header.key)
+            sealed.delete_all([each.header.key])
     assert len(set(seen)) == len(seen) == 3 * 8 * 3
 
 
@@ -184,7 +184,7 @@ def test_tensors_of_an_older_record_of_the_same_block_do_not_mix(sealed):
     path = sealed.records.path_of(ref.key, Part.DELTA)
     sealed.put(old)
     before = path.read_bytes()
-    sealed.delete(ref.key)
+    sealed.delete_all([ref.key])
     sealed.put(new)
     path.write_bytes(path.read_bytes()[:-540] + before[-540:])
     assert sealed.read(ref.key, Part.DELTA) is None

@@ -73,7 +73,7 @@ def test_disk_answers_know_what_this_process_wrote_since(tier, records):
 def test_disk_answers_do_not_know_what_was_written_and_deleted_before(tier, records):
     keys = keys_of(records)
     written = tier.tier.have(keys)
-    tier.tier.delete(keys[0])
+    tier.tier.delete_all([keys[0]])
     answers = DiskAnswers(tier, written)
     assert answers.have(keys) == {}
     answers.close()

@@ -29,6 +29,7 @@ SWEEP_S = 600.0  # how often
 CALL_S = 30.0  # nobody waits for it
 AT_ONCE = 256  # names deleted in one call
 DEPTH = 3  # slashes in the name of a record
+NOTHING = 0, None  # known of what is there
 
 
 class RemoteLimits(NamedTuple):
@@ -66,7 +67,9 @@ class Janitor:
         self._holder = uuid.uuid4().hex.encode()
         self._numbers = count()
         self._seen, self._since = b"", 0.0  # another's lease, and since when it is the same
-        self.found: tuple[int, float | None] = 0, None  # bytes, and seconds since the first use
+        # Bytes that its last sweep has left, and seconds since their first use; other machines'
+        # sweeps tell theirs.
+        self.found: tuple[int, float | None] = NOTHING
 
     def sweep(self) -> int:
         """Delete what is over the limits, if this machine holds the lease; how many blobs.
@@ -74,16 +77,20 @@ class Janitor:
         Raises CallError.
         """
         if not self._hold_lease():
+            self.found = NOTHING
             return 0
         listed = list(walk(self._backend))
-        used = [one.used for one in listed]
-        now = self._now(used)
-        self.found = sum(one.n_bytes for one in listed), max(0.0, now - min(used)) if used else None
-        doomed = [*surplus(listed, self._limits, now), *self._leftovers(now)]
+        now = self._now([one.used for one in listed])
+        over = list(surplus(listed, self._limits, now))
+        doomed = [*over, *self._leftovers(now)]
         for start in range(0, len(doomed), AT_ONCE):
             if not self._hold_lease():
+                self.found = NOTHING
                 return start
             self._backend.delete([one.name for one in doomed[start : start + AT_ONCE]], CALL_S)
+        left = set(listed) - set(over)
+        oldest_s = max(0.0, now - min(one.used for one in left)) if left else None
+        self.found = sum(one.n_bytes for one in left), oldest_s
         return len(doomed)
 
     def _hold_lease(self) -> bool:

@@ -160,7 +160,7 @@ class CountsFile:
         if self._file is None:
             self._unsaved[:n] = [_total(unsaved)]
         else:
-            self._file.write(_total([self._file.read(), *unsaved]))
+            self._file.write(_total([self._file.read_to_change(), *unsaved]))
             del self._unsaved[:n]
 
 

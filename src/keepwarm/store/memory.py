@@ -588,9 +588,6 @@ class MemoryTier:
                 self._table.delete(self._table.superseded(state.beside))
             self._table.delete(self._table.superseded(key))
 
-    def delete(self, key: BlockKey) -> None:
-        self.delete_all([key])
-
     def delete_all(self, keys: Collection[BlockKey]) -> None:
         with self._opened("delete blocks") as table:
             table.delete(keys)

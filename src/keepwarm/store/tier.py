@@ -353,8 +353,8 @@ class Tier(ReadableTier, Protocol):
         replace, and surplus checkpoints before it.
         """
 
-    def delete(self, key: BlockKey) -> None:
-        """Delete all parts of a block; afterwards nothing of it is left."""
+    def delete_all(self, keys: Collection[BlockKey]) -> None:
+        """Delete all parts of these blocks; afterwards nothing of them is left."""
 
     def walk(self) -> Iterator[StoredBlock]:
         """Every block, in any order; safe during concurrent puts and deletes."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Generic
+
+from typing_extensions import TypeVar
 
 from keepwarm.concurrency import CallDeadline
 from keepwarm.prefix.blocks import BlockKey
@@ -19,6 +22,7 @@ from keepwarm.store.tier import (
 
 SHARED = "shared"  # the name of all that machines share
 DISK = "disk"
+T_co = TypeVar("T_co", bound=LookupTier, covariant=True, default=LookupTier)
 
 
 class DiskAnswers:
@@ -72,16 +76,16 @@ class DiskAnswers:
         return [state for key in parents for state in self._states.get(key, ())]
 
 
-class TierLookups:
+class TierLookups(Generic[T_co]):
     """Look-ups over all tiers: what is stored, without the records."""
 
     def __init__(
-        self, tiers: Sequence[tuple[str, LookupTier]], shared: Sequence[SharedTier] = ()
+        self, tiers: Sequence[tuple[str, T_co]], shared: Sequence[SharedTier] = ()
     ) -> None:
         """`shared` are tiers that machines share, looked up after the others."""
         self.here = list(tiers)
         self.shared = tuple(shared)
-        self.looked_up: list[tuple[str, LookupTier]] = [
+        self.named: Sequence[tuple[str, T_co | SharedTier]] = [
             *self.here,
             *((SHARED, tier) for tier in shared),
         ]
@@ -107,43 +111,32 @@ class TierLookups:
 
     def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
         merged: dict[BlockKey, BlockInfo] = {}
-        for _, tier in self.looked_up:
+        for _, tier in self.named:
             for key, known in tier.have(keys).items():
                 merged[key] = _union(merged[key], known) if key in merged else known
         return merged
 
     def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
-        found = {child for _, tier in self.looked_up for child in tier.children(parent, tokens)}
+        found = {child for _, tier in self.named for child in tier.children(parent, tokens)}
         return sorted(found, key=lambda child: -child.n_common)
 
     def states(self, parents: Collection[BlockKey]) -> list[CheckpointRef]:
-        return list({state for _, tier in self.looked_up for state in tier.states(parents)})
+        return list({state for _, tier in self.named for state in tier.states(parents)})
 
 
-class Tiers(TierLookups):
+class Tiers(TierLookups[ReadableTier]):
     """The same with the records. A read does not fill faster tiers: captured blocks do, and the
     page cache keeps files that are read often.
     """
 
-    def __init__(
-        self, tiers: Sequence[tuple[str, ReadableTier]], shared: Sequence[SharedTier] = ()
-    ) -> None:
-        super().__init__(tiers, shared)
-        self._local = list(tiers)
-        self._tiers = [*self._local, *((SHARED, tier) for tier in shared)]
-
-    @property
-    def named(self) -> Sequence[tuple[str, ReadableTier]]:
-        return self._tiers
-
     @property
     def local(self) -> Tiers:
         """Those of this machine alone."""
-        return Tiers(self._local) if self.shared else self
+        return Tiers(self.here) if self.shared else self
 
     def with_answers(self, answers: DiskAnswers) -> TierLookups:
         """The same, where the disk is not asked again."""
-        here = [(name, answers if name == DISK else tier) for name, tier in self._local]
+        here = [(name, answers if name == DISK else tier) for name, tier in self.here]
         return TierLookups(here, self.shared)
 
     def visit(
@@ -170,25 +163,25 @@ class Tiers(TierLookups):
 
     def take_fault(self, key: BlockKey, part: Part) -> ReadFault | None:
         """Why no tier had the record at the last visit; None: it is in none."""
-        faults = [tier.take_fault(key, part) for _, tier in self._tiers]
+        faults = [tier.take_fault(key, part) for _, tier in self.named]
         return next(filter(None, faults), None)
 
     def prefetch(self, key: BlockKey, part: Part) -> bool:
         """Prefetch from the first tier that has the record; whether one has."""
-        return any(tier.prefetch(key, part) for _, tier in self._tiers)
+        return any(tier.prefetch(key, part) for _, tier in self.named)
 
     def _in_order(self, key: BlockKey, part: Part) -> Sequence[tuple[str, ReadableTier]]:
         """The fastest first; for window rows the tier with the most: tiers may differ."""
-        if part is not Part.WINDOW or len(self._tiers) == 1:
-            return self._tiers
-        return sorted(self._tiers, key=lambda named: -_window_rows(named[1], key))
+        if part is not Part.WINDOW or len(self.named) == 1:
+            return self.named
+        return sorted(self.named, key=lambda named: -_window_rows(named[1], key))
 
     def discard(self, key: BlockKey, part: Part, why: str) -> None:
-        for _, tier in self._tiers:
+        for _, tier in self.named:
             tier.discard(key, part, why)
 
     def touch(self, keys: Collection[BlockKey]) -> None:
-        for _, tier in self._tiers:
+        for _, tier in self.named:
             tier.touch(keys)
 
 

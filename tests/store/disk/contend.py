@@ -62,7 +62,7 @@ class Worker:
         """A predecessor of this name may have been killed at any moment."""
         self._tier.pin_only(self._name, ())
         for block in self._own:
-            self._tier.delete(block.key)
+            self._tier.delete_all([block.key])
 
     def _share(self) -> None:
         block, part = self._chance.choice(WORLD), self._chance.choice(PARTS)
@@ -79,7 +79,7 @@ class Worker:
         self._tier.children(block.parent, block.tokens)
 
     def _forget(self) -> None:
-        self._tier.delete(self._chance.choice(WORLD).key)
+        self._tier.delete_all([self._chance.choice(WORLD).key])
         self.outcome.deletes += 1
 
     def _hold(self) -> None:
@@ -95,7 +95,7 @@ class Worker:
         block = self._chance.choice(self._own)
         if block in self._kept:
             self._kept.discard(block)
-            self._tier.delete(block.key)
+            self._tier.delete_all([block.key])
             self._tier.pin_only(self._name, [kept.key for kept in self._kept])
             self._expect(not self._tier.have([block.key]), "a deleted block was found")
             return

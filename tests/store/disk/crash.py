@@ -226,7 +226,7 @@ class Player:
 
     def delete(self, block: Block) -> None:
         say("begin", "delete", block.key.hex())
-        self._tier.delete(block.key)
+        self._tier.delete_all([block.key])
         say("done", "delete", block.key.hex())
 
     def pin(self, block: Block) -> None:

@@ -208,7 +208,7 @@ def test_a_block_deleted_while_it_is_published_leaves_no_row(
     two: tuple[DiskTier, DiskTier], meanwhile: Meanwhile
 ) -> None:
     tier, other = two
-    deleting = Thread(target=other.delete, args=(WORLD[0].key,))
+    deleting = Thread(target=other.delete_all, args=([WORLD[0].key],))
 
     def delete() -> None:
         deleting.start()
@@ -233,7 +233,7 @@ def test_a_block_put_after_a_crash_during_its_deletion_stays(
 
     meanwhile.removing = die
     with pytest.raises(KeyboardInterrupt):
-        tier.delete(WORLD[0].key)
+        tier.delete_all([WORLD[0].key])
     assert not other.have([WORLD[0].key])
     assert other.put(WORLD[0].record()).stored
     assert other.have([WORLD[0].key])[WORLD[0].key].parts == {Part.DELTA}

@@ -329,11 +329,11 @@ def test_an_index_that_another_process_rebuilds_is_shared_with_it(open_tier, sto
     assert again.have(keys_of([one, two, three])).keys() == set(keys_of([one, two, three]))
     assert tier.have(keys_of([three]))
     again.forget("mine", ())
-    again.delete(one.header.key)
+    again.delete_all([one.header.key])
     assert not tier.have(keys_of([one]))
     assert tier.index.forgotten.generation() == again.index.forgotten.generation()
     tier.touch(keys_of([two]))  # by a function that SQL calls
-    tier.delete(two.header.key)
+    tier.delete_all([two.header.key])
     assert again.index.lookups.n_bytes() == disk_use(store / "blocks")
     tier.close()
     assert_all_read(again, [three])
@@ -391,6 +391,11 @@ def test_damage_that_is_noticed_late_is_mended_by_the_next_start(open_tier, stor
         assert [child.n_common for child in found] == expected
         assert set(again.have([ref.key for ref in refs])) == {ref.key for ref in refs}
         again.close()
+
+
+def test_damage_that_cannot_be_noted_down_is_no_error(tmp_path):
+    """The disk may be read-only, or gone."""
+    note_damage(tmp_path / "gone")
 
 
 def test_a_busy_index_is_not_taken_for_a_damaged_one(store, open_tier, monkeypatch):
@@ -457,7 +462,7 @@ def test_a_directory_in_place_of_a_file_being_deleted_stops_nothing(open_tier):
     path.unlink()
     path.mkdir()
     with pytest.raises(StoreFailed, match="could not delete blocks"):
-        tier.delete(two.header.key)
+        tier.delete_all([two.header.key])
     assert set(tier.have(keys_of(made))) == set(keys_of([one]))
     again = open_tier()
     assert set(again.have(keys_of(made))) == set(keys_of([one]))

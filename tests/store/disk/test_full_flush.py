@@ -103,7 +103,7 @@ def test_the_index_is_flushed_at_deletions_and_checkpoints(tier):
     records = chain_of(1)
     tier.put(records[0])
     assert not [each for each in statements if "fullfsync" in each]
-    tier.delete(records[0].header.key)
+    tier.delete_all([records[0].header.key])
     database._db.set_trace_callback(None)
     pragmas = [each for each in statements if "fullfsync" in each or each == "COMMIT"]
     on = pragmas.index("PRAGMA fullfsync = ON")

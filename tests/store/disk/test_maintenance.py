@@ -52,7 +52,7 @@ def test_a_record_deleted_meanwhile_is_not_reported(tier):
     found = verify(tier)
     next(found)
     (_, second) = tier.walk()
-    tier.delete(second.key)
+    tier.delete_all([second.key])
     assert all(checked.wrong is None for checked in found)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from keepwarm.store.disk.write_budget import DAYS_KEPT, WriteBudget
+from tests.store.test_counts import fail_once
 
 
 @pytest.fixture
@@ -52,6 +53,19 @@ def test_a_count_that_cannot_be_read_stops_no_block_where_none_is_refused(root, 
     free.give_back(60)
     with pytest.raises(OSError, match="not ours"):
         WriteBudget(root, 100).take(60)
+
+
+def test_a_count_that_cannot_be_read_now_is_not_begun_anew(root, monkeypatch):
+    wear = WriteBudget(root, 100, lambda: "2026-11-15")
+    assert wear.take(60)
+    with monkeypatch.context() as failing:
+        fail_once(failing)
+        with pytest.raises(OSError, match="the disk fails"):
+            wear.take(60)
+        fail_once(failing)
+        wear.give_back(60)
+    assert wear.by_day() == {"2026-11-15": 60}
+    assert not wear.take(60)
 
 
 def test_what_is_given_back_after_midnight_is_not_owed(root):

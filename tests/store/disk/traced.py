@@ -84,7 +84,7 @@ class Worker:
 
     def delete(self, block: Block) -> None:
         with self._saying("delete", block=block):
-            self.tier.delete(block.key)
+            self.tier.delete_all([block.key])
 
     def name(self, agent_id: str, blocks: Sequence[Block], pinned: bool = False) -> None:
         with self._saying("name", agent=agent_id, pinned=blocks[-1] if pinned else None):

@@ -447,11 +447,7 @@ class DiskTier:
             self._delete(lookups.superseded(state.beside))
         self._delete(lookups.superseded(key))
 
-    def delete(self, key: BlockKey) -> None:
-        self.delete_all([key])
-
     def delete_all(self, keys: Collection[BlockKey]) -> None:
-        """Delete all parts of these blocks."""
         with as_store_errors(self, "delete blocks"):
             self._delete(keys)
 

@@ -39,10 +39,11 @@ class WriteBudget:
         limit = self._max_bytes_per_day
         try:
             with self._file.lock.hold():
-                written = self.by_day().get(self._day(), 0) + n_bytes
+                days = self._file.read_to_change()
+                written = days.get(self._day(), 0) + n_bytes
                 fits = limit is None or written <= limit
                 if fits:
-                    self._write(written)
+                    self._write(days, written)
                 return fits
         except OSError:
             if limit is None:
@@ -52,12 +53,13 @@ class WriteBudget:
     def give_back(self, n_bytes: int) -> None:
         """Uncount bytes that were taken but not written."""
         with suppress(OSError), self._file.lock.hold():
-            self._write(max(0, self.by_day().get(self._day(), 0) - n_bytes))
+            days = self._file.read_to_change()
+            self._write(days, max(0, days.get(self._day(), 0) - n_bytes))
 
-    def _write(self, written: int) -> None:
+    def _write(self, days: Mapping[str, int], written: int) -> None:
         today = self._day()
-        days = {day: n for day, n in self.by_day().items() if day < today} | {today: written}
-        self._file.write(dict(sorted(days.items())[-DAYS_KEPT:]))
+        kept = {day: n for day, n in days.items() if day < today} | {today: written}
+        self._file.write(dict(sorted(kept.items())[-DAYS_KEPT:]))
 
     def by_day(self) -> dict[str, int]:
         """Bytes by ISO date; empty if the file is lost or damaged."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -121,13 +121,16 @@ class Database:
     damaged, the new one is opened.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, functions: Sequence[tuple[str, int, Callable[..., Any]]]
+    ) -> None:
+        """SQL can call the functions: pure ones, each with its name and number of arguments."""
         self.lock = threading.RLock()  # of the connection that writes
         self._reading = threading.Lock()
         self._is_stuck = False  # the last wait for another process was in vain
         self._writer: int | None = None  # the thread in a transaction
         self._path = path
-        self._functions: list[tuple[str, int, Callable[..., Any]]] = []
+        self._functions = functions
         self._open()
         try:
             self._open_reader()
@@ -168,11 +171,6 @@ class Database:
 
     def _version(self) -> int:
         return int(self._db.execute("PRAGMA user_version").fetchone()[0])
-
-    def add_function(self, name: str, n_arguments: int, function: Callable[..., Any]) -> None:
-        """Let SQL call a pure function."""
-        self._functions.append((name, n_arguments, function))
-        self._db.create_function(name, n_arguments, function, deterministic=True)
 
     @contextmanager
     def transaction(

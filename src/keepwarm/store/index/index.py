@@ -13,7 +13,7 @@ import sqlite3
 from collections import Counter, deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -366,16 +366,12 @@ class Index:
     def __init__(self, path: Path, cipher: Cipher | None = None) -> None:
         self._touched: deque[tuple[float, float, BlockKey]] = deque(maxlen=MAX_TOUCHES)
         self._cancelled: deque[int] = deque()  # reservations that the next change ends
-        self.database = Database(path)
-        self.database.add_function("after_use", 3, self._after_use)
-        self.database.add_function("cost_of", 5, self.cost_of)
+        after = partial(after_use, half_life_s=DISK_HALF_LIFE_S)
+        self.database = Database(path, [("after_use", 3, after), ("cost_of", 5, self.cost_of)])
         self.lookups = (
             Lookups(self.database) if cipher is None else SealedLookups(self.database, cipher)
         )
         self.forgotten = ForgottenLog(self.database, self.lookups.encode_owner)
-
-    def _after_use(self, used: float, value: float, now: float) -> float:
-        return after_use(used, value, now, DISK_HALF_LIFE_S)
 
     def cost_of(self, number: int, n_tokens: int, d: int, w: int, s: int) -> float:
         """What the block saves, as seconds by which it outlives a block that saves 1."""
@@ -701,7 +697,8 @@ def open_index(root: Path, cipher: Cipher | None) -> Index:
 
 def note_damage(root: Path) -> None:
     """Let the next start rebuild the index."""
-    (root / DAMAGED).touch(FILE_MODE)
+    with suppress(OSError):  # the start finds most damage itself
+        (root / DAMAGED).touch(FILE_MODE)
 
 
 def _is_outage(error: sqlite3.Error) -> bool:
