@@ -11,9 +11,17 @@ import pytest
 import keepwarm
 from keepwarm.agents.agent import Branch
 from keepwarm.agents.texts import TurnFiles
+from keepwarm.engine import scheduler
 from keepwarm.engine.batch import Batch
 from keepwarm.engine.engine import Engine
-from keepwarm.errors import BadInput, Cancelled, StoreFailed, TimedOut, UnknownAgent
+from keepwarm.errors import (
+    BadInput,
+    Cancelled,
+    InsufficientResources,
+    StoreFailed,
+    TimedOut,
+    UnknownAgent,
+)
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.prefix.policy import Policy
 from keepwarm.prefix.turn import KeptTurn
@@ -22,7 +30,7 @@ from keepwarm.text.request import Delta, KVOptions, Request, Result, Sampling
 from keepwarm.text.sandbox.deadline import PrepareDeadline
 from keepwarm.text.sandboxed import new_process
 from tests.kit.checkpoints import write_checkpoint
-from tests.kit.engines import engine_on
+from tests.kit.engines import engine_on, memory
 from tests.kit.runs import FedCounter
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -128,14 +136,14 @@ def test_an_agent_without_its_blocks_is_rendered_from_its_messages(llama, tmp_pa
     with engine_on(llama, tmp_path) as engine:
         first = ask(engine, SYSTEM, ASK)
         for key in agents(engine).show("ops").blocks:
-            engine.store.on_disk.disk.delete(key)
+            engine.store.on_disk.disk.delete_all([key])
         second = go_on(engine, NEXT)
         whole = prompt_of(engine, SYSTEM, ASK, said(first), NEXT)
         assert second.usage.prompt_tokens == len(whole)
         assert second.receipt.continued == 0
         agents(engine).turns.remove("ops")
         for key in agents(engine).show("ops").blocks:
-            engine.store.on_disk.disk.delete(key)
+            engine.store.on_disk.disk.delete_all([key])
         with pytest.raises(BadInput, match=r"'ops' cannot be continued .* evicted"):
             go_on(engine, LAST)
 
@@ -220,6 +228,25 @@ def test_a_turn_that_timed_out_and_is_asked_again_is_in_the_conversation_once(mo
             engine.submit(replace(late, sampling=Sampling(max_tokens=3000, temperature=0))).result()
         second = go_on(engine, NEXT)
         assert second.receipt.continued
+        agents(engine)
+        messages = engine.store.on_disk.latest_turn("ops").turn.messages
+        assert [each["role"] for each in messages] == ["user", "assistant"] * 2
+
+
+def test_a_turn_that_outgrew_the_memory_and_is_asked_again_is_in_the_conversation_once(
+    models, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(scheduler, "LEASE_TOKENS", 50)
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        ask(engine, ASK)
+        long = Request(messages=[NEXT], agent="ops", continues=True)
+        answer = engine.submit(replace(long, sampling=Sampling(max_tokens=3000, temperature=0)))
+        next(event for event in answer if isinstance(event, Delta))
+        engine.divide_memory(memory(batch_bytes=1))
+        with pytest.raises(InsufficientResources):
+            answer.result()
+        engine.divide_memory(memory())
+        assert go_on(engine, NEXT).receipt.continued
         agents(engine)
         messages = engine.store.on_disk.latest_turn("ops").turn.messages
         assert [each["role"] for each in messages] == ["user", "assistant"] * 2

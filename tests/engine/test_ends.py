@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import threading
 import time
 from collections.abc import Callable
@@ -21,9 +22,10 @@ from keepwarm.engine.engine import Engine
 from keepwarm.engine.jobs import Job, RunningSequence
 from keepwarm.engine.lane import Lane
 from keepwarm.engine.recorder import divergence
-from keepwarm.errors import Cancelled, InsufficientResources, Stopping
+from keepwarm.errors import Cancelled, InsufficientResources, Stopping, StoreFailed
 from keepwarm.prefix.blocks import chain
 from keepwarm.prefix.policy import Policy
+from keepwarm.store.disk.disk import DiskTier
 from keepwarm.telemetry.ledger import Ledger
 from keepwarm.text.prepare import PreparedRequest
 from keepwarm.text.request import Delta, KVOptions, Request, TokenInfo, TopLogprob
@@ -96,6 +98,47 @@ def test_closing_twice(models, tmp_path):
             for closed in [pool.submit(engine.close) for _ in range(4)]:
                 closed.result(PATIENCE_S)
             assert not engine.alive
+
+
+def test_an_engine_ends_though_the_drive_of_its_store_is_gone(models, tmp_path, monkeypatch):
+    """On macOS, where drives are flushed. Who asks whether all is saved is told."""
+
+    def fail(_):
+        raise StoreFailed("The store could not flush its drive; look at its disk.")
+
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        engine.submit(ask(prompt_of(20))).result()
+        with monkeypatch.context() as gone:
+            gone.setattr(DiskTier, "flush", fail)
+            with pytest.raises(StoreFailed):
+                engine.wait_until_saved()
+            assert engine.drain(PATIENCE_S)
+            engine.close()
+        assert not engine.alive
+
+
+@pytest.mark.linux
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_an_engine_is_refused_to_forked_processes(models, tmp_path):
+    """They have no thread of it, and would wait for ever."""
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        (here, there), request = multiprocessing.Pipe(), ask(prompt_of(20))
+
+        def work() -> None:
+            for asked in (lambda: engine.submit(request).result(), lambda: engine.call(int)):
+                with pytest.raises(Stopping) as refused:
+                    asked()
+                there.send(str(refused.value))
+
+        child = multiprocessing.get_context("fork").Process(target=work)
+        child.start()
+        try:
+            for _ in range(2):
+                assert here.poll(60)
+                assert "in each process" in here.recv()
+        finally:
+            child.kill()
+            child.join()
 
 
 def test_closing_does_not_wait_for_a_trial(models, tmp_path):

@@ -25,6 +25,7 @@ from keepwarm.errors import (
 )
 from keepwarm.prefix.policy import Policy
 from keepwarm.text.request import (
+    Arrival,
     Delta,
     Done,
     Finished,
@@ -182,6 +183,9 @@ def test_what_cannot_be_asked_is_refused_at_once(engine):
         engine.submit(ask([1], n=0))
     with pytest.raises(BadInput, match="temperature is -0"):
         engine.submit(ask([1], temperature=-0.1))
+    for no_ids in ([1.5], [1, None], ["fox"]):
+        with pytest.raises(BadInput, match="whole numbers"):
+            engine.submit(Request(prompt=no_ids))
     assert engine.stats().counters["requests"] == 0
 
 
@@ -280,6 +284,14 @@ def test_a_deadline_ends_a_request_wherever_it_is(models, tmp_path):
             engine.submit(ask(prompt_of(10, 2), 2000, timeout_s=0.5)).result()  # while it speaks
         model.module.slow_s = 0
         assert engine.submit(ask(prompt, 1)).result().receipt.cached_tokens > 0
+
+
+def test_a_deadline_counts_from_the_first_byte(engine):
+    """As the server's own limit does: cut off by that, an answer would be a turn."""
+    now = time.perf_counter()
+    late = ask(prompt_of(20), 5, timeout_s=300, arrival=Arrival(now - 301, now))
+    with pytest.raises(TimedOut):
+        engine.submit(late).result()
 
 
 def test_cancelling_keeps_what_was_computed(engine, exam):

@@ -6,7 +6,7 @@ import pytest
 
 from keepwarm.engine.stats import record_of
 from keepwarm.errors import Cancelled
-from keepwarm.text.request import Request
+from keepwarm.text.request import Delta, Request
 from tests.kit.devices import M4_MAX, simulated
 from tests.kit.engines import ask, engine_on
 from tests.kit.runs import prompt_of
@@ -53,6 +53,18 @@ def test_a_look_up_tells_the_tier_of_every_token(models, tmp_path):
                 engine.wait_until_saved()
                 engine.call(engine.live.clear).result()
             assert engine.lookup(Request(prompt=prompt)).warm == {tier: 299}
+
+
+def test_several_answers_to_a_request_are_one_request(models, tmp_path):
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        running = engine.submit(ask(prompt_of(20), 3000, n=3))
+        next(event for event in running if isinstance(event, Delta))
+        seen = engine.call(lambda: (engine.stats().decoding, len(engine._scheduler.rows))).result()
+        assert seen == (1, 3)
+        running.cancel()
+        with pytest.raises(Cancelled):
+            running.result()
+        assert engine.requests()[-1].n_sequences == 3
 
 
 def test_a_step_is_told_in_milliseconds(models, tmp_path):

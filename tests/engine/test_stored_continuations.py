@@ -72,7 +72,7 @@ def test_every_kind_of_record_tells_its_tokens(tier, part):
 def test_a_block_that_is_gone_meanwhile_is_left_out(tier):
     put(tier, PROMPT + ANSWER)
     *_, last = chain(NAMESPACE, (PROMPT + ANSWER)[: 2 * BLOCK_TOKENS])
-    tier.delete(last.key)
+    tier.delete_all([last.key])
     assert follow(tier, PROMPT, [7]) == []
 
 

@@ -75,6 +75,13 @@ def test_latencies_are_by_what_the_larger_part_of_the_prompt_was(reused, compute
     assert ledger.times_per_token().total == pytest.approx(0.1)
 
 
+def test_the_time_of_a_token_is_that_of_one_answer():
+    """Four that are decoded together, at 10 tokens per second, have a token each in 0.4 s."""
+    ledger = Ledger()
+    ledger.append(record(computed=9, ttft_ms=50.0, n_sequences=4))
+    assert ledger.times_per_token().total == pytest.approx(0.4)
+
+
 def test_counters_are_read_while_engines_write():
     """Each thread adds new tiers, and all that is read is a whole sum."""
     ledger, stopped = Ledger(), threading.Event()

@@ -43,7 +43,7 @@ from keepwarm.engine.preparation import AnyRequest, Preparation
 from keepwarm.engine.recorder import Auditor, AuditResult, RecentTexts, Recorder
 from keepwarm.engine.scheduler import Scheduler
 from keepwarm.engine.stats import MemoryUse, Stats, memory_uses, record_of, snapshot
-from keepwarm.errors import Busy, Cancelled, KeepwarmError, Stopping
+from keepwarm.errors import Busy, Cancelled, KeepwarmError, Stopping, StoreFailed
 from keepwarm.kv import make_caches, run_probe
 from keepwarm.models.load import Model
 from keepwarm.prefix.recent import RecentPrompts
@@ -347,7 +347,8 @@ class Engine:
             time.sleep(0.01)
         if self._scheduler.jobs:
             self.call(self._abort_all).result()
-        self.wait_until_saved()
+        with suppress(StoreFailed):  # it is counted
+            self.wait_until_saved()
         return not busy
 
     @property
@@ -406,7 +407,8 @@ class Engine:
         if self._owns_store:
             self.store.close()
         else:
-            self.store.flush()
+            with suppress(StoreFailed):  # it is counted
+                self.store.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -516,6 +518,7 @@ class Engine:
         with self._changed:
             if self._closing:
                 raise Stopping("The engine is closed; create another.")
+            self._check_thread()
             self._commands.append(command)
             self._changed.notify_all()
 
@@ -525,6 +528,12 @@ class Engine:
             raise Stopping(self.lost)
         if not self._accepting:
             raise Stopping("The engine is shutting down and takes no more requests.")
+        self._check_thread()
+
+    def _check_thread(self) -> None:
+        """A forked process has none of its parent's threads."""
+        if not self._thread.is_alive():
+            raise Stopping("The engine does not run in this process; make one in each process.")
 
     def _check_queue(self, job: Job) -> None:
         """One API key leaves places to others."""

@@ -152,11 +152,14 @@ class RunningSequence(Row):
         self._infos.append(self.append(token))
         if self._drafts is not None:
             self._drafts.saw(token)
+        was_answering = self._reader.is_answering
         pieces = self._reader.add(token)
         self.reason = self._finish_reason(token)
         if self.reason:
             pieces += self._reader.finish()
         events = [self._event(piece) for piece in pieces]
+        if self._infos and self._reader.is_answering and not was_answering:
+            events.append(Delta(self.choice, tokens=self._flush()))  # of a delimiter
         if self.reason:
             if self.calls and self.reason == "stop":
                 self.reason = "tool_calls"
@@ -300,7 +303,7 @@ class Job:
     @property
     def is_overdue(self) -> bool:
         limit = self.request.timeout_s
-        return limit is not None and self.clock() - self.arrived > limit
+        return limit is not None and self.seconds > limit
 
     @property
     def caller(self) -> str:

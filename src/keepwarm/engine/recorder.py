@@ -25,7 +25,14 @@ from keepwarm.cache.restore.restorer import Capture
 from keepwarm.cache.store import Store
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.jobs import Job, RunningSequence
-from keepwarm.errors import EngineFailed, KeepwarmError, Stopping, StoreFailed, TimedOut
+from keepwarm.errors import (
+    EngineFailed,
+    InsufficientResources,
+    KeepwarmError,
+    Stopping,
+    StoreFailed,
+    TimedOut,
+)
 from keepwarm.prefix.blocks import pack
 from keepwarm.prefix.policy import Policy
 from keepwarm.prefix.recent import NearestPrompt, RecentPrompts
@@ -54,7 +61,8 @@ AUDIT_PRIORITY = -1_000_000  # after all requests of clients
 SCORED_TOP = 20  # tokens that are compared at each place, where blocks are rounded
 MAX_NATS = 0.05  # that rounding may cost an answer; on average q4 costs 0.003
 LOG = logging.getLogger(__name__)
-RETRIED = (TimedOut, Stopping, EngineFailed)  # clients send such requests again
+# Clients send such requests again.
+RETRIED = (TimedOut, Stopping, EngineFailed, InsufficientResources)
 Post: TypeAlias = Callable[[Callable[[], None]], None]
 Work: TypeAlias = Callable[[Job, list[int]], None]
 

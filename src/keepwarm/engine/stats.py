@@ -36,7 +36,7 @@ class MemoryUse(NamedTuple):
 class Stats:
     waiting: int
     prefilling: int
-    decoding: int  # sequences in the batch
+    decoding: int  # those with sequences in the batch
     counters: Mapping[str, Any]  # of the ledger, which engines of one process may share
     step_ms: float  # one decode step
     prefill_tokens_per_s: float
@@ -53,7 +53,7 @@ def snapshot(scheduler: Scheduler, live: Live, store: Store, lanes: Lanes) -> St
     return Stats(
         waiting=len(scheduler.waiting),
         prefilling=len(scheduler.prefilling),
-        decoding=len(scheduler.rows),
+        decoding=len({row.job for row in scheduler.rows}),
         counters=scheduler.ledger.counters(),
         step_ms=round(1000 * scheduler.slice_sizer.step_s, 2),
         prefill_tokens_per_s=round(1 / scheduler.slice_sizer.token_s, 1),
@@ -104,6 +104,7 @@ def record_of(job: Job, error: KeepwarmError | None = None) -> RequestRecord:
         state=_state(job, error),
         prompt_tokens=len(job.tokens),
         answer_tokens=sum(sequence.n_tokens for sequence in job.sequences),
+        n_sequences=len(job.sequences),
         receipt=_receipt_so_far(job) if error else job.receipt,
         computed_tokens=job.n_prefilled,
         phases_ms=job.phases_ms,

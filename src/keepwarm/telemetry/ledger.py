@@ -82,6 +82,7 @@ class RequestRecord:
     phases_ms: Mapping[str, float] = field(default_factory=dict)  # parts of `ttft_ms`, in order
     ttft_ms: float | None = None  # from its first byte to the first of its answer
     usage: Usage | None = None
+    n_sequences: int = 1  # that were decoded together
     is_later_turn: bool = False
     asks_for_reuse: bool = True  # not an embedding, a warm-up, or one that reads nothing
     is_stored: bool = True  # what it computes
@@ -227,7 +228,7 @@ class Ledger:
             for name, ms in record.phases_ms.items():
                 self._phases_s[name] = self._phases_s.get(name, 0.0) + ms / 1000
         if record.usage.tokens_per_second > 0:
-            self._token.add(1 / record.usage.tokens_per_second)
+            self._token.add(record.n_sequences / record.usage.tokens_per_second)
 
     def _minute(self) -> Counter[str]:
         number = int(self._clock() // 60)
