@@ -348,7 +348,7 @@ def test_a_directory_of_blocks_that_becomes_a_link_is_not_deleted_from(store, tm
         path.parent.symlink_to(away)
         assert opened.disk.read(stored.key, Part.DELTA) is None
         with pytest.raises(StoreFailed):
-            opened.disk.delete(stored.key)
+            opened.disk.delete_all([stored.key])
     assert (away / path.name).exists()
 
 
@@ -361,7 +361,7 @@ def test_blocks_that_become_a_link_are_neither_read_nor_changed(store, tmp_path)
         before = tree(away)
         assert opened.disk.read(stored.key, Part.DELTA) is None
         with pytest.raises(StoreFailed):
-            opened.disk.delete(stored.key)
+            opened.disk.delete_all([stored.key])
         for record in chain_of(4, seed=7):
             assert not opened.disk.put(record).stored
         assert tree(away) == before

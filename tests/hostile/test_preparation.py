@@ -649,12 +649,12 @@ def test_a_grammar_that_takes_long_to_compile_is_refused_and_not_tried_again(apa
 
 def test_a_grammar_is_tried_out_before_it_is_compiled_here(apart, monkeypatch):
     tried, compiled = [], []
-    try_grammar, compile_ = Sandbox.try_grammar, Grammars._compile
+    try_grammar, compile_ = Sandbox.try_grammar, Grammars.compile_text
     monkeypatch.setattr(
         Sandbox, "try_grammar", lambda *given: (tried.append(1), try_grammar(*given))
     )
     monkeypatch.setattr(
-        Grammars, "_compile", lambda *given: (compiled.append(len(tried)), compile_(*given))[1]
+        Grammars, "compile_text", lambda *given: (compiled.append(len(tried)), compile_(*given))[1]
     )
     for _ in range(2):
         asked = chat("hi", format=Format(json=True, schema={"enum": ["one", "two"]}))

@@ -153,7 +153,7 @@ def test_many_writes_wait_once(lock, tier, wait, caplog):
     with stopped(tier.root, lock) as other:
         assert not any(tier.put(record).stored for record in records)
         with pytest.raises(StoreFailed, match=r"another process holds its lock.*then try again"):
-            tier.delete(records[0].header.key)
+            tier.delete_all([records[0].header.key])
         assert tier.stats().errors == 151
         assert caplog.text.count("could not be written") == 1
         other.go_on()
@@ -219,5 +219,5 @@ def test_a_start_ends_with_a_sentence(lock, tmp_path, wait):
 
 def open_and_write(root):
     with AgentStore(root, DiskLimits(min_free_bytes=0)) as store:
-        store.disk.delete(BlockKey(bytes(20)))
+        store.disk.delete_all([BlockKey(bytes(20))])
         return True

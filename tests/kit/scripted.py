@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,6 +19,7 @@ from keepwarm.text.tools import call_text
 from tests.kit.checkpoints import (
     CHATML,
     EOS,
+    THINKING_CHATML,
     make_config,
     make_tokenizer,
     make_weights,
@@ -79,6 +81,14 @@ def write_endless(directory: Path, n_context: int = 16384) -> Path:
     letter, *before = (tokenizer.encode(text).ids[-1] for text in ("x", "?", "\n"))
     script = [(token, letter) for token in (letter, *before)]
     return _write(directory, tokenizer, script, CHATML, n_context)
+
+
+def write_thoughtful(directory: Path, n_context: int = 16384) -> Path:
+    """A checkpoint that thinks one letter and says another."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    said = map(tokenizer.token_to_id, ("<think>", "a", "</think>", "b", EOS))
+    return _write(directory, tokenizer, list(pairwise(said)), THINKING_CHATML, n_context)
 
 
 def _write(

@@ -16,18 +16,16 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from keepwarm import config
 from keepwarm.errors import BadField
-from keepwarm.prefix.policy import Policy
 from keepwarm.server.anthropic import request as messages_request
 from keepwarm.server.anthropic.request import MessagesRequest
 from keepwarm.server.http.problems import validation_problem
-from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.ollama import request as ollama_request
 from keepwarm.server.ollama.request import OllamaChatRequest
 from keepwarm.server.openai import chat, completions
 from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest
 from keepwarm.server.responses import request as responses_request
 from keepwarm.server.responses.request import ResponsesRequest
-from keepwarm.text.request import KVOptions, Request
+from keepwarm.text.request import Request
 
 Fields = dict[str, Any]
 PLACES = ("here", "there")
@@ -38,7 +36,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 HELLO = {"role": "user", "content": "Hello"}
-CALLER = RequestFields("t", "me", Policy.READ_WRITE, False, KVOptions(), 60.0)
+CALLER = Request(tenant="t", agent="me", timeout_s=60.0)
 SETTINGS = config.load({})
 FUNCTION = {"name": "weather", "description": "The weather at a place.", "parameters": SCHEMA}
 

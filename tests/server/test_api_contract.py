@@ -10,6 +10,7 @@ import pytest
 
 from keepwarm import config
 from keepwarm.models.load import load
+from keepwarm.server.models.host import EngineHost
 from tests.kit.checkpoints import THINKING_CHATML, make_tokenizer, write_checkpoint
 from tests.kit.scripted import call, write_endless, write_scripted
 from tests.kit.waiting import wait_until
@@ -618,6 +619,36 @@ def test_deadline_is_a_status_or_the_last_words_of_a_stream(hasty, api):
     streamed = stream(hasty, api, ASK, 9000)
     assert streamed.status_code == 200
     assert f"within {TIMEOUT_S} seconds" in api.failed(streamed.text)
+
+
+class Unloaded(EngineHost):
+    """Its engine is taken as soon as a request has begun; `restore` gives it back."""
+
+    async def submit_all(self, *given):
+        answers = await super().submit_all(*given)
+        self.taken, self._engine, self._pieces = self._engine, None, None
+        return answers
+
+    def restore(self):
+        self._engine = self.taken
+
+
+@pytest.fixture(scope="module")
+def unloaded(served_model, tmp_path_factory):
+    settings = config.load({"KEEPWARM_HOME": str(tmp_path_factory.mktemp("home"))})
+    with serve(served_model, settings, Unloaded) as live:
+        yield live
+
+
+LOGPROBS = {TEXT: {"logprobs": 1}, RESPONSES: {"top_logprobs": 1}, MESSAGES: {}}
+
+
+@EVERY
+def test_answer_that_has_begun_comes_though_its_model_is_unloaded(unloaded, api):
+    body = api.body(ASK) | LOGPROBS.get(api, {"logprobs": True})
+    answer = send(unloaded, api, body)
+    unloaded.host.restore()
+    assert answer.status_code == 200, answer.text
 
 
 def test_unknown_paths_and_methods_have_the_errors_of_their_api(live):

@@ -42,7 +42,9 @@ from tests.server.apis import (
     SETTINGS,
     TALKING,
     TEXT,
+    adapter,
     events_of,
+    named_events,
 )
 
 EVERY = pytest.mark.parametrize("api", APIS, ids=lambda api: api.name)
@@ -210,6 +212,13 @@ def test_stop_sequence_of_messages_is_named():
         assert found == ("stop_sequence", "END", [])
 
 
+def test_call_that_a_stop_sequence_ends_is_to_be_made():
+    """The official client runs a tool only for this reason."""
+    events = [Started(RECEIPT), ToolCalled(0, CALL), Finished(0, "tool_calls", "END"), END]
+    for answer in (WHOLE[MESSAGES](events), MESSAGES.whole(encoded(MESSAGES, events))):
+        assert (answer["stop_reason"], len(answer["content"])) == ("tool_use", 1)
+
+
 @pytest.mark.parametrize("api", FORCING, ids=lambda api: api.name)
 def test_call_id_may_come_again_after_its_call_was_malformed(api):
     events = [Started(RECEIPT), BROKEN, Delta(0, text="<broken"), BROKEN]
@@ -292,7 +301,12 @@ def test_thought_without_an_answer_is_the_whole_answer(api):
 def test_stored_response_is_replayed_with_the_events_of_its_stream():
     stream = RESPONSES.events(encoded(RESPONSES, ANSWER))
     response = stream[-1]["response"]
-    events = RESPONSES.events(replay(response, -1).decode())
+    events = named_events(replay(response, -1).decode())
+    for event in events:
+        adapter(RESPONSES.event).validate_python(event)
+    *numbers, last = [event["sequence_number"] for event in events]
+    assert numbers == list(range(len(numbers)))
+    assert last >= stream[-1]["sequence_number"] > len(numbers), "a client has seen lower ones"
     kinds = [event["type"] for event in stream]
     texts_in_one = [
         kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before

@@ -3,11 +3,14 @@
 import asyncio
 import json
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import pytest
 
 from keepwarm import config
+from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput
 from keepwarm.server.mcp import memory_endpoint
 
@@ -129,6 +132,26 @@ def test_an_agent_is_compacted_and_deleted_where_that_is_allowed(live):
     assert made["n_before"] > before["n_tokens"]
     assert deleted["deleted"] is True
     assert "no agent 'long'" in gone
+
+
+@pytest.mark.parametrize("tool", ["show_agent", "compact_agent"])
+def test_a_tool_that_waits_for_the_disk_keeps_no_request_waiting(live, monkeypatch, tool):
+    looking, may_end = threading.Event(), threading.Event()
+
+    def wait(_):
+        looking.set()
+        assert may_end.wait(300)
+
+    talk(live, ONE, tool)
+    monkeypatch.setattr(Engine, "wait_until_saved", wait)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(calls, live, ONE, (tool, {"agent": tool}))
+        assert looking.wait(300)
+        try:
+            pool.submit(talk, live, ONE, "other").result(60)
+        finally:
+            may_end.set()
+        waiting.result()
 
 
 def test_wrong_arguments_are_one_sentence(live):

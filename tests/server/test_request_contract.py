@@ -677,6 +677,11 @@ def test_tools_that_only_anthropic_runs_are_named():
     body = MESSAGES.least | {"tools": [WEB_SEARCH, CLAUDE_READ, toolset]}
     assert ignored_tools(MESSAGES.shape.model_validate(body)) == ["web_search", "mcp_toolset"]
     assert MESSAGES.refusal({"tools": [{"input_schema": OBJECT}]}).kind == "tools[0].name"
+    change = {"type": "tool_definition", "definition": WEB_SEARCH}
+    added = {"role": "system", "content": [{"type": "tool_addition", "tool": change}]}
+    body = talk(HELLO, added, added, tools=[CLAUDE_READ], max_tokens=9)
+    assert ignored_tools(MESSAGES.shape.model_validate(body)) == ["web_search"]
+    assert seen(MESSAGES.request(body), "tool_names") == ["read"]
 
 
 # Refused

@@ -10,11 +10,11 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 from pydantic import Field, ValidationError
-from starlette.concurrency import run_in_threadpool
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
@@ -26,6 +26,7 @@ from keepwarm.server.admin.agents import AgentId, ForkBody, TenantAgents
 from keepwarm.server.dashboard.routes import miss_out
 from keepwarm.server.http.body import JsonInput
 from keepwarm.server.http.keys import Viewer
+from keepwarm.server.http.permits import PrepareSlot
 from keepwarm.server.http.request_fields import AGENT_IN_PATH
 from keepwarm.server.models.calls import ApiCall
 from keepwarm.server.models.models import Models
@@ -110,7 +111,10 @@ def _explain(caller: ToolCaller, given: MissArguments) -> Mapping[str, Any]:
 async def _compact(caller: ToolCaller, given: CompactArguments) -> Mapping[str, Any]:
     scope = {**caller.request.scope, "path_params": {AGENT_IN_PATH: given.agent}}
     request = Request(scope, _receive_nothing)
-    body = CompactBody(instruction=given.instruction)
+    slot: PrepareSlot = request.state.slot
+    async with slot.paused():
+        shown = await slot.manage(caller.agents.show, given.agent)
+    body = CompactBody(model=shown["model"] or None, instruction=given.instruction)
     return await compact_agent(given.agent, body, ApiCall(request))
 
 
@@ -247,8 +251,11 @@ class McpEndpoint:
             raise BadInput(f"There is no tool {asked.name!r} here; there are {_all(self._tools)}.")
         given = tool.arguments.model_validate(asked.arguments or {})
         caller = ToolCaller(Request(request.scope), self._models)
-        found = await run_in_threadpool(tool.call, caller, given)
-        return json.dumps(await found if isinstance(found, Awaitable) else found)
+        if iscoroutinefunction(tool.call):
+            return json.dumps(await tool.call(caller, given))
+        slot: PrepareSlot = request.state.slot
+        slot.end()
+        return json.dumps(await slot.manage(tool.call, caller, given))
 
 
 def memory_endpoint(models: Models, settings: Settings) -> McpEndpoint | None:

@@ -93,6 +93,11 @@ class Pieces:
             self._known[token] = found
         return found
 
+    def n_letters(self, tokens: Sequence[TokenInfo]) -> int:
+        """Of their text: a character may be several tokens."""
+        data = b"".join(bytes(self.of(info.token).numbers) for info in tokens)
+        return len(data.decode(errors="replace"))
+
     def shown(self, tokens: Sequence[TokenInfo]) -> list[TokenInfo]:
         """All but end-of-sequence tokens, which are not part of the answer."""
         return [info for info in tokens if info.token not in self._ends]

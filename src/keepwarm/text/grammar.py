@@ -170,16 +170,12 @@ class Grammars:
             self._view()
         return True
 
-    def try_out(self, text: str) -> None:
-        """Compile a grammar, for a process that can be ended meanwhile."""
-        self._compile(text)
-
     def _outcome(self, text: str, trial: Trial | None) -> LLMatcher | BadInput:
         """The compiled grammar, or why there is none: it is not tried again."""
         try:
             if trial is not None:
                 trial(text)
-            return self._compile(text)
+            return self.compile_text(text)
         except BadInput as error:
             return error
 
@@ -201,7 +197,7 @@ class Grammars:
             if len(self._compiled) > MAX_TENANTS:
                 self._compiled.popitem(last=False)
 
-    def _compile(self, text: str) -> LLMatcher:
+    def compile_text(self, text: str) -> LLMatcher:
         limits = LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(self._view()[0], text, log_level=0, limits=limits)
         if not matcher.is_error():
@@ -328,11 +324,11 @@ def _closed_part(key: str, value: Any) -> Any:
 def _schema_grammar(schema: Any, is_strict: bool) -> str:
     try:
         text = json.dumps(closed(schema), allow_nan=False)
+        return LLMatcher.grammar_from_json_schema(
+            text, defaults={"whitespace_pattern": BLANKS, "lenient": not is_strict}
+        )
     except (TypeError, ValueError, RecursionError) as error:
         raise BadInput(f"The answer's JSON schema is not valid JSON ({error}).") from error
-    return LLMatcher.grammar_from_json_schema(
-        text, defaults={"whitespace_pattern": BLANKS, "lenient": not is_strict}
-    )
 
 
 def _unpack(bits: bytes, n_vocab: int) -> TokenMask:

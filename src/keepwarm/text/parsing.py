@@ -140,6 +140,11 @@ class AnswerReader:
         self._called = False
         self._ended = False  # by a stop token
 
+    @property
+    def is_answering(self) -> bool:
+        """Whether what comes next is text or a call, not reasoning or a header."""
+        return self._segment in (NORMAL, TOOL)
+
     def add(self, token: int) -> list[Piece]:
         """The pieces that this token completes."""
         if self.done:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import index
 from time import thread_time
 from typing import Any, TypeAlias
 
@@ -326,7 +327,7 @@ class Prompter:
         return write(self._tokenizer, conforming, adapted.tools, **options)
 
     def _raw(self, request: Request) -> Prompt:
-        prompt, known = request.prompt or "", known_text(self._tokenizer, request)
+        prompt, known = _text_or_ids(request.prompt), known_text(self._tokenizer, request)
         tokens = self._raw_tokens(prompt)
         if known and isinstance(prompt, str):  # no tokens that begin a text in its middle
             tokens = tokens[common_prefix(tokens, self._tokenizer.encode("")) :]
@@ -337,6 +338,17 @@ class Prompter:
         if not self._raw_special_tokens:
             return self._specials.raw(prompt)
         return list(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+
+
+def _text_or_ids(prompt: str | Sequence[int] | None) -> str | list[int]:
+    if prompt is None or isinstance(prompt, str):
+        return prompt or ""
+    try:
+        return [int(index(token)) for token in prompt] or ""
+    except TypeError as error:
+        raise BadInput(
+            "A prompt is a text, or a list of token ids, which are whole numbers; send one of them."
+        ) from error
 
 
 @contextmanager

@@ -209,7 +209,7 @@ def _render(renderer: _Renderer, channel: Channel, task: _RenderTask) -> Rendere
 
 
 def _try_grammar(renderer: _Renderer, _channel: Channel, grammar: str) -> None:
-    renderer.grammars.try_out(grammar)
+    renderer.grammars.compile_text(grammar)
 
 
 class PlainTokenizer:

@@ -174,6 +174,9 @@ def test_a_shared_tier_that_is_gone_is_shown(serving, tmp_path):
         assert (told["state"], told["last_error"]) == ("open", "No such file or directory")
         (reason,) = live.get("/v1/dashboard/now").json()["condition"]["reasons"]
         assert reason == "The tier shared 1 is not used (open): No such file or directory"
+        tier._counts.add(errors=2, quarantined=1)
+        bad = read(live)["keepwarm_restore_failures_total", "shared 1"]
+        assert bad == 1, "calls that fail are no records that are bad"
 
 
 @pytest.mark.parametrize(

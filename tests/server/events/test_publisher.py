@@ -98,7 +98,7 @@ def test_the_disk_is_walked_once_and_then_followed(models, tmp_path, monkeypatch
         engine.wait_until_saved()
         assert len(view.look()["DISK"]) == 2
         with closing(DiskTier(engine.store.settings.store, DiskLimits(min_free_bytes=0))) as other:
-            other.delete(key)
+            other.delete_all([key])
         (left,) = view.look()["DISK"]
         assert left != key
     assert len(walks) == 1

@@ -359,6 +359,16 @@ def test_body_budget_one_key_cannot_use_the_whole():
     share["c"][0].reserve(100)
 
 
+@pytest.mark.parametrize(
+    ("path", "seconds"),
+    [("/v1/x", 90.0), ("/v1/agents/import", None), ("/api/pull", None), ("/v1/cache/verify", None)],
+)
+def test_limits_what_takes_as_long_as_network_or_disk_is_not_cut_off(path, seconds):
+    given = settings(request_timeout_s=60, client_timeout_s=30)
+    limits = Limits(echo, given, ApiKeys(given))
+    assert limits._answer_s({"method": "POST", "path": path}) == seconds
+
+
 def test_limits_request_that_never_ends_leaves_its_slot():
     """As of a client that reads a byte now and then: the engine has given up long before."""
 

@@ -74,7 +74,9 @@ def scripted(events):
 
 
 def stream(answer, **options):
-    return EventStream(answer, ChatStream(CompletionMeta("id", 1, "m"), 1, True, None), **options)
+    made = EventStream(answer, ChatStream(CompletionMeta("id", 1, "m"), 1, True, None))
+    vars(made).update(options)
+    return made
 
 
 def run_stream(events):

@@ -101,6 +101,41 @@ def test_arguments_of_an_earlier_call_are_text_whatever_they_are(live, arguments
     assert live.post("/v1/chat/completions", body).status_code == 200
 
 
+CALLS = {  # a conversation with an earlier call, whose arguments are JSON
+    "/v1/chat/completions": {
+        "role": "assistant",
+        "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "%"}}],
+    },
+    "/v1/responses": {"type": "function_call", "call_id": "c", "name": "f", "arguments": "%"},
+    "/v1/messages": {
+        "role": "assistant",
+        "content": [{"type": "tool_use", "id": "c", "name": "f", "input": "%"}],
+    },
+    "/api/chat": {
+        "role": "assistant",
+        "tool_calls": [{"function": {"name": "f", "arguments": "%"}}],
+    },
+}
+
+
+@pytest.mark.parametrize("path", CALLS)
+def test_arguments_that_a_model_may_write_come_back(live, path):
+    """Numbers of any size, and as deep as a body may be; the same anywhere else is refused."""
+    key = "input" if path == "/v1/responses" else "messages"
+    body = {"model": "tiny", key: [TEXT, CALLS[path], TEXT], "max_tokens": 4}
+
+    def status(arguments, **more):
+        return live.post(path, json.dumps(body | more).replace('"%"', arguments).encode())
+
+    long, deep = "9" * 400, nested(MAX_DEPTH - 1)
+    answer = status(f'{{"a": {long}, "b": {deep}}}')
+    assert answer.status_code == 200, answer.text
+    for refused_ones in (f'{{"a": [{deep}]}}', '{"a": NaN}'):
+        assert status(refused_ones).status_code == 400
+    assert "64 bits" in status(long).text
+    assert "64 bits" in status("{}", name="f", unknown={"input": {"a": int(long)}}).text
+
+
 @paths
 def test_a_key_that_is_there_twice(live, path):
     """The last one counts, as parsers do it."""

@@ -47,17 +47,18 @@ def third(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def several(tmp_path_factory):
-    """A function: a server with these models, `name=path`, started."""
+    """A function: a server with these models, `name=path`, started unless that is left out."""
 
     @contextmanager
-    def start(*models, **values):
+    def start(*models, is_started=True, **values):
         home = str(tmp_path_factory.mktemp("home"))
         given = {"model": models[0], "more_models": ",".join(models[1:]), **values}
         settings = config.load({"KEEPWARM_HOME": home}, **given)
         with Store(settings=settings) as store:
             made = Models.of(settings, store)
             with running(create_app(made, settings), settings) as live:
-                made.start()
+                if is_started:
+                    made.start()
                 yield live
 
     return start

@@ -168,6 +168,28 @@ def test_only_what_the_operator_allowed_is_loaded(several, big, small, tmp_path)
         assert refused.status_code == 422
 
 
+def test_nothing_is_loaded_on_demand_before_the_start_or_while_it_drains(
+    several, big, small, third
+):
+    """And the server is not ready because of it."""
+
+    def refused(path):
+        assert live.post(CHAT, asked(str(path))).status_code == 503
+        assert live.get("/health/ready").status_code == 503
+        assert "keepwarm_ready 0.0" in live.get("/metrics").text
+
+    with several(f"big={big}", on_demand="/*", is_started=False) as live:
+        refused(small)
+        live.models.start()
+        assert loaded(live) == ["big"]
+        assert chat(live, str(small))["model"] == str(small)
+        live.models.drain(0)
+        live.models.slots.offer()  # a start that ends meanwhile
+        live.models.slots.offer(live.models.default)
+        refused(third)
+        assert loaded(live) == ["big", str(small)]
+
+
 ADMIN = {"Authorization": "Bearer admin"}
 
 

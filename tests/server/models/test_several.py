@@ -8,11 +8,13 @@ import pytest
 
 from keepwarm import config
 from keepwarm.cache.store import Budgets, Store
-from keepwarm.errors import BadInput
+from keepwarm.errors import BadInput, EngineFailed
 from keepwarm.server.models.host import EngineHost
 from keepwarm.server.models.models import Models, NamedModel, configured
+from keepwarm.server.openai import routes as openai_routes
 from tests.kit.engines import held
 from tests.kit.waiting import wait_until
+from tests.server.test_mcp import calls
 
 CHAT = "/v1/chat/completions"
 ADMIN = {"Authorization": "Bearer admin"}
@@ -107,6 +109,14 @@ def test_every_api_takes_the_name(both):
     assert sum(warm["big"]["warm"].values()) < warm["big"]["prompt_tokens"] // 2
 
 
+def test_an_agent_is_compacted_by_its_own_model(several, big, small):
+    """By the tool too, which is told no model."""
+    with several(f"small={small}", f"big={big}", mcp="all") as live:
+        chat(live, "big", keepwarm={"agent": "fox"})
+        (made,) = calls(live, {}, ("compact_agent", {"agent": "fox"}))
+        assert made["n_before"] > 0, made
+
+
 def test_a_response_in_the_background_keeps_its_model(both):
     slot = both.models.known("small")
     chat(both, "small")
@@ -181,7 +191,10 @@ def test_a_store_without_a_disk_has_nothing_to_limit(tmp_path):
 class Closed:
     """An engine that notes its end."""
 
-    is_closed = False
+    is_drained = is_closed = False
+
+    def drain(self, timeout_s):
+        self.is_drained = True
 
     def close(self):
         self.is_closed = True
@@ -204,6 +217,41 @@ def test_an_engine_that_comes_while_its_server_stops_is_closed():
     engine = Closed()
     EndsEarly(None, "m").load(lambda _: engine, in_full=False)
     assert engine.is_closed
+
+
+class Drained(EngineHost):
+    """Its server begins to stop just before it is given its engine."""
+
+    def start_warmer(self):
+        pass
+
+    @property
+    def created(self):
+        return 0
+
+    @created.setter
+    def created(self, _):
+        if self._loading:
+            self.drain(0)
+
+
+def test_an_engine_that_comes_while_its_server_drains_takes_no_request():
+    engine = Closed()
+    Drained(None, "m").load(lambda _: engine, in_full=False)
+    assert engine.is_drained
+    assert not engine.is_closed
+
+
+def test_an_answer_whose_request_fails_before_its_response_is_cancelled(serving, monkeypatch):
+    def fail(*_):
+        raise EngineFailed("No response.")
+
+    monkeypatch.setattr(openai_routes, "WholeAnswer", fail)
+    with serving() as live:
+        endless = asked("tiny", max_tokens=9000, logit_bias={"2": -100})
+        assert live.post(CHAT, endless).status_code == 500
+        wait_until(lambda: not live.host.engine.running())
+        assert live.host.engine.stats().counters["cancelled"] == 1
 
 
 def test_all_that_can_be_had_is_listed(both):

@@ -10,18 +10,16 @@ from transformers import PreTrainedTokenizerFast
 
 from keepwarm import config
 from keepwarm.errors import BadField
-from keepwarm.prefix.policy import Policy
-from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.http.sse import LineStream
 from keepwarm.server.ollama import request as requests
 from keepwarm.server.ollama.request import OllamaChatRequest, OllamaGenerateRequest
 from keepwarm.server.ollama.routes import AnswerLines, AnswerMeta, generate_part
 from keepwarm.server.openai.completions import FILL_INS, required_fill_in
-from keepwarm.text.request import Done, Finished, KVOptions, Progress, Started
+from keepwarm.text.request import Done, Finished, Progress, Request, Started
 from tests.kit.checkpoints import make_tokenizer
 from tests.server.http.test_sse import RECEIPT, USAGE, Client, scripted
 
-FIELDS = RequestFields("", None, Policy.READ_WRITE, False, KVOptions(), None)
+FIELDS = Request()
 SETTINGS = config.load({})
 TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=make_tokenizer())
 LACKING = partial(required_fill_in, TOKENIZER, SETTINGS)
@@ -128,7 +126,8 @@ def test_stream_of_lines_is_kept_alive_by_json_too():
         client = Client()
         answer, _ = scripted([Progress(1, 9)])
         lines = AnswerLines(AnswerMeta("m", generate_part))
-        stream = LineStream(answer, lines, keep_alive_s=0.001, plan_s=0)
+        stream = LineStream(answer, lines)
+        stream.keep_alive_s, stream.plan_s = 0.001, 0
         running = asyncio.create_task(stream({"type": "http"}, client.receive, client.send))
 
         async def more(n):

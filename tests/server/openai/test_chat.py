@@ -175,7 +175,7 @@ def test_logprobs_of_parts_of_characters_are_bytes_and_minus_infinity_is_a_numbe
     json.dumps(answer, allow_nan=False)
     written = text_completion(META, result, [""], Pieces(tokenizer))["choices"][0]["logprobs"]
     assert written["token_logprobs"] == [-0.5] * len(ids)
-    assert written["text_offset"][0] == 0
+    assert written["text_offset"] == [0, 2, 3, 4, 5, 5, 5], "the snowman is three tokens"
 
 
 # Formats of OpenAI, llama.cpp and vLLM
@@ -227,6 +227,7 @@ def test_answer_follows_the_formats_of_other_servers(client, wanted, pattern):
         ({"structured_outputs": {"json": "{"}}, "not a JSON schema"),
         ({"structured_outputs": {"json": "[]"}}, "not a JSON schema"),
         ({"structured_outputs": {"json": {"properties": {"foo": "bar"}}}}, "cannot be compiled"),
+        ({"structured_outputs": {"json": f'{{"minimum": {10**400}}}'}}, "number out of range"),
     ],
 )
 def test_format_that_cannot_be_read_is_refused(client, wanted, why):

@@ -11,9 +11,12 @@ from keepwarm.models.load import load
 from keepwarm.prefix.policy import Policy
 from keepwarm.server.http import sse
 from keepwarm.server.openai import completions
-from keepwarm.text.request import Request, Sampling
+from keepwarm.server.openai.common import CompletionMeta
+from keepwarm.text.detokenize import Pieces
+from keepwarm.text.request import Delta, Request, Sampling, TokenInfo
 from tests.kit.checkpoints import SPECIALS, make_tokenizer, write_checkpoint
 from tests.kit.threads import threads_of
+from tests.server.apis import events_of
 from tests.server.conftest import serve
 
 PROMPTS = ["The quick brown fox", "In 1984 there were"]
@@ -149,6 +152,19 @@ def test_logprobs_say_where_each_token_stands_whole_and_streamed(client, endless
         assert all(1 <= len(top) <= 3 for part in parts for top in part.top_logprobs)
         places = zip(choice.logprobs.text_offset, choice.logprobs.tokens, strict=True)
         assert all(choice.text.startswith(token, place) for place, token in places)
+
+
+def test_character_of_several_tokens_is_one_letter_of_the_text(client, model):
+    offsets = [0, 1, 5, 6, 7, 7, 7, 7]  # the fox is four tokens
+    (choice,) = score(client, SHORT).choices
+    assert choice.logprobs.text_offset[:9] == [*offsets, len(SHORT)]
+    infos = [TokenInfo(token, -0.5) for token in model.tokenizer.encode(SHORT)]
+    meta = CompletionMeta("cmpl-1", 1700000000, "tiny")
+    stream = completions.TextStream(meta, [""], False, Pieces(model.tokenizer))
+    parts = (infos[:1], infos[1:7], infos[7:])  # as the engine has it: whole characters
+    sent = b"".join(stream.event(Delta(0, "x", tokens=tuple(part))) for part in parts)
+    found = [event["choices"][0]["logprobs"] for event in events_of(sent.decode())]
+    assert [place for each in found for place in each["text_offset"]] == offsets
 
 
 def test_taken_token_is_among_the_likeliest(client):

@@ -18,10 +18,8 @@ from keepwarm.engine.engine import Cancel
 from keepwarm.errors import Cancelled
 from keepwarm.models.load import load
 from keepwarm.prefix.blocks import common_prefix
-from keepwarm.prefix.policy import Policy
-from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.models import embedding
-from keepwarm.text.request import KVOptions
+from keepwarm.text.request import Request
 from tests.kit.checkpoints import SPECIALS, make_tokenizer, write_checkpoint
 from tests.kit.engines import held
 from tests.kit.waiting import wait_until
@@ -30,7 +28,7 @@ from tests.server.conftest import serve
 END = SPECIALS[0]
 QUERY = "Instruct: find the words of the document that answer the question of the user. Query: "
 TEXTS = ["what is the dog?", "how many days had 1984?", "x" * 90]
-FIELDS = RequestFields("", None, Policy.READ_WRITE, False, KVOptions(), None)
+FIELDS = Request()
 KEYS = {"Authorization": "Bearer one"}, {"Authorization": "Bearer two"}
 
 

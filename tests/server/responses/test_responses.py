@@ -5,6 +5,8 @@ import pytest
 from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
+from keepwarm import config
+from keepwarm.models.load import load
 from keepwarm.server.http.problems import Problem
 from keepwarm.server.responses.events import ResponseStream
 from keepwarm.server.responses.request import (
@@ -14,14 +16,16 @@ from keepwarm.server.responses.request import (
     offered_tools,
 )
 from keepwarm.text.request import Delta, Done, Finished, Started, ToolCall, ToolCalled
+from tests.kit.scripted import write_thoughtful
 from tests.server.apis import RESPONSES
-from tests.server.conftest import N_CONTEXT
+from tests.server.conftest import N_CONTEXT, serve
 from tests.server.test_event_contract import RECEIPT, USAGE, responses_builder
 
 WORDS = "What is the answer to the question?"
 READ = {"type": "function", "name": "read", "parameters": {"type": "object"}, "strict": True}
 SEARCH = {"type": "web_search"}
 PATCH = {"type": "custom", "name": "patch"}
+DELTA = "response.output_text.delta"
 NAMESPACE = {"type": "namespace", "name": "files", "description": "Files", "tools": [READ, PATCH]}
 
 
@@ -142,6 +146,24 @@ def test_logprobs_are_alike_whole_in_pieces_and_at_the_end_of_a_stream(client, o
     assert ask(client).output[0].content[0].logprobs == []
 
 
+def test_logprobs_of_a_message_are_not_those_of_the_thought_before_it(tmp_path):
+    """Those of a chat completion, which has one list, are of all tokens."""
+    settings = config.load({"KEEPWARM_HOME": str(tmp_path)})
+    model = load(str(write_thoughtful(tmp_path / "model")), settings)
+    asked = {"model": "x", "messages": [{"role": "user", "content": WORDS}], "logprobs": True}
+    with serve(model, settings) as live, live.openai() as client:
+        thought, said = ask(client, top_logprobs=1).output
+        streamed = [e for e in ask(client, top_logprobs=1, stream=True) if e.type == DELTA]
+        whole = client.chat.completions.create(**asked).choices[0]
+        chunks = [c.choices[0] for c in client.chat.completions.create(**asked, stream=True)]
+    assert (thought.content[0].text, said.content[0].text) == ("a", "b")
+    for logprobs in (said.content[0].logprobs, *(event.logprobs for event in streamed)):
+        assert [each.token for each in logprobs] == ["b"]
+    pieces = [chunk.logprobs.content for chunk in chunks if chunk.logprobs]
+    for logprobs in (whole.logprobs.content, [each for piece in pieces for each in piece]):
+        assert [each.token for each in logprobs] == ["a", "</think>", "b"]
+
+
 def test_function_in_a_namespace_is_called_by_both_names(client):
     weather = {"type": "function", "name": "weather", "parameters": {"const": {}}}
     namespace = {"type": "namespace", "name": "sky", "description": "Sky", "tools": [weather]}
@@ -157,13 +179,19 @@ def test_answer_is_continued_by_its_id_or_by_those_of_its_items(client):
     said, asked = {"role": "user", "content": "One, two."}, {"role": "user", "content": "Three."}
     assert second.previous_response_id == first.id
     assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
-    reference = {"type": "item_reference", "id": first.output[0].id}
-    for whole in ([said, *first.output, asked], [said, reference, asked]):
-        assert ask(client, whole).usage.input_tokens == second.usage.input_tokens
+    named = {"id": first.output[0].id}
+    for answer in (*first.output, {"type": "item_reference", **named}, named):
+        assert ask(client, [said, answer, asked]).usage.input_tokens == second.usage.input_tokens
     with pytest.raises(openai.NotFoundError) as error:
         ask(client, previous_response_id="resp_gone")
     assert error.value.body["type"] == "invalid_request_error"
     assert "'resp_gone'" in error.value.body["message"]
+
+
+def test_conversation_of_another_server_is_refused_also_where_nothing_is_answered(client):
+    for send in (client.responses.input_tokens.count, client.responses.compact):
+        with pytest.raises(openai.BadRequestError, match="continue with previous_response_id"):
+            send(model="x", input=WORDS, extra_body={"conversation": "conv_1"})
 
 
 def test_input_items_are_listed_in_pages(client):

@@ -93,8 +93,7 @@ async def compact_agent(agent_id: AgentId, body: CompactBody, call: Call) -> Com
     system prompt, tools and summary are prefilled, after all that other clients wait for.
     """
     host, turn = await call.host(body.model), call.slot
-    options = engine_request.Request(**request_fields(call.request)._asdict())
-    arguments = (host.engine, options, body.instruction, body.max_tokens)
+    arguments = (host.engine, request_fields(call.request), body.instruction, body.max_tokens)
     work = await turn.run(lambda _: Compaction.of_agent(*arguments))
     result = await _result(await host.submit(work.request, turn), call)
     await _result(await turn.resume(work.warm, result), call)

@@ -151,7 +151,7 @@ class ResidentModel:
     def _load(self, slot: Slot) -> None:
         if slot.host.loaded is None:
             self._slots.load(slot)
-        slot.is_offered = True
+        self._slots.offer(slot)
 
     def _unload(self, slot: Slot, drain_s: float | None) -> ModelLocation | None:
         """Until it is loaded again, requests are told that it is not."""

@@ -127,7 +127,12 @@ def _evicted(stats: Stats) -> Values:
 
 
 def _failed_restores(stats: Stats) -> Values:
-    return {tier: found.quarantined + found.errors for tier, found in stats.tiers.items()}
+    """Failed calls of a shared tier are no bad records; its state tells of them."""
+    shared = _shared(stats)
+    return {
+        tier: found.quarantined + (0 if tier in shared else found.errors)
+        for tier, found in stats.tiers.items()
+    }
 
 
 def _shared(stats: Stats) -> dict[str, SharedStats]:
@@ -149,10 +154,6 @@ def _requests(stats: Stats) -> Values:
 
 def _outcomes(stats: Stats) -> Values:
     return {name: stats.counters[name] for name in ("finished", "cancelled", "failed")}
-
-
-def _written_bytes(stats: Stats) -> Values:
-    return _one(stats.writes.written_bytes)
 
 
 SAMPLES = (
@@ -250,7 +251,10 @@ SAMPLES = (
         "Requests whose restore failed in part or whole; the tokens were computed.", "reason",
         lambda stats: stats.failed_restores,
     ),
-    Sample("keepwarm_written_bytes", "counter", "Bytes written to disk.", "", _written_bytes),
+    Sample(
+        "keepwarm_written_bytes", "counter", "Bytes written to disk.", "",
+        lambda stats: _one(stats.writes.written_bytes),
+    ),
     Sample(
         "keepwarm_dropped_saves", "counter", "Saves that were dropped.", "reason",
         lambda stats: stats.writes.lost,

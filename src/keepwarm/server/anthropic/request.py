@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
@@ -20,7 +21,7 @@ from keepwarm.server.http.body import (
     token_limit,
 )
 from keepwarm.server.http.content import SkippedContent, decode_text, text_part, titled
-from keepwarm.server.http.request_fields import PromptBody, RequestFields
+from keepwarm.server.http.request_fields import PromptBody
 from keepwarm.server.http.synonyms import (
     MAX_TOKENS,
     FormatFields,
@@ -198,7 +199,7 @@ class EngineMessage(NamedTuple):
     cache_control: CacheControl | None = None
 
 
-def request_of(body: CountRequest, fields: RequestFields, settings: Settings) -> Request:
+def request_of(body: CountRequest, fields: Request, settings: Settings) -> Request:
     if isinstance(body, MessagesRequest) and body.thread:
         raise NoThreads(NO_THREADS, "thread")
     tools = offered_tools(body)
@@ -211,7 +212,8 @@ def request_of(body: CountRequest, fields: RequestFields, settings: Settings) ->
     thinking = thinking_of(body)
     if output and output.effort:  # which switches nothing
         thinking = thinking._replace(effort=EFFORTS.get(output.effort, output.effort))
-    return Request(
+    return replace(
+        fields,
         messages=messages,
         partial_answer=is_partial,
         unread=unread.kinds,
@@ -226,7 +228,6 @@ def request_of(body: CountRequest, fields: RequestFields, settings: Settings) ->
         ),
         sampling=_sampling(body) if isinstance(body, MessagesRequest) else Sampling(),
         breakpoints=_breakpoints(body, converted[: len(messages)]),
-        **fields._asdict(),
     )
 
 
@@ -435,12 +436,14 @@ def offered_tools(body: CountRequest) -> list[Tool]:
         _tool(t, bool(t.defer_loading) and not searched) for t in tools if _is_client_tool(t)
     ]
     names = names_of(offered)
-    added = {tool.name: _tool(tool, deferred=True) for tool in _added_tools(body)}
+    defined = filter(_is_client_tool, _added_tools(body))
+    added = {tool.name: _tool(tool, deferred=True) for tool in defined}
     return offered + [tool for name, tool in added.items() if name not in names]
 
 
 def ignored_tools(body: CountRequest) -> list[str]:
-    return [tool.name for tool in body.tools or () if not _is_client_tool(tool)]
+    tools = (*(body.tools or ()), *_added_tools(body))
+    return list(dict.fromkeys(tool.name for tool in tools if not _is_client_tool(tool)))
 
 
 def tool_choice_of(body: CountRequest) -> ToolChoice:

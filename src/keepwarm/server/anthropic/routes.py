@@ -104,7 +104,9 @@ def usage_of(
 
 
 def stop_reason(reason: str, stop: str | None) -> str:
-    return "stop_sequence" if stop is not None else STOP_REASONS[reason]
+    """A client runs the tools that were called also if a stop string ended the answer."""
+    is_stopped = stop is not None and reason != "tool_calls"
+    return "stop_sequence" if is_stopped else STOP_REASONS[reason]
 
 
 def _created(cached: int, prefixes: Sequence[CachedPrefix]) -> tuple[int, int]:

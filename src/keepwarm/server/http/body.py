@@ -36,6 +36,7 @@ LONG = 16 << 10  # bytes; a shorter body cannot hold many values
 MARKS = b",[{"
 _UNCOUNTED = bytes(set(range(256)) - set(MARKS))
 SMALLEST, LARGEST = -(2**63), 2**64 - 1  # of whole numbers: what fits 64 bits
+ARGUMENTS = ("input", "arguments")  # of a call, beside its name
 LEAST_TOP_P = 1e-9
 TO_THE_END = -1  # of the context, as llama.cpp and vLLM write it
 MAX_IGNORED = 32  # names in a receipt, which is a header too
@@ -253,22 +254,35 @@ def api_router(
     )
 
 
-def check_values(value: object) -> None:
-    """Goes level by level, so that deep nesting cannot exhaust the stack."""
-    level = _nested([value])
+def check_values(value: object, *, is_text: bool = False) -> None:
+    """Goes level by level, so that deep nesting cannot exhaust the stack.
+
+    `is_text`: the arguments of a call, which become text; models write numbers of any size.
+    """
+    level = _nested([value], is_text)
     for _ in range(MAX_DEPTH):
         if not level:
             return
-        level = [each for outer in level for each in _nested(_inside(outer))]
+        level = [each for outer in level for each in _nested(_inside(outer, is_text), is_text)]
     if level:
         raise BadInput(f"The body nests deeper than {MAX_DEPTH} levels; send a flatter one.")
 
 
-def _inside(outer: dict[str, object] | list[object]) -> Iterable[object]:
-    return outer.values() if isinstance(outer, dict) else outer
+def _inside(outer: dict[str, object] | list[object], is_text: bool) -> Iterable[object]:
+    """All but the arguments of a call, which are checked here: at their end they may be as deep as
+    those that a model writes.
+    """
+    if isinstance(outer, list):
+        return outer
+    if not is_text and isinstance(outer.get("name"), str):
+        outer = dict(outer)
+        for name in ARGUMENTS:
+            if isinstance(outer.get(name), dict):
+                check_values(outer.pop(name), is_text=True)
+    return outer.values()
 
 
-def _nested(values: Iterable[object]) -> list[dict[str, object] | list[object]]:
+def _nested(values: Iterable[object], is_text: bool) -> list[dict[str, object] | list[object]]:
     """The objects and lists among these values; numbers are checked."""
     found = []
     for value in values:
@@ -278,7 +292,7 @@ def _nested(values: Iterable[object]) -> list[dict[str, object] | list[object]]:
             raise BadInput(
                 "The body contains a number that is not finite; JSON has no NaN or infinity."
             )
-        elif isinstance(value, int) and not SMALLEST <= value <= LARGEST:
+        elif isinstance(value, int) and not (is_text or SMALLEST <= value <= LARGEST):
             raise BadInput(
                 "The body contains a whole number that does not fit 64 bits; send a smaller one, "
                 "or one with an exponent."

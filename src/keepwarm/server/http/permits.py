@@ -38,7 +38,7 @@ LONG_BODY = 64 << 10  # bytes
 REST = 3  # times as long as a long body has kept the interpreter, beside other keys' requests
 MAX_REST_S = 2.0
 MANAGEMENT_THREADS, MANAGEMENT_OF_ONE_KEY = 16, 2  # these share one interpreter with all answers
-UNMANAGED = UNTIMED | {METRICS_PATH, "/v1/cache/verify"}
+UNMANAGED = UNTIMED | {METRICS_PATH}
 PATHS = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/embeddings"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from fastapi import Depends, Request
 from pydantic import Field
@@ -16,7 +16,8 @@ from keepwarm.prefix.policy import Policy
 from keepwarm.server.http.body import JsonInput, given_body, ignored_fields
 from keepwarm.server.http.clients import AGENT_HEADER
 from keepwarm.server.http.keys import tenant_agent_id
-from keepwarm.text.request import Arrival, KVOptions
+from keepwarm.text import request as engine_request
+from keepwarm.text.request import KVOptions
 
 CACHE_HEADER = "x-keepwarm-cache"
 AGENT_IN_PATH = "agent_id"  # of routes that continue an agent
@@ -82,25 +83,6 @@ class PromptBody(JsonInput):
     keepwarm: KeepwarmOptions | None = None
 
 
-class RequestFields(NamedTuple):
-    """The fields of `text.request.Request` that every API fills in the same way."""
-
-    tenant: str
-    agent: str | None
-    policy: Policy
-    explain: bool
-    kv: KVOptions
-    timeout_s: float | None
-    continues: bool = False
-    exact: bool = False
-    request_id: str = ""
-    client: str = ""
-    arrival: Arrival | None = None
-    ignored_fields: tuple[str, ...] = ()
-    speculation: bool = True
-    caller: str = ""
-
-
 def settings_of(request: Request) -> Settings:
     settings: Settings = request.app.state.settings
     return settings
@@ -118,8 +100,9 @@ def request_fields(
     options: KeepwarmOptions | None = None,
     hint: str | None = None,
     body: JsonInput | None = None,
-) -> RequestFields:
-    """The path names an agent that is continued; else headers override the body.
+) -> engine_request.Request:
+    """A request without a prompt. The path names an agent that is continued; else headers override
+    the body.
 
     `hint` is the API's own name for the conversation; `body` is what was understood of the request.
     """
@@ -127,7 +110,7 @@ def request_fields(
     continued: str | None = request.path_params.get(AGENT_IN_PATH)
     tenant: str = getattr(request.state, "tenant", "")
     agent = continued or _agent(request.headers, options, hint)
-    return RequestFields(
+    return engine_request.Request(
         tenant=tenant,
         caller=getattr(request.state, "owner", "") if settings.share_cache else "",
         agent=tenant_agent_id(tenant, agent) if agent else None,

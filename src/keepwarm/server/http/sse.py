@@ -229,20 +229,13 @@ class EventStream(Response):
     """Sends an answer while it is generated."""
 
     media_type = "text/event-stream"
+    keep_alive_s, plan_s = KEEP_ALIVE_S, PLAN_S
 
-    def __init__(
-        self,
-        answer: AnswerLike,
-        encoder: Encoder,
-        keep_alive_s: float = KEEP_ALIVE_S,
-        plan_s: float = PLAN_S,
-    ) -> None:
+    def __init__(self, answer: AnswerLike, encoder: Encoder) -> None:
         super().__init__(headers=STREAM_HEADERS)
         del self.headers["content-length"]
         self._answer = answer
         self._encoder = encoder
-        self._keep_alive_s = keep_alive_s
-        self._plan_s = plan_s
         self._progress: Progress | None = None
         self._quiet = True  # nothing was sent in the current second
         self._opened = False  # headers are sent
@@ -295,10 +288,10 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": frames, "more_body": True})
 
     async def _keep_alive(self, send: Send) -> None:
-        comment_after = time.monotonic() + self._plan_s
+        comment_after = time.monotonic() + self.plan_s
         while True:
             self._quiet = True
-            await asyncio.sleep(self._keep_alive_s)
+            await asyncio.sleep(self.keep_alive_s)
             if self._quiet and self._planned:
                 await self._send(send, self._encoder.keep_alive(self._progress))
             elif self._quiet and time.monotonic() >= comment_after:

@@ -10,7 +10,6 @@ from fastapi import Depends, Request
 from keepwarm.server.http.permits import PrepareSlot
 from keepwarm.server.http.request_fields import (
     PromptBody,
-    RequestFields,
     request_fields,
     settings_of,
 )
@@ -37,13 +36,13 @@ class ApiCall:
         self.models: Models = request.app.state.models
         self.slot: PrepareSlot = request.state.slot
         self._rules = select_rules(self.settings.scrub, request.headers.get(SCRUB_HEADER, ""))
-        self._fields: RequestFields | None = None
+        self._fields: engine_request.Request | None = None
 
     async def host(self, model: str | None, *, to_embed: bool = False) -> EngineHost:
         """The model with this name, loaded."""
         return await self.models.use(model, self.slot, to_embed=to_embed)
 
-    def fields(self, body: PromptBody, hint: str | None = None) -> RequestFields:
+    def fields(self, body: PromptBody, hint: str | None = None) -> engine_request.Request:
         """Found once: a conversation that is shortened is built many times, from one body."""
         if self._fields is None:
             self._fields = request_fields(self.request, body.keepwarm, hint, body)

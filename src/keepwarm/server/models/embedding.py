@@ -19,7 +19,6 @@ from keepwarm.errors import BadField, Cancelled, ContextTooLong, EngineFailed
 from keepwarm.prefix.blocks import common_prefix
 from keepwarm.prefix.policy import Policy
 from keepwarm.server.http.permits import PrepareSlot
-from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.http.sse import cancel_on_disconnect, receipt_headers, resumed
 from keepwarm.server.models.host import EngineHost, ObservedAnswer
 from keepwarm.text.detokenize import decode
@@ -57,7 +56,7 @@ class EmbeddingPlan(NamedTuple):
 async def embed(
     host: EngineHost,
     inputs: Sequence[TextOrTokens],
-    fields: RequestFields,
+    fields: Request,
     slot: PrepareSlot,
     *,
     prompt_name: str | None = None,
@@ -78,7 +77,7 @@ async def embed(
 
 class _Preparing(NamedTuple):
     engine: Engine
-    fields: RequestFields
+    fields: Request
     truncate: bool
 
     def plan(

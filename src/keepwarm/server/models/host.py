@@ -218,6 +218,8 @@ class EngineHost:
         slot.end()
         observed = [ObservedAnswer(answer, n_empty) for answer in answers]
         slot.answers = observed
+        for answer in observed:
+            slot.held.callback(answer.cancel)  # also if an error comes before the response
         return observed
 
     def drain(self, timeout_s: float) -> None:
@@ -264,6 +266,8 @@ class EngineHost:
     def _put(self, engine: Engine) -> None:
         self.created = int(time.time())
         self._engine = engine
+        if self._draining:  # since before, or just now
+            engine.drain(0)
         if self._closed:  # before, or just now: then both may close it
             self.close()
         self.start_warmer()

@@ -207,9 +207,11 @@ class Models:
         self.slots = Slots(settings, store, self.ledger)
         self.slots.on_close = self._note_closed
         self.default = Slot(first, [first.name], settings.model)
-        if engine is not None:
-            self.default.path, self.default.is_offered = engine.model.path, True
         self.slots.all.append(self.default)
+        self._named = [self.default]  # by the settings; requests may add more
+        if engine is not None:
+            self.default.path = engine.model.path
+            self.slots.offer()
 
     @classmethod
     def of(cls, settings: Settings, store: Store) -> Models:
@@ -220,6 +222,7 @@ class Models:
         models.default.pinned = named[0].name in settings.listed("pinned_models")
         for model in named[1:]:
             models._add_named(model)
+        models._named = list(models.slots.all)
         return models
 
     def _add_named(self, model: NamedModel) -> None:
@@ -235,7 +238,7 @@ class Models:
 
     def start(self) -> None:
         """Load all that fit, the first one in any case; the others are loaded when asked for."""
-        for slot in self.slots.all:
+        for slot in self._named:
             with self.slots.changing:
                 try:
                     self.slots.load(slot, may_evict=False, in_full=slot is self.default)
@@ -243,7 +246,8 @@ class Models:
                     if slot is self.default:
                         raise
                     LOG.warning("%s It is loaded when a request asks for it.", error)
-            slot.is_offered = True
+            self.slots.offer(slot)
+        self.slots.offer()
 
     # requests
 
@@ -349,9 +353,7 @@ class Models:
             return None
         if path.is_dir():
             read_config(path)  # refuses what is no model
-        return self.slots.add(
-            Slot(EngineHost(None, name), [name], name, path=path, is_offered=True)
-        )
+        return self.slots.add(Slot(EngineHost(None, name), [name], name, path=path))
 
     def _lease(self, slot: Slot, held: ExitStack, owner: str) -> bool:
         """False if it must be loaded first; raises if it cannot be, as while the server starts."""

@@ -157,6 +157,8 @@ class Slots:
         self.on_close: Callable[[Engine], None] = lambda _: None
         self._changed = threading.Condition()
         self._is_closing = False
+        self._is_offering = False  # from the end of the start until the server stops
+        self._is_stopping = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="keepwarm-models")
         self._device = DeviceLock()
         self._turns = KeyTurns()
@@ -167,6 +169,7 @@ class Slots:
         with self._changed:
             same = [each for each in self.all if each.path == slot.path]
             if not same:
+                slot.is_offered = self._is_offering
                 self.all.append(slot)
             return same[0] if same else slot
 
@@ -439,7 +442,17 @@ class Slots:
         for slot in self.all:
             slot.host.close()
 
+    def offer(self, slot: Slot | None = None) -> None:
+        """From now on requests have this model loaded, or all of them; unless the server stops."""
+        with self._changed:
+            if not self._is_stopping:
+                self._is_offering |= slot is None
+                for each in [slot] if slot else self.all:
+                    each.is_offered = True
+
     def offer_no_more(self) -> None:
         """From now on no request has a model loaded."""
-        for slot in self.all:
-            slot.is_offered = False
+        with self._changed:
+            self._is_stopping, self._is_offering = True, False
+            for slot in self.all:
+                slot.is_offered = False

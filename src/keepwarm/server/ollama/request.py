@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field
@@ -14,7 +15,7 @@ from keepwarm.config import Settings
 from keepwarm.errors import BadField
 from keepwarm.server.http.body import IGNORED, Checked, JsonInput, Members, TopK, TopP, Whole
 from keepwarm.server.http.content import SkippedContent
-from keepwarm.server.http.request_fields import PromptBody, RequestFields
+from keepwarm.server.http.request_fields import PromptBody
 from keepwarm.server.http.synonyms import (
     MAX_TOKENS,
     REPETITION_PENALTY,
@@ -169,40 +170,39 @@ _NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")
 def chat_request(
     body: OllamaChatRequest,
     messages: Sequence[OllamaMessage],
-    fields: RequestFields,
+    fields: Request,
     settings: Settings,
 ) -> Request:
     """`messages` are those of the body, or the newer ones of them."""
     unread = SkippedContent.of(settings, "messages", [message.role for message in messages])
-    return Request(
+    return replace(
+        _common(body, fields),
         messages=list(_messages(messages, unread)),
         partial_answer=_is_partial(messages),
         unread=unread.kinds,
         tools=_tools(body),
-        **_common(body),
-        **fields._asdict(),
     )
 
 
 def generate_request(
     body: OllamaGenerateRequest,
-    fields: RequestFields,
+    fields: Request,
     settings: Settings,
     fill_in: Callable[[], FillIn],
 ) -> Request:
     """A prompt as a conversation of one message; raw, or to be filled in, as it is."""
     _check(body)
-    common = {**_common(body), **fields._asdict()}
+    common = _common(body, fields)
     prompt = body.prompt or ""
     if body.suffix:
-        return Request(prompt=fill_in().prompt(prompt, body.suffix), **common)
+        return replace(common, prompt=fill_in().prompt(prompt, body.suffix))
     if body.raw:
-        return Request(prompt=prompt, **common)
+        return replace(common, prompt=prompt)
     unread = SkippedContent("" if settings.skip_unreadable else "images")
     texts = [prompt, *_notes(body.images or (), "images", unread)]
     system = [{"role": "system", "content": body.system}] if body.system else []
     messages = [*system, {"role": "user", "content": "\n".join(texts)}]
-    return Request(messages=messages, unread=unread.kinds, **common)
+    return replace(common, messages=messages, unread=unread.kinds)
 
 
 def _check(body: OllamaGenerateRequest) -> None:
@@ -216,15 +216,16 @@ def _check(body: OllamaGenerateRequest) -> None:
         raise BadField("raw cannot be combined with system or images; send one of them.", "raw")
 
 
-def _common(body: BaseOllamaRequest) -> dict[str, Any]:
-    """The fields of a request that both kinds fill in."""
+def _common(body: BaseOllamaRequest, fields: Request) -> Request:
+    """With the fields that both kinds fill in."""
     thinking = thinking_of(body)
-    return {
-        "thinking": thinking.switch,
-        "template_options": thinking.options,
-        "format": format_of(body),
-        "sampling": _sampling(body),
-    }
+    return replace(
+        fields,
+        thinking=thinking.switch,
+        template_options=thinking.options,
+        format=format_of(body),
+        sampling=_sampling(body),
+    )
 
 
 # Options

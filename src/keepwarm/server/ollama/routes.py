@@ -267,8 +267,8 @@ async def _answer(
 
     request = await call.slot.build(lambda: build(asked))
     droppable = asked if can_drop else ()
-    answer, n_dropped = await submit_shortened(host, call.slot, request, build, droppable)
     pieces = host.pieces if body.logprobs else None
+    answer, n_dropped = await submit_shortened(host, call.slot, request, build, droppable)
     meta = AnswerMeta(host.name, part, arrival.began, load_s, n_dropped, pieces)
     if body.stream is False:
         return WholeAnswer(answer, partial(whole, meta))

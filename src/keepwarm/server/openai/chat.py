@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from keepwarm.config import Settings
 from keepwarm.errors import BadField
 from keepwarm.server.http.content import SkippedContent, content_of
-from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.http.synonyms import format_of, thinking_of
 from keepwarm.server.http.tools import (
     TEXT_INPUT,
@@ -61,7 +61,7 @@ from keepwarm.text.tools import function_call
 # Request
 
 
-def request_of(body: ChatRequest, fields: RequestFields, settings: Settings) -> Request:
+def request_of(body: ChatRequest, fields: Request, settings: Settings) -> Request:
     tools = offered_tools(body)
     wanted = thinking_of(body)
     options = {**(body.chat_template_kwargs or {}), **wanted.options}
@@ -70,7 +70,8 @@ def request_of(body: ChatRequest, fields: RequestFields, settings: Settings) -> 
     limit = body.max_completion_tokens
     max_tokens = body.max_tokens if limit is None else limit
     unread = SkippedContent.of(settings, "messages", [message.role for message in body.messages])
-    return Request(
+    return replace(
+        fields,
         messages=[_message(message, i, unread) for i, message in enumerate(body.messages)],
         partial_answer=is_partial,
         unread=unread.kinds,
@@ -81,7 +82,6 @@ def request_of(body: ChatRequest, fields: RequestFields, settings: Settings) -> 
         format=format_of(body),
         sampling=completion_sampling(body, max_tokens, top_logprobs_of(body)),
         n=body.n or 1,
-        **fields._asdict(),
     )
 
 

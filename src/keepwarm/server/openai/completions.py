@@ -11,7 +11,6 @@ from keepwarm.config import Settings
 from keepwarm.engine.answer import sum_receipts, sum_usages
 from keepwarm.errors import BadField, KeepwarmError
 from keepwarm.prefix.policy import Policy
-from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.http.sse import wait_for_start
 from keepwarm.server.http.synonyms import format_of
 from keepwarm.server.models.host import ObservedAnswer
@@ -91,7 +90,7 @@ def required_fill_in(tokenizer: Any, settings: Settings) -> FillIn:
 
 
 def requests_of(
-    body: CompletionRequest, fields: RequestFields, fill_in: Callable[[], FillIn]
+    body: CompletionRequest, fields: Request, fill_in: Callable[[], FillIn]
 ) -> list[Request]:
     """One request for each prompt."""
     _check(body)
@@ -105,11 +104,16 @@ def requests_of(
         raise BadField(
             f"The request asks for more than {MAX_ANSWERS} answers; send fewer prompts.", "prompt"
         )
-    scored: dict[str, Any] = {}
-    if body.echo and body.logprobs is not None:  # restored keys and values have no logits
-        scored = {"score_prompt": True, "policy": Policy.NO_STORE}
-    options = {"sampling": sampling, "format": format_, "n": n, **fields._asdict(), **scored}
-    return [Request(prompt=prompt, **options) for prompt in prompts]
+    is_scored = bool(body.echo) and body.logprobs is not None
+    request = replace(
+        fields,
+        sampling=sampling,
+        format=format_,
+        n=n,
+        score_prompt=is_scored,
+        policy=Policy.NO_STORE if is_scored else fields.policy,  # what is restored has no logits
+    )
+    return [replace(request, prompt=prompt) for prompt in prompts]
 
 
 def prompts_of(prompt: Prompts, name: str = "prompt") -> list[str | list[int]]:
@@ -229,7 +233,7 @@ class TextStream(Chunks):
         logprobs = None
         if self._pieces and tokens:
             logprobs = text_logprobs(self._pieces, tokens, self._offsets[index])
-            self._offsets[index] += sum(map(len, logprobs["tokens"]))
+            self._offsets[index] += self._pieces.n_letters(self._pieces.shown(tokens))
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 
 from keepwarm.server.http.body import Fields
@@ -29,8 +30,7 @@ def text_logprobs(pieces: Pieces, tokens: Sequence[TokenInfo], offset: int = 0) 
 
 def prompt_logprobs(pieces: Pieces, tokens: Sequence[TokenInfo], text: str) -> Fields:
     """Of all tokens of a prompt; one that is not in the text, as at its beginning, has no width."""
-    n_letters = sum(len(pieces.of(info.token).text) for info in tokens)
-    found = _text_logprobs(pieces, tokens, len(text) - n_letters)
+    found = _text_logprobs(pieces, tokens, len(text) - pieces.n_letters(tokens))
     return {**found, "text_offset": [max(0, offset) for offset in found["text_offset"]]}
 
 
@@ -39,14 +39,15 @@ def joined_logprobs(first: Fields, second: Fields) -> Fields:
 
 
 def _text_logprobs(pieces: Pieces, shown: Sequence[TokenInfo], offset: int) -> Fields:
-    names = [pieces.of(info.token).text for info in shown]
+    found = [pieces.of(info.token) for info in shown]
+    decoder = getincrementaldecoder("utf-8")("replace")
     offsets = []
-    for name in names:
-        offsets.append(offset)
-        offset += len(name)
+    for piece in found:
+        offsets.append(offset + bool(decoder.getstate()[0]))  # behind a part of a character
+        offset += len(decoder.decode(bytes(piece.numbers)))
     tops = [_tops(pieces, info) for info in shown]
     return {
-        "tokens": names,
+        "tokens": [piece.text for piece in found],
         "token_logprobs": [
             None if info.logprob is None else finite(info.logprob) for info in shown
         ],

@@ -39,9 +39,9 @@ router = api_router(prefix="/v1", tags=["OpenAI"])
 async def create_chat_completion(body: ChatRequest, call: Call) -> Response:
     """Answer a conversation, as one object or as a stream of chunks."""
     host, request = await call.prepare(body.model, partial(chat_request, body, call))
-    answer = await host.submit(request, call.slot)
     meta, style = _meta(host, "chatcmpl-"), call_style_of(body)
     pieces = host.pieces if body.logprobs else None
+    answer = await host.submit(request, call.slot)
     if body.stream:
         return EventStream(answer, ChatStream(meta, request.n, body.wants_usage, pieces, style))
     return WholeAnswer(answer, lambda result: chat.completion(meta, result, pieces, style))
@@ -59,10 +59,10 @@ async def create_completion(body: CompletionRequest, call: Call) -> Response:
     n = requests[0].n
     texts = await call.slot.build(lambda: _echoed(host, body))
     echoed = [text for text in texts for _ in range(n)]
-    answers = await host.submit_all(requests, call.slot)
-    answer = answers[0] if len(answers) == 1 else CombinedAnswer(answers, n)
     meta = _meta(host, "cmpl-")
     pieces = None if body.logprobs is None else host.pieces
+    answers = await host.submit_all(requests, call.slot)
+    answer = answers[0] if len(answers) == 1 else CombinedAnswer(answers, n)
     if body.stream:
         return EventStream(answer, TextStream(meta, echoed, body.wants_usage, pieces, n))
     return WholeAnswer(answer, lambda result: completions.completion(meta, result, echoed, pieces))

@@ -52,7 +52,7 @@ class RunningResponse:
         self._budget = budget
         self._caller = caller
         self.input: Sequence[Item] = ()  # of its request
-        self._events: Frames = []
+        self._events = builder.create()  # before it waits: by its id a client comes back
         self._n_bytes = 0  # of these, that are in the budget
         self._n_following = 0
         self._news = asyncio.Event()

@@ -242,13 +242,21 @@ class ResponseBuilder:
         self._on_done = on_done
         self._open: OpenItem | None = None
         self._begun: set[str] = set()  # ids of calls
+        self._is_created = False
         self._cut = False  # the answer reached its length limit
+
+    def create(self) -> Frames:
+        """The event that clients expect before all others, if it was not sent yet."""
+        if self._is_created:
+            return []
+        self._is_created = True
+        return [self.state("created")]
 
     def add(self, event: Event) -> Frames:
         match event:
             case Started():
                 self.response["status"] = "in_progress"
-                return [self.state("created"), self.state("in_progress")]
+                return [*self.create(), self.state("in_progress")]
             case Delta():
                 thought = self._write("reasoning", event.reasoning)
                 return thought + self._write("message", event.text, event.tokens)
@@ -404,8 +412,7 @@ class ResponseStream:
         return self._frames([event | {"keepwarm": progress_fields(progress)}])
 
     def problem(self, problem: Problem) -> bytes:
-        created = [] if self._sent else [self._builder.state("created")]  # clients expect it first
-        return self._frames([*created, *self._builder.fail(problem)])
+        return self._frames([*self._builder.create(), *self._builder.fail(problem)])
 
     def _frames(self, events: Frames) -> bytes:
         first, self._sent = self._sent, self._sent + len(events)
@@ -456,11 +463,13 @@ ENDS = ("completed", "incomplete", "failed")
 def replay(response: Fields, after: int) -> bytes:
     """The events behind this number, every text in one piece; at least the last.
 
-    While it ran there were more of them, so a client may have a number beyond these.
+    While it ran there were more of them, at most one for each letter, so a client may have a number
+    beyond these: the last has one beyond all.
     """
-    events = _replayed(response)
-    first = min(after + 1, len(events) - 1)
-    return _numbered(events[first:], after + 1)
+    *events, last = _replayed(response)
+    n_letters = sum(len(event.get("delta", "")) for event in events)
+    number = max(after + 1, len(events) + n_letters)
+    return _numbered(events[after + 1 :], after + 1) + numbered_frame(last, number)
 
 
 def _replayed(response: Fields) -> Frames:

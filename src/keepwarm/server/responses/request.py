@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from json import dumps
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -25,7 +26,7 @@ from keepwarm.server.http.content import (
     content_of,
     text_of,
 )
-from keepwarm.server.http.request_fields import PromptBody, RequestFields
+from keepwarm.server.http.request_fields import PromptBody
 from keepwarm.server.http.synonyms import (
     MAX_TOKENS,
     FormatFields,
@@ -86,6 +87,13 @@ class Item(JsonInput):
     output: Output = None
     encrypted_content: str | None = None
     status: Any = None
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is the id of a stored item; clients may leave out the type."""
+        if self.type is None:
+            return self.id is not None and self.role is None and self.content is None
+        return self.type == "item_reference"
 
 
 class UnreadItem(Item):
@@ -164,6 +172,8 @@ class InputRequest(PromptBody, FormatFields, ThinkingFields, UnsupportedFields):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     prompt_cache_key: str | None = Field(default=None, description="Names the conversation.")
+    conversation: Any = Field(default=None, description="Rejected: use previous_response_id.")
+    prompt: Any = Field(default=None, description="Rejected: send the text itself.")
 
 
 class ResponsesRequest(InputRequest, OpenAISampling):
@@ -185,8 +195,6 @@ class ResponsesRequest(InputRequest, OpenAISampling):
         default=None, description="There is one: `default`."
     )
     safety_identifier: str | None = None
-    conversation: Any = Field(default=None, description="Rejected: use previous_response_id.")
-    prompt: Any = Field(default=None, description="Rejected: send the text itself.")
     metadata: Metadata | None = None
     truncation: Literal["auto", "disabled"] | None = Field(
         default=None, description="`auto`: drop the oldest turns if the context is exceeded."
@@ -231,7 +239,7 @@ class OfferedTools(NamedTuple):
 
 
 def request_of(
-    body: InputRequest, items: Sequence[Item], fields: RequestFields, settings: Settings
+    body: InputRequest, items: Sequence[Item], fields: Request, settings: Settings
 ) -> Request:
     """The engine request; `items` includes those of previous responses."""
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
@@ -242,7 +250,8 @@ def request_of(
     tools = _allowed(body.tool_choice, offered_tools(body.tools or ()).tools)
     own = {"text.format": _format(body.text.format) if body.text and body.text.format else None}
     thinking = thinking_of(body)
-    return Request(
+    return replace(
+        fields,
         messages=messages,
         unread=unread.kinds,
         tools=tools,
@@ -251,7 +260,6 @@ def request_of(
         template_options=thinking.options,
         format=format_of(body, **own),
         sampling=_sampling(body) if isinstance(body, ResponsesRequest) else Sampling(),
-        **fields._asdict(),
     )
 
 

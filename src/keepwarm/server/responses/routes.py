@@ -124,7 +124,7 @@ class TenantResponses:
 
     async def _resolved(self, items: list[Item], before: Sequence[Item]) -> list[Item]:
         """The items, with those that they refer to in the place of references."""
-        ids = [item.id or "" for item in items if item.type == "item_reference"]
+        ids = [item.id or "" for item in items if item.is_reference]
         known = {item.id: item for item in before if item.id}
         n_read = 0
         # NOTE: the last first, because a response has all items of its conversation.
@@ -134,7 +134,7 @@ class TenantResponses:
                 known |= {item.id: item for item in await self._near(wanted) if item.id}
             if wanted not in known:
                 raise BadField(f"Item {wanted!r} is not stored; send the item itself.", "input")
-        return [known[i.id or ""] if i.type == "item_reference" else i for i in items]
+        return [known[item.id or ""] if item.is_reference else item for item in items]
 
     async def _near(self, item_id: str) -> Sequence[Item]:
         """The conversation that an item was generated in; empty if it is not stored."""
@@ -164,6 +164,7 @@ async def create_response(body: ResponsesRequest, call: Call, answers: Answers) 
     build = partial(response_request, body, call)
     request = await slot.on_thread(build, items)  # however short the body, they may be many
     response = initial_response(body, host.name, request, host.engine.sampling)
+    pieces = None if request.sampling.top_logprobs is None else host.pieces
     try:
         answer, n_dropped = await submit_shortened(
             host, slot, request, build, items if body.truncation == "auto" else ()
@@ -173,12 +174,8 @@ async def create_response(body: ResponsesRequest, call: Call, answers: Answers) 
             raise
         # Clients that stream learn from its event that they must shorten the conversation.
         return _event_stream(failed_stream(response, problem_of(error)))
-    wants_logprobs = request.sampling.top_logprobs is not None
-    options = options_of(body, request)._replace(
-        n_dropped=n_dropped,
-        pieces=host.pieces if wants_logprobs else None,
-    )
-    policy = host.engine.store.policy_for(request.agent, request.policy)
+    options = options_of(body, request)._replace(n_dropped=n_dropped, pieces=pieces)
+    policy = call.models.store.policy_for(request.agent, request.policy)
     stored = replace(request, policy=policy)
     n_input = len(items_of(body.input))
     save = partial(answers.save, stored, items, n_input, since)
@@ -229,6 +226,7 @@ async def prepare_response(
 ) -> tuple[EngineHost, engine_request.Request, list[Item]]:
     """The model, the request for it, and the items of the whole conversation."""
     host = await call.host(body.model)
+    _reject_unsupported(body)
     items = await answers.conversation(body)
     return host, await call.slot.on_thread(response_request, body, call, items), items
 
@@ -309,12 +307,12 @@ async def delete_response(response_id: str, answers: Answers) -> Fields:
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-def _reject_unsupported(body: ResponsesRequest) -> None:
+def _reject_unsupported(body: InputRequest) -> None:
     """Reject unsupported fields that would change the prompt or how it is answered."""
     for name, sentence in UNSUPPORTED.items():
         if getattr(body, name):
             raise BadField(sentence, name)
-    if body.background and body.store is False:
+    if isinstance(body, ResponsesRequest) and body.background and body.store is False:
         raise BadField(
             "background can only be used when `store` is true, because the response is "
             "fetched by its id; omit store.",

@@ -38,9 +38,7 @@ class Channel:
         self._link = link
 
     def send(self, value: Any) -> None:
-        self.send_pickled(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
-
-    def send_pickled(self, data: bytes) -> None:
+        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         self._link.sendall(LENGTH.pack(len(data)))
         self._link.sendall(data)
 
