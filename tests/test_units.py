@@ -46,7 +46,9 @@ def test_sizes_are_read(text, n_bytes):
     assert parse_bytes(text) == n_bytes
 
 
-@pytest.mark.parametrize("text", ["", "-1", "G", "1.5", "20X", "20 G B", "1e9", "٣", "nan", "9" * 400 + "T"])
+@pytest.mark.parametrize(
+    "text", ["", "-1", "G", "1.5", "20X", "20 G B", "1e9", "٣", "nan", "9" * 400 + "T"]
+)
 def test_what_is_not_a_size_is_refused(text):
     with pytest.raises(ValueError, match=r".*"):
         parse_bytes(text)

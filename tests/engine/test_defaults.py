@@ -181,6 +181,16 @@ def test_engine_refuses_requests_if_its_files_were_replaced_before_the_first(rep
             engine.submit(ask([1, 2]))
 
 
+def test_a_new_link_or_mode_of_a_models_files_changes_nothing(tmp_path):
+    """As of a backup, between a server's start and its first request."""
+    path, chosen = write_checkpoint(tmp_path / "model"), settings(tmp_path)
+    with Engine(load(str(path), chosen), settings=chosen) as engine:
+        for file in path.iterdir():
+            file.chmod(0o640)
+            (tmp_path / file.name).hardlink_to(file)
+        assert engine.submit(ask([1, 2])).result().usage.completion_tokens
+
+
 def test_a_tenant_may_choose_a_bounded_number_of_kv_options(models, tmp_path):
     """Other tenants, and those chosen before, are as before."""
     with engine_on(models.of("llama"), tmp_path) as engine:

@@ -16,6 +16,7 @@ from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput, RepeatedToolCall
 from keepwarm.models.load import load
 from keepwarm.prefix.policy import Policy
+from keepwarm.session import session as session_module
 from keepwarm.session.session import Session
 from keepwarm.text.request import KVOptions, Sampling
 from tests.kit.engines import engine_on
@@ -203,6 +204,24 @@ def test_rewound_past_its_first_request(tmp_path, made, turn):
         assert opened.messages == session.messages == first.messages[: 2 * turn]
         assert opened.respond("When?").text == session.respond("When?").text
         assert Session(engine, id="eve").messages == session.messages
+
+
+def test_a_rewind_that_is_interrupted_loses_nothing(tmp_path, monkeypatch):
+    with scripted_engine(tmp_path, ["Zero.", "One.", "Two."]) as engine:
+        first = Session(engine, system="Be brief.")
+        for question in ("Who?", "Why?"):
+            first.respond(question)
+        fork = first.fork("eve")
+        fork.respond("Where?")
+        said = fork.messages
+        monkeypatch.setattr(session_module, "before_question", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fork.rewind(1)
+        assert Session(engine, id="eve").messages == said
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
 
 
 def test_of_a_first_request_that_had_answers_a_discarded_turn_goes_alone(tmp_path):

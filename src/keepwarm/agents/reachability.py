@@ -16,6 +16,7 @@ from keepwarm.store.disk.tombstones import Tombstones, delete_everywhere
 from keepwarm.store.tier import NamedBlock, agent_owner
 
 MAX_UNCHECKED_LEFT = 64  # abandoned blocks listed without checking that they still exist
+MAX_GONE = 1 << 14  # of them, that are not here; each is 150 bytes of the agent's file
 
 
 def abandoned(matched: MatchedBranch) -> list[NamedBlock]:
@@ -43,7 +44,7 @@ def existing(disk: DiskTier, left: tuple[NamedBlock, ...]) -> tuple[NamedBlock, 
     """Of abandoned blocks those still on disk; checked only when there are many.
 
     One that was replaced by a longer block is listed as that block from then on. All stay listed
-    while there are shared tiers, which may have them, and answers that end there.
+    while there are shared tiers, which may have them, and answers that end there; the last of them.
     """
     if len(left) <= MAX_UNCHECKED_LEFT:
         return left
@@ -51,7 +52,7 @@ def existing(disk: DiskTier, left: tuple[NamedBlock, ...]) -> tuple[NamedBlock, 
     gone = [block for block in left if block.key not in known]
     kept = [block for block in left if block.key in known]
     if Tombstones(disk).read_places():
-        kept += gone
+        kept += gone[-MAX_GONE:]
     longer = (found.header for found in find_extensions(disk, gone))
     kept += [NamedBlock(it.key, it.parent, len(it.tokens) // 4) for it in longer]
     return tuple(dict.fromkeys(kept))

@@ -88,14 +88,11 @@ def find_local(name: str) -> Path | None:
 
 
 class FileStamp(NamedTuple):
-    """Another one once the file is changed. Without its inode, of which some network file systems
-    make a new number at any time.
-    """
+    """Another one once the content is changed, but not by a new link or other permissions."""
 
     path: Path  # what its name leads to
     n_bytes: int
     mtime_ns: int
-    ctime_ns: int
 
 
 def file_stamps(path: Path) -> frozenset[FileStamp]:
@@ -107,7 +104,7 @@ def file_stamps(path: Path) -> frozenset[FileStamp]:
 
 def _stamp(file: Path) -> FileStamp:
     status = file.stat()
-    return FileStamp(file.resolve(), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return FileStamp(file.resolve(), status.st_size, status.st_mtime_ns)
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -487,8 +487,9 @@ class Session:
         turns = agents.turns.find_by_ends(self.id, agents.show(self.id).head.ends)
         said = [messages for _, messages in map(_split, turns)]
         is_turn = bool(kept) and kept in said
-        agents.rewind(self.id, said.index(kept) + 1 if is_turn else 0)
-        if kept and not is_turn:
+        if is_turn or not kept:
+            agents.rewind(self.id, said.index(kept) + 1 if is_turn else 0)
+        else:
             system = [{"role": "system", "content": self.system}] if self.system else []
             whole = [*system, *kept]
             tokens = before_question(self.engine, self._defaults, whole)
@@ -608,7 +609,10 @@ class Session:
             )
 
     def close(self) -> None:
-        """Free its caches in memory. It cannot be used afterwards."""
+        """Free its caches in memory. It cannot be used afterwards.
+
+        May wait for the engine if a stream was left without being closed.
+        """
         self._discard_dropped()
         self._finalizer()
 
