@@ -681,7 +681,9 @@ def test_tools_that_only_anthropic_runs_are_named():
     added = {"role": "system", "content": [{"type": "tool_addition", "tool": change}]}
     body = talk(HELLO, added, added, tools=[CLAUDE_READ], max_tokens=9)
     assert ignored_tools(MESSAGES.shape.model_validate(body)) == ["web_search"]
-    assert seen(MESSAGES.request(body), "tool_names") == ["read"]
+    request, refusal = MESSAGES.request(body), ["The tool web_search cannot be called."]
+    assert seen(request, "tool_names") == ["read"]
+    assert seen(request, "texts") == ["Hello", refusal, refusal]
 
 
 # Refused

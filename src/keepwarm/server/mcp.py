@@ -114,7 +114,9 @@ async def _compact(caller: ToolCaller, given: CompactArguments) -> Mapping[str, 
     slot: PrepareSlot = request.state.slot
     async with slot.paused():
         shown = await slot.manage(caller.agents.show, given.agent)
-    body = CompactBody(model=shown["model"] or None, instruction=given.instruction)
+    name: str = shown["model"]  # one of long ago perhaps: else the default may have its state
+    model = name if caller.models.may_load(name) else None
+    body = CompactBody(model=model, instruction=given.instruction)
     return await compact_agent(given.agent, body, ApiCall(request))
 
 

@@ -191,12 +191,14 @@ def test_an_agent_is_tried_in_a_chat(page, own):
     page.get_by_text("No such name.").wait_for()
 
 
-def test_an_agent_is_continued_by_its_own_model(page, own):
-    """Not by the server's default; a new one by that."""
+@pytest.mark.parametrize("named", ["another", None])
+def test_an_agent_is_continued_by_its_own_model(page, own, named):
+    """Not by the server's default; a new one by that, and one whose model has a new name."""
 
     def of_another_model(route):
         found = route.fetch().json()
-        found["data"] = [agent | {"model": "another"} for agent in found["data"]]
+        changes = {"model": "another", "is_served": bool(named)}
+        found["data"] = [agent | changes for agent in found["data"]]
         route.fulfill(json=found)
 
     page.route("**/v1/dashboard/agents", of_another_model)
@@ -211,7 +213,7 @@ def test_an_agent_is_continued_by_its_own_model(page, own):
             page.get_by_label("Message").press("Enter")
         sent[agent] = asked.value.post_data_json.get("model")
         page.locator("#chat-send:enabled").wait_for()
-    assert sent == {"first": "another", "unheard-of": None}
+    assert sent == {"first": named, "unheard-of": None}
 
 
 COMPOSED = """(init) => {

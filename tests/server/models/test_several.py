@@ -109,10 +109,16 @@ def test_every_api_takes_the_name(both):
     assert sum(warm["big"]["warm"].values()) < warm["big"]["prompt_tokens"] // 2
 
 
-def test_an_agent_is_compacted_by_its_own_model(several, big, small):
-    """By the tool too, which is told no model."""
-    with several(f"small={small}", f"big={big}", mcp="all") as live:
+def test_an_agent_is_compacted_by_its_own_model(several, big, small, tmp_path):
+    """By the tool too, which is told no model; and where that has another name now."""
+    values = {"mcp": "all", "store": tmp_path / "store"}
+    with several(f"small={small}", f"big={big}", **values) as live:
         chat(live, "big", keepwarm={"agent": "fox"})
+        (made,) = calls(live, {}, ("compact_agent", {"agent": "fox"}))
+        assert made["n_before"] > 0, made
+    with several(f"renamed={big}", strict_model=True, **values) as live:
+        agents = live.get("/v1/dashboard/agents").json()["data"]
+        assert [(agent["model"], agent["is_served"]) for agent in agents] == [("big", False)]
         (made,) = calls(live, {}, ("compact_agent", {"agent": "fox"}))
         assert made["n_before"] > 0, made
 

@@ -182,6 +182,8 @@ def test_answer_is_continued_by_its_id_or_by_those_of_its_items(client):
     named = {"id": first.output[0].id}
     for answer in (*first.output, {"type": "item_reference", **named}, named):
         assert ask(client, [said, answer, asked]).usage.input_tokens == second.usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="role is required"):
+        ask(client, [said, {**named, "output": "x"}, asked])
     with pytest.raises(openai.NotFoundError) as error:
         ask(client, previous_response_id="resp_gone")
     assert error.value.body["type"] == "invalid_request_error"

@@ -182,6 +182,7 @@ MODES: Mapping[str, Mode] = {"auto": "auto", "any": "required", "tool": "require
 SEARCH = "tool_search_tool"  # type prefix of tool searches that run on Anthropic's servers
 ADDED = "From here on this tool can be called:\n{}"
 REMOVED = "The tool {} can no longer be called."
+REFUSED = "The tool {} cannot be called."
 TTL_S = {"5m": 300.0, "1h": 3600.0}
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 ERROR_PREFIX = "Error: "  # before the result of a tool that failed
@@ -480,7 +481,7 @@ def _block(block: ContentBlock, known: Mapping[str, str]) -> ContentBlock:
     shown = known.get(name, name)
     texts = {
         "tool_reference": shown,
-        "tool_addition": ADDED.format(shown),
+        "tool_addition": (ADDED if name in known else REFUSED).format(shown),
         "tool_removal": REMOVED.format(name),
     }
     if block.type not in texts:

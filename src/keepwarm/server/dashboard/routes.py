@@ -550,7 +550,8 @@ def list_agents(models: Served, viewer: CurrentViewer) -> JsonObject:
         tenant = owners.tenant_of(agent.namespace)
         if viewer.may_see(tenant):
             listed = agent_out(models.store, agent, tenant or "", viewer.may_read(tenant))
-            found.append({**listed, "key": viewer.key_label(tenant)})
+            is_served = models.may_load(listed["model"])
+            found.append({**listed, "key": viewer.key_label(tenant), "is_served": is_served})
     return {"object": "list", "data": found}
 
 

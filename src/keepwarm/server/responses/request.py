@@ -92,7 +92,7 @@ class Item(JsonInput):
     def is_reference(self) -> bool:
         """Whether it is the id of a stored item; clients may leave out the type."""
         if self.type is None:
-            return self.id is not None and self.role is None and self.content is None
+            return self.id is not None and self.model_fields_set <= {"id", "type"}
         return self.type == "item_reference"
 
 

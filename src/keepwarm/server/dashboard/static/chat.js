@@ -5,7 +5,7 @@ import { byId, h, put, say } from "./dom.js";
 import { count, percent, spared } from "./format.js";
 
 const MAX_TOKENS = 2048; // of thoughts and answer
-let known = new Map(); // models of agents, by id
+let known = new Map(); // models of agents, by id; "" if it has another name now
 let controller = null;
 let changed = () => {};
 
@@ -26,7 +26,7 @@ export function start(onChange) {
 }
 
 export function offer(agents) {
-  known = new Map(agents.map(({ id, model }) => [id, model]));
+  known = new Map(agents.map(({ id, model, is_served }) => [id, is_served ? model : ""]));
   put("chat-agents", agents.map((agent) => h("option", { value: agent.id })));
 }
 
