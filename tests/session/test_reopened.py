@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from keepwarm.session.session import Session
 from keepwarm.text.request import KVOptions, Sampling
 from tests.kit.engines import engine_on
 from tests.kit.scripted import call, write_scripted
+from tests.kit.waiting import no_collection
 
 FEW = Sampling(max_tokens=8, temperature=0)
 
@@ -256,6 +258,49 @@ def test_a_session_that_is_closed_discards_what_a_dropped_stream_left(tmp_path):
             for _ in session.stream("Look!"):
                 break
         assert Session(engine, id="ops").messages == []
+
+
+def test_a_session_that_goes_with_its_stream_is_freed_at_once(tmp_path):
+    with scripted_engine(tmp_path, ["Zero.", LONG]) as engine, no_collection():
+        session = Session(engine, id="ops")
+        session.respond("Who?")
+        engine.wait_until_saved()
+        stream, freed = session.stream("Why?"), weakref.ref(session)
+        next(stream)
+        del stream
+        assert session.messages == freed().messages
+        del session
+        assert freed() is None
+
+
+def test_a_stream_that_is_read_again_discards_nothing(tmp_path):
+    """It is refused, and what was answered since it was closed stays the agent's."""
+    with scripted_engine(tmp_path, ["Zero.", LONG]) as engine:
+        session = Session(engine, id="ops")
+        session.respond("Who?")
+        stream = session.stream("Why?")
+        next(stream)
+        stream.close()
+        session.respond("Why?")
+        with pytest.raises(BadInput, match="read once"):
+            asyncio.run(anext(stream))
+        assert Session(engine, id="ops").messages == session.messages
+        assert session.n_turns == 2
+
+
+def test_a_turn_whose_discarding_was_interrupted_is_discarded_at_the_next_use(
+    tmp_path, monkeypatch
+):
+    with scripted_engine(tmp_path, ["Zero.", LONG]) as engine:
+        first = Session(engine, id="ops")
+        first.respond("Who?")
+        fork = first.fork("eve")
+        with monkeypatch.context() as patched:
+            patched.setattr(session_module, "before_question", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                close_early(fork)
+        fork.close()
+        assert Session(engine, id="eve").messages == fork.messages == first.messages
 
 
 def test_a_discarded_turn_takes_no_other_sessions_along(model, tmp_path):

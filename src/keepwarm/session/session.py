@@ -497,10 +497,11 @@ class Session:
 
     def _discard_dropped(self) -> None:
         """From its agent, what was recorded of a turn that ended early."""
-        dropped, self._dropped = self._dropped, None
+        dropped = self._dropped
         with suppress(KeepwarmError, RuntimeError):  # the engine is closed, or the store fails
             if dropped is not None and not dropped.is_stale():
                 self._rewind_agent(dropped.turn.messages, len(self._messages))
+        self._dropped = None
 
     def _staleness(self) -> Callable[[], bool]:
         """A function that tells, also later, whether another session has gone on with its agent by
@@ -515,10 +516,14 @@ class Session:
         except KeepwarmError:  # its file cannot be read
             return lambda: True
 
+        name, own = self.id, self._messages  # not `self`, which would then be freed late
+
         def is_stale() -> bool:
-            (turn,) = store.on_disk.agents.turns.find_by_ends(self.id, agent.blocks[-1:])
+            turn = next(
+                iter(store.on_disk.agents.turns.find_by_ends(name, agent.blocks[-1:])), None
+            )
             n_said = len(agent.turns) if turn is None else _n_answers(turn.messages)
-            return n_said > _n_answers(self._messages)
+            return n_said > _n_answers(own)
 
         return is_stale
 
@@ -527,7 +532,8 @@ class Session:
 
     @contextmanager
     def _whole(self, turn: SessionTurn) -> Iterator[None]:
-        """Inside, a turn that ends early is discarded."""
+        """Inside, a turn that ends early is discarded; one that may not begin never was one."""
+        self._begin(turn)
         is_stale = self._staleness()
         try:
             yield
@@ -539,6 +545,7 @@ class Session:
 
     @asynccontextmanager
     async def _awhole(self, turn: SessionTurn) -> AsyncIterator[None]:
+        self._begin(turn)
         is_stale = await asyncio.to_thread(self._staleness)
         try:
             yield
@@ -669,7 +676,7 @@ class Session:
 
     def _run(self, turn: SessionTurn, options: Request) -> Generator[StreamEvent, None, None]:
         with self._gate.hold(), self._whole(turn):
-            known = self._begin(turn)
+            known = self._known
             while not turn.is_over:
                 events: list[Event] = []
                 answer = self.engine.submit(known.request(options, self.system, turn.messages))
@@ -689,7 +696,7 @@ class Session:
 
     async def _arun(self, turn: SessionTurn, options: Request) -> AsyncGenerator[StreamEvent, None]:
         async with self._gate.ahold(), self._awhole(turn):
-            known = self._begin(turn)
+            known = self._known
             while not turn.is_over:
                 events: list[Event] = []
                 request = known.request(options, self.system, turn.messages)
@@ -708,10 +715,9 @@ class Session:
                     turn.add_result(await self._toolbox.arun(call))
             self._end(turn, known)
 
-    def _begin(self, turn: SessionTurn) -> KnownConversation:
+    def _begin(self, turn: SessionTurn) -> None:
         self._check_open()
         turn.begin(self._messages)
-        return self._known
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:
