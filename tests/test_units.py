@@ -47,7 +47,22 @@ def test_sizes_are_read(text, n_bytes):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "-1", "G", "1.5", "20X", "20 G B", "1e9", "٣", "nan", "9" * 400 + "T"]
+    "text",
+    [
+        "",
+        "-1",
+        "G",
+        "1.5",
+        "20X",
+        "20 G B",
+        "1e9",
+        "٣",
+        "nan",
+        "9" * 400 + "T",
+        "9" * 400,
+        "2e60B",
+        "2000000T",
+    ],
 )
 def test_what_is_not_a_size_is_refused(text):
     with pytest.raises(ValueError, match=r".*"):

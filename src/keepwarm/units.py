@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?b)?|b|bytes)?", re.IGNORECASE | re.ASCII)
+MOST = 1 << 60  # bytes
 
 
 def format_bytes(n_bytes: float) -> str:
@@ -37,10 +37,12 @@ def parse_bytes(text: str) -> int:
     if found is None:
         raise ValueError(text)
     number, prefix, unit = found.groups()
+    n_bytes: float
     if prefix is None:
-        return int(number)
-    base = 1000 if (unit or "").lower() == "b" else 1024
-    n_bytes = float(number) * base ** (1 + "kmgt".index(prefix.lower()))
-    if n_bytes == math.inf:
+        n_bytes = int(number)
+    else:
+        base = 1000 if (unit or "").lower() == "b" else 1024
+        n_bytes = float(number) * base ** (1 + "kmgt".index(prefix.lower()))
+    if n_bytes > MOST:
         raise ValueError(text)
     return int(n_bytes)

@@ -1,5 +1,6 @@
 """`keepwarm chat`: in a real terminal, and with its input piped in."""
 
+import errno
 import os
 import pty
 import re
@@ -14,7 +15,7 @@ from itertools import count
 
 import pytest
 
-from keepwarm.cli.chat import ChatHistory, _read, _turn
+from keepwarm.cli.chat import ChatHistory, _input_lines, _read, _turn
 from keepwarm.cli.options import make_request, open_engine
 from keepwarm.config import Settings
 from keepwarm.text.request import Request
@@ -284,3 +285,11 @@ def test_a_turn_that_fails_in_the_engine_leaves_no_trace(checkpoint, tmp_path, c
         r"The engine failed on this request .* Retry\. /clear starts over\.", failed
     )
     assert re.fullmatch(SUMMARY, answered)
+
+
+def test_a_terminal_that_is_gone_is_the_end_of_input(monkeypatch):
+    def gone(_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("builtins.input", gone)
+    assert list(_input_lines()) == []

@@ -207,6 +207,17 @@ def test_the_queue_is_bounded(models, tmp_path):
         engine.submit(ask([1, 2], 3)).result()
 
 
+def test_what_was_cancelled_takes_no_places_in_the_queue(models, tmp_path):
+    """While a long step keeps the engine from seeing it."""
+    with engine_on(models.of("llama"), tmp_path, max_queue=4) as engine, held(engine):
+        answers = [engine.submit(ask(prompt_of(10, i), 3)) for i in range(3)]
+        for answer in answers * 2:
+            answer.cancel()
+        answers.append(engine.submit(ask(prompt_of(10, 3), 3)))
+        with pytest.raises(Busy, match="4 requests"):
+            engine.submit(ask([1, 2], 3))
+
+
 def test_one_key_leaves_places_in_the_queue_to_others(models, tmp_path):
     with engine_on(models.of("llama"), tmp_path, max_queue=8) as engine, held(engine):
         answers = [engine.submit(ask(prompt_of(10, i), 3, tenant="other")) for i in range(6)]

@@ -217,6 +217,7 @@ def test_call_that_a_stop_sequence_ends_is_to_be_made():
     events = [Started(RECEIPT), ToolCalled(0, CALL), Finished(0, "tool_calls", "END"), END]
     for answer in (WHOLE[MESSAGES](events), MESSAGES.whole(encoded(MESSAGES, events))):
         assert (answer["stop_reason"], len(answer["content"])) == ("tool_use", 1)
+        assert answer["stop_sequence"] is None
 
 
 @pytest.mark.parametrize("api", FORCING, ids=lambda api: api.name)

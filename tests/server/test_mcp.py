@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +41,7 @@ def session(live, headers, work):
     from mcp.client.streamable_http import streamable_http_client
 
     async def run():
-        async with httpx2.AsyncClient(headers=headers) as http:
+        async with httpx2.AsyncClient(headers=headers, timeout=300) as http:
             transport = streamable_http_client(f"{live.url}/mcp", http_client=http)
             async with Client(transport) as client:
                 return await work(client)
@@ -135,16 +136,18 @@ def test_an_agent_is_compacted_and_deleted_where_that_is_allowed(live):
 
 
 @pytest.mark.parametrize("tool", ["show_agent", "compact_agent"])
-def test_a_tool_that_waits_for_the_disk_keeps_no_request_waiting(live, monkeypatch, tool):
+def test_a_tool_that_waits_for_the_disk_keeps_no_request_waiting(serving, monkeypatch, tool):
+    """Of its own key, which has one permit on two cores."""
     looking, may_end = threading.Event(), threading.Event()
 
     def wait(_):
         looking.set()
         assert may_end.wait(300)
 
-    talk(live, ONE, tool)
-    monkeypatch.setattr(Engine, "wait_until_saved", wait)
-    with ThreadPoolExecutor(2) as pool:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    with serving(api_keys="one,two", mcp="all") as live, ThreadPoolExecutor(2) as pool:
+        talk(live, ONE, tool)
+        monkeypatch.setattr(Engine, "wait_until_saved", wait)
         waiting = pool.submit(calls, live, ONE, (tool, {"agent": tool}))
         assert looking.wait(300)
         try:

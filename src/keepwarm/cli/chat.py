@@ -220,7 +220,7 @@ def _input_lines() -> Iterator[str]:
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
-        except EOFError:
+        except (EOFError, OSError):  # the terminal may be gone
             return
         except KeyboardInterrupt:
             print_note(f"\n{HELP}")

@@ -538,9 +538,9 @@ class Engine:
     def _check_queue(self, job: Job) -> None:
         """One API key leaves places to others."""
         most, jobs = self.config.max_queue, self._client_jobs
-        if len(jobs) + len(self._commands) >= most:
-            raise Busy(f"{most} requests already wait or run; retry later.")
         sent = [command.job for command in list(self._commands) if isinstance(command, Submit)]
+        if len(jobs) + len(sent) >= most:
+            raise Busy(f"{most} requests already wait or run; retry later.")
         n_own = sum(other.caller == job.caller != "" for other in (*jobs, *sent))
         if n_own >= OWN_SHARE * most:
             raise Busy(f"{n_own} requests of this API key already wait or run; retry later.")

@@ -113,9 +113,9 @@ async def _compact(caller: ToolCaller, given: CompactArguments) -> Mapping[str, 
     request = Request(scope, _receive_nothing)
     slot: PrepareSlot = request.state.slot
     async with slot.paused():
-        shown = await slot.manage(caller.agents.show, given.agent)
-    name: str = shown["model"]  # one of long ago perhaps: else the default may have its state
-    model = name if caller.models.may_load(name) else None
+        name = (await slot.manage(caller.agents.show, given.agent))["model"]
+        is_served = await slot.manage(caller.models.serves, name)
+    model = name if is_served else None  # one of long ago perhaps: the default may have its state
     body = CompactBody(model=model, instruction=given.instruction)
     return await compact_agent(given.agent, body, ApiCall(request))
 

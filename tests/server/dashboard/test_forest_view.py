@@ -156,6 +156,20 @@ def test_runs_are_folded_and_the_map_moves_the_drawing(browser, crowd):
         assert "agent-07" in page.locator("#selected").inner_text()
 
 
+def test_the_map_follows_no_touch_that_was_taken_away(browser, crowd):
+    with watched(browser, crowd.url) as page:
+        page.goto(f"{crowd.url}/dashboard#forest")
+        canvas = page.locator("#trees[data-rows='100']")
+        canvas.wait_for()
+        small = page.locator("#minimap").bounding_box()
+        page.mouse.move(small["x"] + 10, small["y"] + 5)
+        page.mouse.down()
+        page.locator("#minimap").dispatch_event("pointercancel")
+        before = canvas.screenshot()
+        page.mouse.move(small["x"] + 10, small["y"] + small["height"] - 5)
+        assert canvas.screenshot() == before
+
+
 def test_runs_of_no_agent_can_be_left_out(browser, serving):
     with serving() as live:
         ask(live, LONG, "kept")

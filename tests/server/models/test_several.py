@@ -109,14 +109,17 @@ def test_every_api_takes_the_name(both):
     assert sum(warm["big"]["warm"].values()) < warm["big"]["prompt_tokens"] // 2
 
 
-def test_an_agent_is_compacted_by_its_own_model(several, big, small, tmp_path):
-    """By the tool too, which is told no model; and where that has another name now."""
+@pytest.mark.parametrize("on_demand", ["", "*"])
+def test_an_agent_is_compacted_by_its_own_model(several, big, small, tmp_path, on_demand):
+    """By the tool too, which is told no model; and where that has another name now, also if models
+    of any name may be loaded.
+    """
     values = {"mcp": "all", "store": tmp_path / "store"}
     with several(f"small={small}", f"big={big}", **values) as live:
         chat(live, "big", keepwarm={"agent": "fox"})
         (made,) = calls(live, {}, ("compact_agent", {"agent": "fox"}))
         assert made["n_before"] > 0, made
-    with several(f"renamed={big}", strict_model=True, **values) as live:
+    with several(f"renamed={big}", strict_model=True, on_demand=on_demand, **values) as live:
         agents = live.get("/v1/dashboard/agents").json()["data"]
         assert [(agent["model"], agent["is_served"]) for agent in agents] == [("big", False)]
         (made,) = calls(live, {}, ("compact_agent", {"agent": "fox"}))

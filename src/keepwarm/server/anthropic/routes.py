@@ -75,8 +75,7 @@ def message(meta: MessageMeta, result: Result) -> Fields:
     return {
         **_empty_message(meta),
         "content": _content(choice),
-        "stop_reason": stop_reason(choice.reason, choice.stop),
-        "stop_sequence": choice.stop,
+        **_end(choice.reason, choice.stop),
         "usage": usage_of(result.receipt, meta.cached_prefixes, result.usage),
         "keepwarm": receipt_dict(result.receipt, ignored_tools=meta.ignored_tools),
     }
@@ -103,10 +102,11 @@ def usage_of(
     return counts
 
 
-def stop_reason(reason: str, stop: str | None) -> str:
+def _end(reason: str, stop: str | None) -> Fields:
     """A client runs the tools that were called also if a stop string ended the answer."""
-    is_stopped = stop is not None and reason != "tool_calls"
-    return "stop_sequence" if is_stopped else STOP_REASONS[reason]
+    if stop is not None and reason != "tool_calls":
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    return {"stop_reason": STOP_REASONS[reason], "stop_sequence": None}
 
 
 def _created(cached: int, prefixes: Sequence[CachedPrefix]) -> tuple[int, int]:
@@ -218,10 +218,11 @@ class MessageStream:
 
     def _done(self, event: Done) -> bytes:
         ended = self._finished or Finished(0, "stop")
-        delta = {"stop_reason": stop_reason(ended.reason, ended.stop), "stop_sequence": ended.stop}
         usage = usage_of(event.receipt, self._meta.cached_prefixes, event.usage)
         receipt = receipt_dict(event.receipt, ignored_tools=self._meta.ignored_tools)
-        last = _frame("message_delta", delta=delta, usage=usage, keepwarm=receipt)
+        last = _frame(
+            "message_delta", delta=_end(ended.reason, ended.stop), usage=usage, keepwarm=receipt
+        )
         return last + _frame("message_stop")
 
     def _ensure(self, kind: str, block: Mapping[str, Any]) -> bytes:

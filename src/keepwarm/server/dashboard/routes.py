@@ -545,12 +545,12 @@ def list_agents(models: Served, viewer: CurrentViewer) -> JsonObject:
     """The agents of this key; with the admin key those of all keys."""
     disk_store = models.store.on_disk
     owners = NamespaceOwners(disk_store, viewer)
-    found = []
+    found, serves = [], cache(models.serves)
     for agent in disk_store.agents.all("" if viewer.admin else tenant_agent_id(viewer.tenant, "")):
         tenant = owners.tenant_of(agent.namespace)
         if viewer.may_see(tenant):
             listed = agent_out(models.store, agent, tenant or "", viewer.may_read(tenant))
-            is_served = models.may_load(listed["model"])
+            is_served = serves(listed["model"])
             found.append({**listed, "key": viewer.key_label(tenant), "is_served": is_served})
     return {"object": "list", "data": found}
 

@@ -339,6 +339,10 @@ class Models:
         """Whether requests may name this model, be it on this machine or not."""
         return self.known(name) is not None or self.on_demand.allows(name)
 
+    def serves(self, name: str) -> bool:
+        """Whether it answers requests that name this model. Reads files."""
+        return self.known(name) is not None or self.on_demand.find(name) is not None
+
     def keep(self, host: EngineHost, seconds: float) -> None:
         """Keep the model of a request loaded for so long after it; 0: until it is idle."""
         slot = next(slot for slot in self.slots.all if slot.host is host)

@@ -330,9 +330,12 @@ function onMap(start) {
     clamp();
     render();
   };
+  const over = new AbortController();
+  const until = { signal: over.signal };
   map.setPointerCapture(start.pointerId);
-  map.addEventListener("pointermove", go);
-  map.addEventListener("pointerup", () => map.removeEventListener("pointermove", go), { once: true });
+  map.addEventListener("pointermove", go, until);
+  map.addEventListener("pointerup", () => over.abort(), until);
+  map.addEventListener("pointercancel", () => over.abort(), until);
   go(start);
 }
 
