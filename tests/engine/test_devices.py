@@ -48,7 +48,7 @@ def longest_wait(device: Device, n_rows: int) -> float:
 
 # How much later the first token of a cold prompt comes beside 1, 4 and 16 answers than alone.
 LATER = {
-    H200: (1.3, 1.5, 1.7),
+    H200: (1.15, 1.2, 1.2),
     M4_MAX: (1.3, 1.3, 1.3),
     M1: (1.7, 1.7, 1.5),
     CPU: (1.7, 1.7, 1.7),
@@ -243,7 +243,10 @@ SHARED, OWN = 4096, 1024
 
 
 def test_eight_agents_at_once(sim, device):
-    """What they share is computed once; the last first token is not far from the bare work."""
+    """What they share is computed once; the last first token is not far from the bare work.
+
+    With shorter slices an H200 took 1.34 times as long as that, measured and simulated.
+    """
     shared = sim.prompt(SHARED)
     sim.module.fed.clear()
     agents = [sim.send([*shared, *sim.prompt(OWN)], 4) for _ in range(8)]
@@ -252,7 +255,7 @@ def test_eight_agents_at_once(sim, device):
     copied = [sent.job.receipt.reused.get("live", 0) >= SHARED for sent in agents]
     assert copied == [False] + 7 * [True]  # from a neighbour; nothing is loaded
     bare = device.slice_seconds(1024, SHARED // 2) * (SHARED + 8 * OWN) / 1024
-    assert max(sent.first_s for sent in agents) <= 1.5 * bare
+    assert max(sent.first_s for sent in agents) <= 1.2 * bare
 
 
 def test_a_restore_among_answers(sim, device):

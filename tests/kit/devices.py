@@ -63,13 +63,13 @@ class Device:
         return _between(self.step_s, n_rows)
 
 
-# Llama-8B in 4 bit; `python -m benchmarks.engine`, docs/results/engine-h200.json. Steps: the
-# tokens per second of 1, 4 and 16 sequences in docs/results/shaped.md.
+# Llama-8B in 4 bit; `python -m benchmarks.engine`, docs/results/engine-h200.json. Steps: those of
+# mlx-lm's batches in docs/results/rows-h200.json.
 H200 = Device(
     "H200",
     {1: 0.0153, 16: 0.0234, 128: 0.0342, 256: 0.0423, 512: 0.0651, 1024: 0.1205, 2048: 0.2314},
     9e-10,
-    {1: 0.0061, 4: 0.0198, 16: 0.0593},
+    {1: 0.0056, 4: 0.0078, 8: 0.0072, 16: 0.0105, 32: 0.0156, 64: 0.0493},
     56_000,  # from memory
     on_grid=True,
     new_shape_s=0.08,

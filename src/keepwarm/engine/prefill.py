@@ -31,7 +31,7 @@ GRAPHS = 256  # that MLX keeps on CUDA
 SCORED_SLICE = 64  # tokens whose logits are held at once
 NEARLY = 1.05  # how much more a token may cost alone than in the best slice
 PATIENCE = 2  # times as long as usual a slice may take to be as cheap as that, or the last
-DEARER = 1.25  # how much more a token may cost beside running answers than in the best slice
+DEARER = 1.15  # how much more a token may cost beside running answers than in the best slice
 SMALLEST = 1e-12  # length of a vector
 MARGIN = 0.8  # of the longest wait for a token: slices vary
 
