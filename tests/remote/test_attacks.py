@@ -1,6 +1,7 @@
 """What others can put into a shared place makes a miss, and neither a loop nor an outage."""
 
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -109,7 +110,7 @@ def test_a_janitor_deletes_records_only(machine, place, clock):
     sparse.parent.mkdir()
     with sparse.open("wb") as file:
         file.truncate(1 << 42)
-    janitor = Janitor(place, RemoteLimits(n_bytes=1), clock)
+    janitor = Janitor(place, RemoteLimits(n_bytes=1), Path("own"), clock)
     assert janitor.sweep() == 0, "of another holder"
     clock.now += LEASE_S
     assert janitor.sweep() == 1

@@ -1,9 +1,13 @@
 """A place that does not evict by itself is kept within its limits, ends of prompts first."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
+import uuid
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +49,11 @@ def place(share, clock):
         tier.close()
 
 
+def janitor_of(place, limits, clock):
+    """Of another machine than all others."""
+    return Janitor(place, limits, Path(uuid.uuid4().hex), clock)
+
+
 def left(place):
     sizes = place.sizes([name_of(ref) for ref in (*LONG, *SHORT)], SOON)
     return [ref for ref, size in zip((*LONG, *SHORT), sizes, strict=True) if size]
@@ -52,10 +61,10 @@ def left(place):
 
 def test_bytes_go_ends_first(place, clock):
     (size,) = place.sizes([name_of(LONG[0])], SOON)
-    assert Janitor(place, RemoteLimits(n_bytes=6 * size + 600), clock).sweep() == 0
-    assert Janitor(place, RemoteLimits(n_bytes=3 * size + 600), clock).sweep() == 0, "a lease"
+    assert janitor_of(place, RemoteLimits(n_bytes=6 * size + 600), clock).sweep() == 0
+    assert janitor_of(place, RemoteLimits(n_bytes=3 * size + 600), clock).sweep() == 0, "a lease"
     clock.now += LEASE_S
-    late = Janitor(place, RemoteLimits(n_bytes=3 * size + 600), clock)
+    late = janitor_of(place, RemoteLimits(n_bytes=3 * size + 600), clock)
     late.sweep()
     clock.now += LEASE_S
     assert late.sweep() == 3
@@ -71,14 +80,14 @@ def test_what_a_fleet_key_signed_goes_too(share, clock):
         assert len(names) == len(LONG)
         assert all(name.endswith(".mac") for name in names)
         (size,) = tier.backend.sizes(names[:1], SOON)
-        assert Janitor(tier.backend, RemoteLimits(n_bytes=3 * size + 600), clock).sweep() == 1
+        assert janitor_of(tier.backend, RemoteLimits(n_bytes=3 * size + 600), clock).sweep() == 1
         kept = {parse_last(one.name).key for one in walk(tier.backend)}
         assert kept == {ref.key for ref in LONG[:3]}
 
 
 def test_age_goes_by_the_clock_of_the_place(place, clock):
     """The end of the short prompt is the oldest, its beginning is 100 seconds younger."""
-    assert Janitor(place, RemoteLimits(age_s=950), clock).sweep() == 1
+    assert janitor_of(place, RemoteLimits(age_s=950), clock).sweep() == 1
     assert left(place) == [*LONG, SHORT[0]]
 
 
@@ -92,13 +101,13 @@ def test_what_was_left_unfinished_goes_after_a_day(place, share, clock):
         (path := share / folder / name).parent.mkdir(exist_ok=True)
         path.write_bytes(b"x")
         os.utime(path, (now - age_s, now - age_s))
-    assert Janitor(place, RemoteLimits(n_bytes=1 << 40), clock).sweep() == 2
+    assert janitor_of(place, RemoteLimits(n_bytes=1 << 40), clock).sweep() == 2
     assert [path.name for path in (share / "tmp").iterdir()] == ["new"]
     assert not (share / "trial").exists()
 
 
 def test_one_machine_at_a_time(place, clock):
-    first, second = (Janitor(place, RemoteLimits(age_s=10), clock) for _ in range(2))
+    first, second = (janitor_of(place, RemoteLimits(age_s=10), clock) for _ in range(2))
     assert first._hold_lease()
     assert not second._hold_lease()
     clock.now += LEASE_S - 1
@@ -110,10 +119,26 @@ def test_one_machine_at_a_time(place, clock):
     assert not first._hold_lease()
 
 
+@pytest.mark.parametrize("store", ["own", "another"])
+@pytest.mark.parametrize("lives", [False, True])
+def test_a_lease_of_a_process_that_was_killed_is_its_store_s(
+    place, clock, monkeypatch, lives, store
+):
+    """Not one of another server on the same store, nor of another machine's."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        with monkeypatch.context() as before:
+            before.setattr(os, "getpid", lambda: process.pid)
+            assert Janitor(place, RemoteLimits(age_s=10), Path("own"), clock)._hold_lease()
+        if lives:
+            assert not Janitor(place, RemoteLimits(age_s=10), Path(store), clock)._hold_lease()
+    after = Janitor(place, RemoteLimits(age_s=10), Path(store), clock)
+    assert after._hold_lease() == (store == "own")
+
+
 @pytest.mark.parametrize("had_lease", ["none", "its own", "another's"])
 def test_a_full_place_is_swept_without_a_renewed_lease(had_lease, place, clock, monkeypatch):
     (size,) = place.sizes([name_of(LONG[0])], SOON)
-    janitor, other = (Janitor(place, RemoteLimits(3 * size + 600), clock) for _ in range(2))
+    janitor, other = (janitor_of(place, RemoteLimits(3 * size + 600), clock) for _ in range(2))
     if had_lease != "none":
         assert (janitor if had_lease == "its own" else other)._hold_lease()
     monkeypatch.setattr(place, "put", lambda *_, **__: False)
@@ -128,7 +153,7 @@ def test_a_full_place_is_swept_without_a_renewed_lease(had_lease, place, clock, 
 def test_the_machine_that_swept_tells_what_it_has_left(place, clock):
     """No other: sums over all machines count it once."""
     (size,) = place.sizes([name_of(LONG[0])], SOON)
-    first, second = (Janitor(place, RemoteLimits(3 * size + 600), clock) for _ in range(2))
+    first, second = (janitor_of(place, RemoteLimits(3 * size + 600), clock) for _ in range(2))
     assert (first.sweep(), second.sweep()) == (3, 0)
     kept = sum(place.sizes([name_of(ref) for ref in LONG[:3]], SOON))
     assert (first.found[0], second.found) == (kept, (0, None))
@@ -142,7 +167,7 @@ def test_the_machine_that_swept_tells_what_it_has_left(place, clock):
 
 def test_what_is_old_goes_from_a_full_place_too(place, share, clock, monkeypatch):
     """The short prompt's end was used 500 seconds before the latest use, and 1,000 before now."""
-    held, new = (Janitor(place, RemoteLimits(age_s=age_s), clock) for age_s in (950, 450))
+    held, new = (janitor_of(place, RemoteLimits(age_s=age_s), clock) for age_s in (950, 450))
     with monkeypatch.context() as full:
         full.setattr(place, "put", lambda *_, **__: False)
         assert new.sweep() == 1, "there was never a lease"
@@ -193,9 +218,9 @@ def test_a_bucket_keeps_beginnings_and_goes_by_its_own_clock(machine, address, c
         names = [one.name for one in walk(bucket)]
         assert len(names) == 6
         n_bytes = sum(bucket.sizes(names, SOON))
-        assert Janitor(bucket, RemoteLimits(n_bytes, age_s=3600), clock).sweep() == 0
+        assert janitor_of(bucket, RemoteLimits(n_bytes, age_s=3600), clock).sweep() == 0
         clock.now += LEASE_S
-        late = Janitor(bucket, RemoteLimits(n_bytes // 2), clock)
+        late = janitor_of(bucket, RemoteLimits(n_bytes // 2), clock)
         assert late.sweep() == 0, "another's lease, seen for the first time"
         clock.now += LEASE_S
         assert late.sweep() == len(names) // 2
@@ -207,10 +232,10 @@ def test_a_bucket_keeps_beginnings_and_goes_by_its_own_clock(machine, address, c
         assert len(list(walk(bucket))) == len(names) // 2
 
 
-def test_redis_needs_none(redis):
+def test_redis_needs_none(redis, share):
     with closing(open_backend(f"{redis.url}/999")) as backend:
         tier = RemoteTier(backend, CLASS)
-        tier.keep_within(RemoteLimits(n_bytes=1))
+        tier.keep_within(RemoteLimits(n_bytes=1), share)
         assert tier._janitor is None
         tier.close()
 
@@ -221,7 +246,7 @@ def test_a_tier_sweeps_its_directory_now_and_then(share, clock, monkeypatch):
         assert tier.health.wait_until_tried(SOON)
         assert all(tier.put(record(ref)).stored for ref in LONG[:2])
         first, second = (share / name_of(ref) for ref in LONG[:2])
-        tier.keep_within(RemoteLimits(n_bytes=first.stat().st_size + 1))
+        tier.keep_within(RemoteLimits(n_bytes=first.stat().st_size + 1), share)
         clock.now += SWEEP_S
         wait_until(lambda: tier.stats().n_bytes == first.stat().st_size)
         assert not second.exists()
@@ -239,7 +264,7 @@ def test_a_sweep_that_takes_long_delays_no_trial(share, clock, monkeypatch):
     monkeypatch.setattr(Janitor, "sweep", sweep)
     with closing(RemoteTier(open_backend(share.as_uri()), CLASS, clock=clock)) as tier:
         assert tier.health.wait_until_tried(SOON)
-        tier.keep_within(RemoteLimits(n_bytes=1))
+        tier.keep_within(RemoteLimits(n_bytes=1), share)
         clock.now += SWEEP_S
         assert is_sweeping.wait(SOON)
         for _ in range(MAX_FAILURES):

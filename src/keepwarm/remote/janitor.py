@@ -9,12 +9,18 @@ the place.
 from __future__ import annotations
 
 import heapq
+import os
+import re
+import socket
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count
+from hashlib import blake2b
+from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 from keepwarm.remote.backend import NAME, Backend, Listed, at_most
 from keepwarm.remote.records import list_classes, parse_last
@@ -25,7 +31,8 @@ LEASE_S = 1800.0
 UNFINISHED = "tmp", "trial"  # folders of what is gone after a moment
 UNFINISHED_S = 86400.0
 MAX_LEASE = 1 << 10  # bytes
-SWEEP_S = 600.0  # how often
+OWNER = re.compile(rb"([0-9a-f]{32}) ([0-9]{1,9}) ")  # of a lease
+FIRST_SWEEP_S, SWEEP_S = 60.0, 600.0  # since the start, and how often
 CALL_S = 30.0  # nobody waits for it
 AT_ONCE = 256  # names deleted in one call
 DEPTH = 3  # slashes in the name of a record
@@ -59,13 +66,15 @@ class Janitor:
         self,
         backend: Backend,
         limits: RemoteLimits,
+        store: Path,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`store`: the machine's own, by which it knows its lease again after a restart."""
         self._backend = backend
         self._limits = limits
         self._clock = clock
-        self._holder = uuid.uuid4().hex.encode()
-        self._numbers = count()
+        name = f"{socket.gethostname()}:{store}".encode(errors="surrogateescape")
+        self._holder = blake2b(name, digest_size=16).hexdigest().encode()
         self._seen, self._since = b"", 0.0  # another's lease, and since when it is the same
         # Bytes that its last sweep has left, and seconds since their first use; other machines'
         # sweeps tell theirs.
@@ -98,15 +107,25 @@ class Janitor:
         and needs a sweep most, so whoever could take the lease sweeps without it.
         """
         found = self._read_lease()
-        if found is not None and not found.startswith(self._holder):
+        if found is not None and not self._is_own(found):
             if found != self._seen:
                 self._seen, self._since = found, self._clock()
             if self._clock() - self._since < LEASE_S:
                 return False
-        own = self._holder + b" %d" % next(self._numbers)
+        own = b"%s %d %s" % (self._holder, os.getpid(), uuid.uuid4().hex.encode())
         if not self._backend.put(LEASE, [own], CALL_S, replace=found is not None):
             self._backend.touch([LEASE], CALL_S)  # its time is the clock of the place
         return self._read_lease() in (own, found)
+
+    def _is_own(self, found: bytes) -> bool:
+        """Whether a lease is of this process, or of one before it that was killed: a server that is
+        restarted often would otherwise never sweep.
+        """
+        owner = OWNER.match(found)
+        if owner is None or owner[1] != self._holder:
+            return False
+        pid = int(owner[2])
+        return pid == os.getpid() or not psutil.pid_exists(pid)
 
     def _leftovers(self, now: float) -> Iterator[Listed]:
         """What machines that were killed have left unfinished."""

@@ -82,7 +82,7 @@ class SharedTiers:
         self._deleter: DeleterThread | None = None
         limits = RemoteLimits(settings.remote_bytes, settings.remote_age_s)
         for tier in self.tiers:
-            tier.keep_within(limits)
+            tier.keep_within(limits, disk.root)
 
     def _opened(
         self, memory: MemoryTier, is_mixed: bool, on_unverified: Callable[[Namespace], None]

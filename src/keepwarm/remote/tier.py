@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from threading import Thread
 from typing import TypeAlias
 
@@ -35,7 +36,7 @@ from keepwarm.remote.backend import Backend, FolderRange, at_most
 from keepwarm.remote.compression import code_record, count_bytes, memory_for
 from keepwarm.remote.handshake import check_mark
 from keepwarm.remote.health import MAX_RETRY_S, Health, RemoteSpeed, try_backend
-from keepwarm.remote.janitor import SWEEP_S, Janitor, RemoteLimits
+from keepwarm.remote.janitor import FIRST_SWEEP_S, SWEEP_S, Janitor, RemoteLimits
 from keepwarm.remote.lookup import Finder, KnownRecords, n_round_trips
 from keepwarm.remote.records import (
     CLASSES,
@@ -122,7 +123,7 @@ class RemoteTier:
         self._is_due = False  # for a measurement
         self._n_far = 0  # latest questions that were not asked
         self._janitor: Janitor | None = None
-        self._sweep_at = clock() + SWEEP_S
+        self._sweep_at = clock() + FIRST_SWEEP_S
         self._counts = TierCounts()
         self._faults: dict[tuple[BlockKey, Part], ReadFault] = {}
         self._bad: Counter[str] = Counter()
@@ -350,10 +351,10 @@ class RemoteTier:
             self._known.lose(key)
         return (self.is_writable and self.health.call("cleared", clear)) or False
 
-    def keep_within(self, limits: RemoteLimits) -> None:
-        """Have a store kept within limits that does not evict by itself."""
+    def keep_within(self, limits: RemoteLimits, store: Path) -> None:
+        """Have a place kept within limits that does not evict by itself."""
         if not self.backend.in_batches and any(limits):
-            self._janitor = Janitor(self.backend, limits)
+            self._janitor = Janitor(self.backend, limits, store)
 
     def withdraw(self, record: RemoteRecord) -> bool:
         """Delete a record, as one that was just put; whether that is done."""
