@@ -14,7 +14,16 @@ import pytest
 from keepwarm.remote.addresses import open_backend
 from keepwarm.remote.backend import Listed
 from keepwarm.remote.health import MAX_FAILURES, MAX_RETRY_S
-from keepwarm.remote.janitor import LEASE, LEASE_S, SWEEP_S, Janitor, RemoteLimits, surplus, walk
+from keepwarm.remote.janitor import (
+    FIRST_SWEEP_S,
+    LEASE,
+    LEASE_S,
+    SWEEP_S,
+    Janitor,
+    RemoteLimits,
+    surplus,
+    walk,
+)
 from keepwarm.remote.records import FleetKey, RemoteNames, RemoteRecord, parse_last
 from keepwarm.remote.tier import RemoteTier
 from tests.kit.waiting import wait_until
@@ -247,7 +256,7 @@ def test_a_tier_sweeps_its_directory_now_and_then(share, clock, monkeypatch):
         assert all(tier.put(record(ref)).stored for ref in LONG[:2])
         first, second = (share / name_of(ref) for ref in LONG[:2])
         tier.keep_within(RemoteLimits(n_bytes=first.stat().st_size + 1), share)
-        clock.now += SWEEP_S
+        clock.now += FIRST_SWEEP_S
         wait_until(lambda: tier.stats().n_bytes == first.stat().st_size)
         assert not second.exists()
         assert 0 <= tier.stats().oldest_s < SOON
