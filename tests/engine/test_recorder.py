@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from keepwarm.agents import agent_store
 from keepwarm.cache.restore.restorer import Restorer
 from keepwarm.config import load
 from keepwarm.engine import recorder
@@ -22,18 +23,18 @@ from tests.kit.waiting import wait_until
 
 def test_agents_past_their_retention_are_forgotten_after_an_answer(models, tmp_path, monkeypatch):
     """Expired agents are forgotten without a command, but not while a request of theirs runs."""
-    monkeypatch.setattr(recorder, "CONFIRM_S", 0.0)
+    monkeypatch.setattr(agent_store, "CONFIRM_S", 0.0)
     with engine_on(models.of("llama"), tmp_path) as engine:
         agents = engine.store.on_disk.agents
         for seed, name in enumerate(("old", "late", "kept")):
             engine.submit(ask(prompt_of(300, seed=seed), 2, agent=name)).result()
         engine.wait_until_saved()
-        for name, retention_s in (("old", 60.0), ("late", recorder.GRACE_S)):
+        for name, retention_s in (("old", 60.0), ("late", agent_store.GRACE_S)):
             agents.update(name, retention_s=retention_s)
         old = agents.show("old")
-        now = time.time() + 60 + recorder.GRACE_S + 1
+        now = time.time() + 60 + agent_store.GRACE_S + 1
         agents._clock = lambda: now
-        engine._recorder._next_expiry = 0.0  # a minute is over
+        engine.store.on_disk._next_expiry = 0.0  # it is time
         engine.submit(ask(prompt_of(300, seed=9), 2, agent="new")).result()
         engine.wait_until_saved()
         assert [agent.id for agent in agents.all()] == ["kept", "late", "new"]
@@ -41,22 +42,22 @@ def test_agents_past_their_retention_are_forgotten_after_an_answer(models, tmp_p
 
 
 def test_an_agent_that_is_used_again_just_before_it_expires_is_kept(models, tmp_path, monkeypatch):
-    monkeypatch.setattr(recorder, "CONFIRM_S", 0.0)
+    monkeypatch.setattr(agent_store, "CONFIRM_S", 0.0)
     with engine_on(models.of("llama"), tmp_path) as engine:
         agents = engine.store.on_disk.agents
         engine.submit(ask(prompt_of(300), 2, agent="ada")).result()
         engine.wait_until_saved()
         agents.update("ada", retention_s=60.0)
-        now = time.time() + 60 + recorder.GRACE_S + 1
+        now = time.time() + 60 + agent_store.GRACE_S + 1
         agents._clock = lambda: now
-        due = engine._recorder._long_expired()
+        due = engine.store.on_disk._long_expired()
         assert due == ["ada"]
         agents.update("ada", used=now)  # by another process
-        monkeypatch.setattr(engine._recorder, "_long_expired", lambda: due)
-        engine._recorder._next_expiry = 0.0
+        monkeypatch.setattr(engine.store.on_disk, "_long_expired", lambda: due)
+        engine.store.on_disk._next_expiry = 0.0
         engine.submit(ask(prompt_of(300, seed=9), 2, agent="eve")).result()
         engine.wait_until_saved()
-        assert engine._recorder._next_expiry > 0
+        assert engine.store.on_disk._next_expiry > 0
         assert agents.show("ada").n_tokens
 
 

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from keepwarm.agents import agent_store
 from keepwarm.agents.agent import Branch
 from keepwarm.agents.agents import Agents
 from keepwarm.agents.shares import TtlPins
-from keepwarm.engine import recorder
 from keepwarm.files import STALE_AFTER_S, replacing, write_atomically
 from keepwarm.prefix.blocks import chain
 from keepwarm.records.record import Part
@@ -171,13 +171,13 @@ def test_a_jump_that_is_corrected_deletes_no_agent(models, tmp_path, monkeypatch
 
         def look(ahead_s):
             agents._clock = lambda: time.time() + ahead_s
-            engine._recorder._next_expiry = 0.0
-            engine._recorder._forget_expired()
+            engine.store.on_disk._next_expiry = 0.0
+            engine.store.forget_expired()
             return [agent.id for agent in agents.all()]
 
         assert look(YEAR_S) == ["a"]
         assert look(0.0) == ["a"]
-        monkeypatch.setattr(recorder, "CONFIRM_S", 0.0)
+        monkeypatch.setattr(agent_store, "CONFIRM_S", 0.0)
         assert look(0.0) == ["a"]
         assert look(YEAR_S) == []
 

@@ -56,6 +56,9 @@ from keepwarm.store.marker import unlock
 from keepwarm.store.names import bytes_under
 from keepwarm.store.tier import as_store_errors
 
+EXPIRY_INTERVAL_S = 300.0  # between two looks at which agents have expired
+GRACE_S = 600.0  # an agent's running request counts as a use only when it has ended
+CONFIRM_S = 600.0  # an agent is deleted if it is still expired then: the clock may have jumped
 LOSSY_S = 60.0  # that a sum over all blocks is used again
 MAX_IDENTITIES = 256  # that are remembered
 PINS_MADE = "pins made"  # noted in the index once agents' pins are in it
@@ -103,6 +106,8 @@ class AgentStore:
         self.ttl_pins = TtlPins(self.disk)
         self.wear = WriteBudget(self.disk.root, writes_per_day)
         self.counts = CountsFile(self.disk.root)
+        self._next_expiry = 0.0  # by the monotonic clock
+        self._expired_since: dict[str, float] = {}  # by the same clock
         try:
             self._make_pins()
         except BaseException:
@@ -115,6 +120,20 @@ class AgentStore:
             return
         self.agents.limit(limits)
         self.ttl_pins.max_bytes = limits.n_bytes
+
+    def expire(self) -> list[str]:
+        """Delete the agents that were not used for their retention time; looks every few minutes,
+        because it reads the files of all.
+        """
+        if time.monotonic() < self._next_expiry:
+            return []
+        self._next_expiry = time.monotonic() + EXPIRY_INTERVAL_S
+        return self.agents.expire(self._long_expired())
+
+    def _long_expired(self) -> list[str]:
+        now, expired = time.monotonic(), self.agents.expired(GRACE_S)
+        self._expired_since = {each: self._expired_since.get(each, now) for each in expired}
+        return [each for each, since in self._expired_since.items() if now - since >= CONFIRM_S]
 
     def _make_pins(self) -> None:
         with as_store_errors(self.disk, "pin the blocks of agents"):

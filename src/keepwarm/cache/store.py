@@ -7,6 +7,7 @@ kw.commit(tokens, cache)
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 from collections import defaultdict
@@ -53,6 +54,7 @@ from keepwarm.store.tiers import SHARED, Tiers
 if TYPE_CHECKING:
     from keepwarm.remote.opening import SharedTiers
 
+LOG = logging.getLogger(__name__)
 LAYER = re.compile(r"L(\d+)")
 MIXED = "mixed-numerics"  # a file: the index may be lost while the blocks stay
 SCRATCH_BYTES = 2 << 30  # of a store for trials, which has to be freed when a request comes
@@ -491,6 +493,15 @@ class Store:
         n_deleted = self.on_disk.agents.delete(agent_id)
         self.catch_up()
         return n_deleted
+
+    def forget_expired(self) -> None:
+        """Forget the agents that were not used for their retention time. May be called often."""
+        try:
+            if self._on_disk is not None and self._on_disk.expire():
+                self.catch_up()
+        except Exception:
+            if not self.is_closed:
+                LOG.exception("agents past their retention could not be forgotten")
 
     def unreached(self) -> list[str]:
         """The addresses of shared tiers that still have some of what was deleted here; they are

@@ -54,9 +54,6 @@ from keepwarm.text.request import (
 )
 from keepwarm.text.sandbox.deadline import PrepareDeadline, PrepareStep
 
-EXPIRY_INTERVAL_S = 60.0
-GRACE_S = 600.0  # an agent's running request counts as a use only when it has ended
-CONFIRM_S = 600.0  # an agent is deleted if it is still expired then: the clock may have jumped
 AUDIT_PRIORITY = -1_000_000  # after all requests of clients
 SCORED_TOP = 20  # tokens that are compared at each place, where blocks are rounded
 MAX_NATS = 0.05  # that rounding may cost an answer; on average q4 costs 0.003
@@ -74,8 +71,6 @@ class Recorder:
         """`end` ends a durable job once it is on disk; `saves` are called after requests."""
         self._store = store
         self._end = end
-        self._next_expiry = 0.0  # by the monotonic clock
-        self._expired_since: dict[str, float] = {}  # by the same clock
         self._unrecorded: dict[str, Job] = {}  # the latest of each agent
         self._noting = threading.Lock()  # of `_unrecorded`, which the engine's thread adds to
         self._warned: dict[str | None, str] = {}  # why the turns of an agent cannot be recorded
@@ -190,7 +185,7 @@ class Recorder:
             LOG.exception("a turn of agent %r could not be recorded", agent_id)
         else:
             self._warned.pop(agent_id, None)
-            self._forget_expired()
+            self._store.forget_expired()
 
     def _warn(self, agent_id: str | None, why: str) -> None:
         """Once for as long as the reason stays the same, not at every turn."""
@@ -241,22 +236,6 @@ class Recorder:
             namespace, tenant = job.lane.restorer.namespace, job.request.tenant
             pins.pin(namespace, tokens, position, ttl_s, tenant)
             job.lane.restorer.share(tokens[:position])
-
-    def _forget_expired(self) -> None:
-        """Forget the agents that were not used for their retention time."""
-        if time.monotonic() < self._next_expiry:
-            return
-        self._next_expiry = time.monotonic() + EXPIRY_INTERVAL_S
-        try:
-            if self._store.on_disk.agents.expire(self._long_expired()):
-                self._store.catch_up()
-        except Exception:
-            LOG.exception("agents past their retention could not be forgotten")
-
-    def _long_expired(self) -> list[str]:
-        now, expired = time.monotonic(), self._store.on_disk.agents.expired(GRACE_S)
-        self._expired_since = {each: self._expired_since.get(each, now) for each in expired}
-        return [each for each, since in self._expired_since.items() if now - since >= CONFIRM_S]
 
     def _end_durably(self, job: Job) -> None:
         is_durable = False

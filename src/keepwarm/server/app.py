@@ -128,14 +128,14 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     current_default_thread_limiter().total_tokens = MANAGEMENT_THREADS
     models: Models = app.state.models
     models.start_warmers()
-    unloading = asyncio.create_task(models.unload_unused())
+    housekeeping = asyncio.create_task(models.keep_house())
     endpoint: McpEndpoint | None = app.state.mcp
     events: EventPublisher | None = app.state.events
     saving = asyncio.create_task(app.state.dashboard.save_regularly())
     with events.running() if events else nullcontext():
         async with endpoint.running() if endpoint else nullcontext():
             yield
-    unloading.cancel()
+    housekeeping.cancel()
     saving.cancel()
     await asyncio.wait({saving})  # two saves at once would count the same minutes twice
     app.state.transfers.close()

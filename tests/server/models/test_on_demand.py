@@ -1,6 +1,7 @@
 """Models that are loaded when a request names them, within one budget of memory."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -8,12 +9,14 @@ import httpx
 import psutil
 import pytest
 
+from keepwarm.agents import agent_store
+from keepwarm.server.models import models as models_module
 from keepwarm.server.models import slots as slots_module
 from keepwarm.text.sandbox.process import is_ready
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.engines import held
 from tests.kit.waiting import wait_until
-from tests.server.models.test_several import CHAT, asked, chat, loads
+from tests.server.models.test_several import ADMIN, CHAT, asked, chat, loads
 
 
 def loaded(live):
@@ -190,9 +193,6 @@ def test_nothing_is_loaded_on_demand_before_the_start_or_while_it_drains(
         assert loaded(live) == ["big", str(small)]
 
 
-ADMIN = {"Authorization": "Bearer admin"}
-
-
 def pin(live, name, pinned=True):
     return live.post("/v1/admin/load", {"model": name, "pinned": pinned}, **ADMIN)
 
@@ -322,6 +322,23 @@ def test_an_agent_can_be_made_when_all_are_unloaded(several, big, small):
         made = live.post("/v1/agents", {"id": "second"})
         assert made.status_code == 200, made.text
         assert loaded(live) == ["small"]
+
+
+def test_expired_agents_are_forgotten_though_nobody_asks(several, big, monkeypatch):
+    """Also while no model is loaded."""
+    monkeypatch.setattr(models_module, "MOST_CHECKS_S", 0.05)
+    monkeypatch.setattr(agent_store, "CONFIRM_S", 0.0)
+    monkeypatch.setattr(agent_store, "EXPIRY_INTERVAL_S", 0.0)
+    with several(f"big={big}", admin_key="admin") as live:
+        for name in ("fox", "bear"):
+            chat(live, "big", keepwarm={"agent": name})
+        agents = live.models.store.on_disk.agents
+        wait_until(lambda: {agent.id for agent in agents.all()} == {"fox", "bear"})
+        assert live.post("/v1/admin/unload", {"model": "big"}, **ADMIN).status_code == 200
+        agents.update("fox", retention_s=60.0)
+        now = time.time() + 61 + agent_store.GRACE_S
+        agents._clock = lambda: now
+        wait_until(lambda: [agent.id for agent in agents.all()] == ["bear"])
 
 
 def test_texts_are_forgotten_while_all_are_unloaded(several, big):

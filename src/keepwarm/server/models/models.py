@@ -463,12 +463,14 @@ class Models:
 
     # the server's life
 
-    async def unload_unused(self) -> None:
-        """Runs as long as the server."""
+    async def keep_house(self) -> None:
+        """Unload models, and forget agents, that are not used. Runs as long as the server."""
         ttl_s = self._settings.model_ttl_s
         while True:
             await asyncio.sleep(min(MOST_CHECKS_S, ttl_s / 2 or MOST_CHECKS_S))
             await run_in_threadpool(self.slots.unload_unused)
+            if self.slots.store is not None:
+                await run_in_threadpool(self.slots.store.forget_expired)
 
     def start_warmers(self) -> None:
         for host in self.loaded:
