@@ -95,6 +95,23 @@ def test_what_others_leave_later_counts_too(open_tier, store, monkeypatch):
     assert tier.stats().evicted > 3
 
 
+def test_what_others_leave_counts_though_all_blocks_are_worth_more(open_tier, store, monkeypatch):
+    """Than a new one, which therefore finds no room."""
+    monkeypatch.setattr("keepwarm.store.names.MEASURE_EVERY_S", 0.0)
+    tier = open_tier(5 * MIB)
+    made = [record(first_block([i]), n_bytes=200_000) for i in range(12)]
+    put_all(tier, made)
+    for _ in range(100):
+        tier.touch(keys_of(made))
+    new = record(first_block([98]), n_bytes=200_000)
+    flood(tier, 30, seed=10_000)
+    assert set(tier.have(keys_of(made))) == set(keys_of(made))
+    (store / "agents" / "one.json").write_bytes(bytes(3 * MIB))
+    tier.put(new)
+    assert disk_use(store) <= 5 * MIB
+    assert 0 < len(tier.have(keys_of(made))) < len(made)
+
+
 def test_a_directory_that_may_not_be_read_stops_no_put(open_tier, store, monkeypatch):
     """As `lost+found` in the root of a file system."""
     tier, scan = open_tier(6 * MIB), os.scandir

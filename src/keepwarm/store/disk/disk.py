@@ -616,7 +616,8 @@ class DiskTier:
                 return None
 
     def _evict(self, header: Header, n_bytes: int) -> bool:
-        """Evict for a record of so many bytes; False if nothing could be evicted.
+        """Evict for a record of so many bytes; False if nothing could be evicted. What is over the
+        limit without it, because other files have grown, goes whatever its priority.
 
         Snapshots keep the space of deleted files: a whole cache could go for one record.
         """
@@ -630,6 +631,8 @@ class DiskTier:
                 return False
             self.index.follow_clock(self._clock())
             self.index.expire_ttl_pins(self._clock())
+            if (over := self._over_limit(0)) > 0:
+                missing, priority = over, math.inf
             victims = self.index.select_victims(missing, {header.key, header.parent}, priority)
             self._finish_deleting(victims)
             if victims and 0 < short <= self._short_bytes(n_bytes):
@@ -639,10 +642,11 @@ class DiskTier:
 
     def _missing_bytes(self, n_bytes: int) -> int:
         """How many bytes must be freed before so many can be written."""
-        short, limit = self._short_bytes(n_bytes), self._record_limit()
-        if limit is None:
-            return short
-        return max(short, self.index.lookups.n_bytes() + n_bytes - limit)
+        return max(self._short_bytes(n_bytes), self._over_limit(n_bytes))
+
+    def _over_limit(self, n_bytes: int) -> int:
+        limit = self._record_limit()
+        return 0 if limit is None else self.index.lookups.n_bytes() + n_bytes - limit
 
     def _short_bytes(self, n_bytes: int) -> int:
         """How many of them the file system lacks."""
