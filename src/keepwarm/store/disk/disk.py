@@ -631,9 +631,10 @@ class DiskTier:
                 return False
             self.index.follow_clock(self._clock())
             self.index.expire_ttl_pins(self._clock())
-            if (over := self._over_limit(0)) > 0:
-                missing, priority = over, math.inf
-            victims = self.index.select_victims(missing, {header.key, header.parent}, priority)
+            needed = {header.key, header.parent}
+            victims = self.index.select_victims(missing, needed, priority)
+            if not victims and (over := self._over_limit(-INDEX_ROOM)) > 0:
+                victims = self.index.select_victims(over, needed)
             self._finish_deleting(victims)
             if victims and 0 < short <= self._short_bytes(n_bytes):
                 self._in_vain_at = now
