@@ -616,9 +616,9 @@ class DiskTier:
                 return None
 
     def _evict(self, header: Header, n_bytes: int) -> bool:
-        """Evict for a record of so many bytes; False if nothing could be evicted. What is over the
-        limit without it, because other files have grown, goes whatever its priority.
+        """Evict for a record of so many bytes; False if nothing could be evicted.
 
+        If all blocks are worth more than the record, only what other files have grown by goes.
         Snapshots keep the space of deleted files: a whole cache could go for one record.
         """
         now = self._clock()
@@ -633,7 +633,8 @@ class DiskTier:
             self.index.expire_ttl_pins(self._clock())
             needed = {header.key, header.parent}
             victims = self.index.select_victims(missing, needed, priority)
-            if not victims and (over := self._over_limit(-INDEX_ROOM)) > 0:
+            over = self._over_limit(-INDEX_ROOM)  # that room is for the index to grow
+            if not victims and over > 0:
                 victims = self.index.select_victims(over, needed)
             self._finish_deleting(victims)
             if victims and 0 < short <= self._short_bytes(n_bytes):
@@ -646,6 +647,7 @@ class DiskTier:
         return max(self._short_bytes(n_bytes), self._over_limit(n_bytes))
 
     def _over_limit(self, n_bytes: int) -> int:
+        """By how much so many bytes more would exceed the limit."""
         limit = self._record_limit()
         return 0 if limit is None else self.index.lookups.n_bytes() + n_bytes - limit
 
